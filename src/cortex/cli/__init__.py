@@ -1,0 +1,1 @@
+"""The commands cortex and neuron."""

@@ -1,0 +1,1 @@
+"""Pure decisions about the fleet: what runs where, what makes room, who answers."""

@@ -1,0 +1,1 @@
+"""The cortex server: one endpoint over the fleet. Never imports neuron."""

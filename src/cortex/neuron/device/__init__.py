@@ -1,0 +1,1 @@
+"""Device workers: one process per device, its job channel and its supervision."""

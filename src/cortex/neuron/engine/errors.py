@@ -1,0 +1,17 @@
+"""What an engine raises. The device worker maps these onto the wire's error tree."""
+
+
+class EngineError(Exception):
+    """Base: the message is fit for a user."""
+
+
+class LoadError(EngineError):
+    """The model cannot be loaded: bad files, unsupported architecture, or it does not fit."""
+
+
+class LoadCancelled(EngineError):  # noqa: N818 - a decision, not a failure
+    """The load was called off before it finished; nothing of it is left."""
+
+
+class RequestError(EngineError):
+    """This request can never be served: too long, or a parameter out of range."""

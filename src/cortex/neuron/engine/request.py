@@ -1,0 +1,126 @@
+"""What goes into an engine and what comes out: token ids and numbers, no text.
+
+Plain dataclasses, so that they import on a bare GPU host and cross the worker's channel as typed values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. Every field has a meaning at its default: plain sampling at temperature 1."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_window: int = 0
+    """How many of the latest tokens `repetition_penalty` looks at; 0 is all of them."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    """The same seed draws the same tokens whatever else is in the batch."""
+    top_logprobs: int | None = None
+    """None: no logprobs. 0: of the drawn token only. N: and of the N likeliest."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to continue. Immutable; the engine keeps its own state beside it."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] = ()
+    """EOS ids and the client's own; the stopping token is counted but not returned as text."""
+    min_tokens: int = 0
+    grammar: str | None = None
+    """A grammar in the form `text.grammar` compiles, constraining the output; None: free."""
+    principal: str = ""
+    """Whose fair share it uses; the anonymous share when empty."""
+    checkpoint_at: tuple[int, ...] = ()
+    """Prompt positions (turn ends) where a hybrid model should keep its state for later turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the drawn token, and of the likeliest ones."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step produced for one request. The last one of a request has `finish`."""
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int | None = None
+    """Prompt tokens taken from the prefix cache; set on the first output of a request."""
+    finish: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """What to load and how. `path` is local: a directory with safetensors, or one GGUF file."""
+
+    path: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quant: str | None = None
+    context_tokens: int | None = None
+    max_num_seqs: int = 256
+    prefill_chunk_tokens: int | None = None
+    """Tokens of prefill in one step; None picks what suits the device."""
+    memory_bytes: int | None = None
+    """Ceiling for weights and KV together; None takes what the device has free, less a reserve."""
+    min_free_bytes: int = 0
+    """Left free on the device whatever happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """A loaded engine's facts, fixed for its lifetime."""
+
+    family: str
+    dtype: str
+    context_tokens: int
+    """Longest sequence this engine accepts: the model's own limit, or what its pages hold."""
+    vocab_size: int
+    weight_bytes: int
+    kv_bytes: int
+    page_tokens: int
+    num_pages: int
+    notes: tuple[str, ...] = ()
+    """What a user should know: a vision tower that was skipped, a context cut short by memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment's load. Counters only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    used_pages: int = 0
+    cached_pages: int = 0
+    """Pages that hold a reusable prefix and could be taken at once."""
+    num_pages: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    preemptions: int = 0
+    extra: dict[str, float] = field(default_factory=dict)

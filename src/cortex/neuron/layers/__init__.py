@@ -1,0 +1,1 @@
+"""The blocks that the families are made of."""

@@ -1,0 +1,1 @@
+"""Model files: safetensors, GGUF, the hub."""

@@ -1,0 +1,1 @@
+"""What crosses the wire: typed requests, one event stream, a codec per dialect, the error tree."""

@@ -1,0 +1,106 @@
+"""One event stream. The engine's answer is told in these events; codecs turn them into a dialect.
+
+Order, per choice: `Start`, then any number of blocks, then `Finish` or `Failure`. A block is a run of
+`TextDelta`, a run of `ReasoningDelta`, or `ToolCallStart … ToolCallDelta* … ToolCallStop`; blocks never
+interleave within a choice. `index` is the choice (0 unless `n > 1`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the events; `index` is the choice it belongs to."""
+
+    index: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    token_id: int
+    logprob: float
+    bytes: tuple[int, ...]
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Always counted, whether or not the client asked. `cached` is part of `prompt`, `reasoning` of `completion`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Start(Event, tag="start"):
+    """The request was admitted. `prompt_tokens` is known before the first token."""
+
+    id: str
+    model: str
+    created: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class TextDelta(Event, tag="text"):
+    text: str
+
+
+class ReasoningDelta(Event, tag="reasoning"):
+    text: str
+
+
+class ToolCallStart(Event, tag="tool_start"):
+    call: int
+    """Dense index of the call within its choice."""
+    id: str
+    name: str
+
+
+class ToolCallDelta(Event, tag="tool_delta"):
+    call: int
+    arguments: str
+    """The next piece of the arguments' JSON text."""
+
+
+class ToolCallStop(Event, tag="tool_stop"):
+    call: int
+
+
+class Logprobs(Event, tag="logprobs"):
+    """Log-probabilities of the tokens whose text the following or preceding deltas carry."""
+
+    tokens: tuple[TokenLogprob, ...]
+
+
+class Finish(Event, tag="finish"):
+    """The end of one choice. `usage` counts this choice; the prompt is counted once, in choice 0."""
+
+    reason: FinishReason
+    usage: Usage
+    timing: Timing = Timing()
+    stop_sequence: str | None = None
+    """The stop string that ended it, where one did."""
+
+
+class Failure(Event, tag="failure"):
+    """The request ended in an error after it had started."""
+
+    code: str
+    message: str
+
+
+AnyEvent = (
+    Start | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallStop | Logprobs | Finish | Failure
+)

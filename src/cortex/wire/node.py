@@ -1,0 +1,174 @@
+"""What a node says about itself: the JSON of `/discovery`, `/health`, `/models` and the load/unload bodies.
+
+The neuron encodes these, the gateway and the command line decode them. Sizes are bytes.
+Unknown fields are ignored on decode, so that nodes of different ages can share a fleet.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
+DeviceKind = Literal["cuda", "cpu"]
+Stage = Literal["resolve", "download", "read", "place", "warm"]
+
+
+class NodeValue(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what nodes report."""
+
+
+class ModelState(StrEnum):
+    COLD = "cold"
+    """Known to the node and startable; nothing of it is in memory."""
+    DOWNLOADING = "downloading"
+    LOADING = "loading"
+    READY = "ready"
+    ASLEEP = "asleep"
+    UNLOADING = "unloading"
+    RECOVERING = "recovering"
+    FAILED = "failed"
+
+
+class Device(NodeValue):
+    """A device as discovery sees it, whether or not a worker runs on it."""
+
+    index: int
+    kind: DeviceKind
+    name: str
+    total_bytes: int
+    compute_capability: str | None = None
+    uuid: str | None = None
+
+
+class Discovery(NodeValue):
+    host: str
+    os: str
+    version: str
+    devices: tuple[Device, ...]
+    driver: str | None = None
+    driver_problem: str | None = None
+    """Why no GPU is used although one may be there, such as a driver/library mismatch."""
+    harnesses: tuple[str, ...] = ("torch",)
+    dialects: tuple[Dialect, ...] = (
+        "openai_chat",
+        "openai_completions",
+        "openai_responses",
+        "anthropic_messages",
+    )
+
+
+class DeviceHealth(NodeValue):
+    index: int
+    total_bytes: int
+    free_bytes: int
+    utilisation: float | None = None
+    """0 to 1."""
+    temperature_c: float | None = None
+    worker: Literal["none", "starting", "running", "faulted"] = "none"
+
+
+class Progress(NodeValue):
+    stage: Stage
+    done_bytes: int = 0
+    total_bytes: int = 0
+    eta_s: float | None = None
+
+
+class ModelLoad(NodeValue):
+    """How busy a resident model is, as its engine reports it."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used_fraction: float = 0.0
+    tokens_per_s: float = 0.0
+    """Completion tokens over the last few seconds."""
+
+
+class Capabilities(NodeValue):
+    chat: bool = True
+    tools: bool = False
+    reasoning: bool = False
+    vision: bool = False
+    embeddings: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class ModelStatus(NodeValue):
+    """One model on one node."""
+
+    id: str
+    state: ModelState
+    devices: tuple[int, ...] = ()
+    harness: str = "torch"
+    family: str | None = None
+    quant: str | None = None
+    source: str | None = None
+    estimate_bytes: int | None = None
+    """What loading it is expected to take on the device; replaced by `measured_bytes` once loaded."""
+    measured_bytes: int | None = None
+    context_tokens: int | None = None
+    """What the loaded model accepts: its own context, or what memory holds if that is less."""
+    max_output_tokens: int | None = None
+    capabilities: Capabilities = Capabilities()
+    progress: Progress | None = None
+    load: ModelLoad = ModelLoad()
+    reason: str | None = None
+    """Why it is `failed` or `recovering`, in the node's own words."""
+    state_age_s: float = 0.0
+    idle_s: float = 0.0
+    """Seconds since the last request ended; 0 while one runs."""
+
+
+class ModelList(NodeValue):
+    models: tuple[ModelStatus, ...]
+
+
+class Activation(NodeValue):
+    """Where the default models of a starting node stand."""
+
+    state: Literal["idle", "running", "done"] = "idle"
+    pending: tuple[str, ...] = ()
+    in_progress: str | None = None
+    completed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+class Health(NodeValue):
+    status: Literal["ok", "draining"]
+    uptime_s: float
+    devices: tuple[DeviceHealth, ...]
+    models: tuple[ModelStatus, ...]
+    activation: Activation = Activation()
+
+
+class LoadRequest(NodeValue):
+    """`POST /models/load`. Idempotent: asking for a model that is ready or loading joins it."""
+
+    model_id: str
+    source: str | None = None
+    """Hub id, directory or file; the model id itself when absent."""
+    harness: str = "torch"
+    quant: str | None = None
+    devices: tuple[int, ...] = ()
+    """Empty: the node picks."""
+    tensor_parallel: int = 1
+    context_tokens: int | None = None
+
+
+class UnloadRequest(NodeValue):
+    """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once."""
+
+    model_id: str
+    force: bool = False
+    drain_s: float | None = None
+
+
+class Endpoint(NodeValue):
+    """`GET /models/{id}/endpoint`: where this model answers."""
+
+    model_id: str
+    base_url: str
+    dialects: tuple[Dialect, ...]

@@ -1,0 +1,144 @@
+"""One internal request. Every dialect parses into it; a node's engine room reads nothing else.
+
+Fields that a client left out stay `None`: the node fills them from the model's own
+`generation_config.json`, then from our defaults. Nothing here is a default in disguise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of the immutable values on the wire."""
+
+
+class Text(Value, tag="text"):
+    text: str
+
+
+class Image(Value, tag="image"):
+    """An image by URL; inline images are `data:` URLs."""
+
+    url: str
+
+
+class Reasoning(Value, tag="reasoning"):
+    """What the assistant thought in an earlier turn, given back by the client."""
+
+    text: str
+    signature: str | None = None
+
+
+class ToolCall(Value, tag="tool_call"):
+    """A call the assistant made earlier. `arguments` is JSON text exactly as it was streamed."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolResult(Value, tag="tool_result"):
+    call_id: str
+    parts: tuple[Text | Image, ...] = ()
+    is_error: bool = False
+
+
+Part = Text | Image | Reasoning | ToolCall | ToolResult
+
+
+class Message(Value):
+    """One turn. A `tool` message holds exactly one `ToolResult`; Anthropic user turns that carry
+    results become tool messages followed by the rest of the user turn, in order."""
+
+    role: Role
+    parts: tuple[Part, ...]
+    name: str | None = None
+
+
+class Tool(Value):
+    """A function the model may call. Tool types we cannot run are dropped by the codec, never refused."""
+
+    name: str
+    parameters: dict[str, Any]
+    """A JSON schema; `{}` when the client gave none."""
+    description: str | None = None
+    strict: bool = False
+
+
+class ToolChoice(Value):
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+class OutputFormat(Value):
+    """What the output must conform to: `schema` for json_schema, `text` for regex/grammar, `choices`."""
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+    schema: dict[str, Any] | None = None
+    text: str | None = None
+    choices: tuple[str, ...] = ()
+
+
+class Thinking(Value):
+    """`enabled=None` leaves it to the model's template."""
+
+    enabled: bool | None = None
+    effort: str | None = None
+    budget_tokens: int | None = None
+
+
+class Sampling(Value):
+    """What to draw and when to stop. Validated by the codecs; `None` means the client did not say."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    repetition_window: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+class GenerateRequest(Value):
+    """A conversation to continue, or (for `/v1/completions`) a raw prompt.
+
+    Exactly one of `messages` and `prompt` is given. `prompt` is text or token ids, unchanged.
+    """
+
+    model: str
+    messages: tuple[Message, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    echo: bool = False
+    """Completions only: give the prompt back before the continuation."""
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    output: OutputFormat | None = None
+    thinking: Thinking = Thinking()
+    sampling: Sampling = Sampling()
+    stream: bool = False
+    include_usage: bool = False
+    """OpenAI `stream_options.include_usage`; other dialects always report usage."""
+    template_args: dict[str, Any] = {}
+    """`chat_template_kwargs`: extra variables for the model's own template."""
+    user: str | None = None
+    metadata: dict[str, Any] = {}
+    """What the client sent beside the request and expects to see echoed (Responses API)."""
+    dropped_tools: tuple[str, ...] = ()
+    """Tool types the codec left out because no local model can run them; reported in a header."""

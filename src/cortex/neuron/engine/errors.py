@@ -9,7 +9,7 @@ class LoadError(EngineError):
     """The model cannot be loaded: bad files, unsupported architecture, or it does not fit."""
 
 
-class LoadCancelled(EngineError):  # noqa: N818 - a decision, not a failure
+class LoadCancelled(EngineError):
     """The load was called off before it finished; nothing of it is left."""
 
 

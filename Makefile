@@ -1,0 +1,70 @@
+# What you can do in a checkout. Every target sets up what it needs; nothing is installed outside .venv.
+#
+#   make up      a real model answering on http://127.0.0.1:31313
+#   make test    everything that must hold before a change goes in
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+BIN      := .venv/bin
+RUNNABLE := .venv/.runnable
+TESTABLE := .venv/.testable
+SOURCES  := src tests bench
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up test lint format types suite bench docs clean
+
+help: ## Show this table of contents
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10 | sed 's/^/  make /'
+
+setup: $(TESTABLE) ## Create .venv with cortex, the engine and the development tools
+
+up: $(RUNNABLE) ## Bring the demo model, start gateway and neuron; Ctrl-C ends both (ARGS="--port 8000 MODEL")
+	@exec $(BIN)/cortex up $(ARGS)
+
+test: lint types suite ## Lint, format check, types, import rules and the whole test suite
+
+lint: $(TESTABLE) ## Check style and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(TESTABLE) ## Check types, strictly
+	$(BIN)/mypy
+
+suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
+	$(BIN)/python -m pytest $(ARGS)
+
+format: $(TESTABLE) ## Rewrite the sources in house format
+	$(BIN)/ruff check --fix-only --quiet $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: $(TESTABLE) ## List the benchmarks; each prints its own --help
+	@ls bench/*.py bench/*/*.py 2>/dev/null | sed 's|^|  $(BIN)/python |'
+
+docs: $(TESTABLE) ## Regenerate the configuration reference from the types
+	$(BIN)/python -m cortex.cli.reference docs/configuration.md
+
+clean: ## Remove .venv and everything the tools left behind
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+# torch goes first and pinned: the package itself accepts a range, and a bare resolve may pull gigabytes.
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "cortex needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv || \
+	  { rm -rf .venv; echo "creating .venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+$(RUNNABLE): pyproject.toml | .venv/bin/python
+	@echo "setting up .venv (once; torch is the large part)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[neuron]"
+	@touch $@
+
+$(TESTABLE): pyproject.toml | $(RUNNABLE)
+	@echo "adding the development tools to .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[neuron,dev]"
+	@touch $@

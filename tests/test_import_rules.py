@@ -1,0 +1,270 @@
+"""Imports go down only. The table below is the house's floor plan; a room may import the rooms listed for it.
+
+Two checks: the source of every module against the table, and fresh interpreters in which the forbidden packages
+cannot be imported, so that an indirect import is caught too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
+KERNELS = {"neuron.kernels"}
+LAYERS = {"neuron.layers", *KERNELS}
+MODELS = {"neuron.models", "neuron.weights", *LAYERS}
+ENGINE = {"neuron.engine", *MODELS}
+ABOVE_ENGINE = {"wire", "settings", "neuron.text", "neuron.config"}
+DEVICE = {"neuron.device", *ENGINE, *ABOVE_ENGINE}
+NODE = {"neuron.node", *DEVICE}
+API = {"neuron.api", *NODE}
+NEURON = {"neuron", *API}
+GATEWAY = {"gateway", "fleet", "wire", "settings"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a room may import: rooms of this project, and third-party packages (None: any it declares)."""
+
+    rooms: set[str]
+    libraries: frozenset[str] | None = None
+    lazy_libraries: frozenset[str] = frozenset()
+    """Allowed inside functions only: absent on some hosts where the module itself must import."""
+
+
+RULES: dict[str, Rule] = {
+    "": Rule(set(), frozenset()),
+    "settings": Rule({"settings"}, frozenset({"msgspec"})),
+    "wire": Rule({"wire"}, frozenset({"msgspec"})),
+    "fleet": Rule({"fleet", "wire", "settings"}, frozenset({"msgspec"})),
+    "gateway": Rule(GATEWAY),
+    "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
+    "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
+    "neuron.weights": Rule({"neuron.weights"}, ENGINE_LIBRARIES, frozenset({"huggingface_hub"})),
+    "neuron.models": Rule(MODELS, ENGINE_LIBRARIES),
+    "neuron.engine": Rule(ENGINE, ENGINE_LIBRARIES, frozenset({"llguidance"})),
+    "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),
+    "neuron.config": Rule({"wire", "settings"}),
+    "neuron.device": Rule(DEVICE),
+    "neuron.node": Rule(NODE),
+    "neuron.api": Rule(API),
+    "neuron": Rule(NEURON),
+    "cli": Rule({"cli", "cortex", *GATEWAY, *NEURON}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    module: str
+    """Dotted and absolute."""
+    line: int
+    lazy: bool
+    """Inside a function, so it costs nothing until the function runs."""
+
+
+def room_of(module: str) -> str:
+    """`cortex.neuron.engine.kv.pages` lives in room `neuron.engine`."""
+    parts = module.split(".")[1:]
+    for depth in (2, 1):
+        room = ".".join(parts[:depth])
+        if room in RULES:
+            return room
+    return ".".join(parts[:1])
+
+
+def module_name(source: Path, path: Path) -> str:
+    parts = path.relative_to(source).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_in(tree: ast.Module, module: str, *, is_package: bool, modules: set[str]) -> Iterator[Import]:
+    """Every import that runs: relative ones resolved, `if TYPE_CHECKING:` ones left out."""
+    package = module if is_package else module.rpartition(".")[0]
+
+    def walk(node: ast.AST, *, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+                for other in child.orelse:
+                    yield from walk(other, lazy=lazy)
+            elif isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(alias.name, child.lineno, lazy)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    anchor = package.split(".")[: len(package.split(".")) - child.level + 1]
+                    base = ".".join([*anchor, *([child.module] if child.module else [])])
+                for alias in child.names:
+                    member = f"{base}.{alias.name}"
+                    yield Import(member if member in modules else base, child.lineno, lazy)
+            else:
+                inside_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(child, lazy=lazy or inside_function)
+
+    yield from walk(tree, lazy=False)
+
+
+def fault(room: str, found: Import) -> str | None:
+    """Why this import is against the table, or None."""
+    rule = RULES[room]
+    top = found.module.split(".")[0]
+    if top == "cortex":
+        target = room_of(found.module)
+        allowed = target in rule.rooms or target == ""
+        return None if allowed else f"{room or 'cortex'} may not import {target}"
+    if top in sys.stdlib_module_names or rule.libraries is None or top in rule.libraries:
+        return None
+    if top in rule.lazy_libraries:
+        return None if found.lazy else f"{top} must be imported inside the function that needs it"
+    return f"{room or 'cortex'} may not import {top}"
+
+
+def violations(source: Path) -> list[str]:
+    """One line for each forbidden import under `source/cortex`."""
+    paths = sorted((source / "cortex").rglob("*.py"))
+    modules = {module_name(source, path) for path in paths}
+    found = []
+    for path in paths:
+        module = module_name(source, path)
+        room = room_of(module)
+        if room not in RULES:
+            found.append(f"{module}: room {room!r} is not in the floor plan; add it to RULES")
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for entry in imports_in(tree, module, is_package=path.stem == "__init__", modules=modules):
+            if reason := fault(room, entry):
+                found.append(f"{path.relative_to(source)}:{entry.line}: {reason}")
+    return found
+
+
+def test_every_import_follows_the_floor_plan() -> None:
+    assert violations(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "expected"),
+    [
+        ("gateway/x.py", "from cortex.neuron.api import app", "gateway may not import neuron.api"),
+        ("gateway/x.py", "def f():\n    import cortex.neuron.config", "gateway may not import neuron.config"),
+        ("fleet/x.py", "from ..gateway import server", "fleet may not import gateway"),
+        ("wire/x.py", "from cortex import fleet", "wire may not import fleet"),
+        ("neuron/engine/x.py", "import msgspec", "neuron.engine may not import msgspec"),
+        ("neuron/engine/x.py", "import llguidance", "llguidance must be imported inside the function"),
+        ("neuron/engine/x.py", "from cortex.wire import errors", "neuron.engine may not import wire"),
+        ("neuron/layers/x.py", "from cortex.neuron.models import llama", "neuron.layers may not import neuron.models"),
+        ("neuron/device/x.py", "from cortex.neuron.api import app", "neuron.device may not import neuron.api"),
+        ("attic/x.py", "import os", "not in the floor plan"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, file: str, code: str, expected: str) -> None:
+    for room in ("gateway", "fleet", "wire", "neuron/api", "neuron/models"):
+        package = tmp_path / "cortex" / room
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+    planted = tmp_path / "cortex" / file
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_text(code)
+    assert any(expected in line for line in violations(tmp_path)), violations(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("neuron/engine/x.py", "def f():\n    import llguidance"),
+        ("neuron/engine/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import msgspec"),
+        ("gateway/x.py", "from ..fleet import routing\nfrom cortex.wire import errors\nfrom cortex import __version__"),
+        ("cli/x.py", "from cortex.neuron.api import app\nfrom cortex.gateway import config"),
+    ],
+)
+def test_what_the_plan_allows_is_not_reported(tmp_path: Path, file: str, code: str) -> None:
+    for room in ("gateway", "fleet", "wire", "cli", "neuron/api", "neuron/engine"):
+        package = tmp_path / "cortex" / room
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+    (tmp_path / "cortex" / file).write_text(code)
+    assert violations(tmp_path) == []
+
+
+BLOCKED_IMPORTS = """
+import importlib, importlib.abc, pkgutil, sys
+
+blocked, rooms = set(sys.argv[1].split(",")), sys.argv[2].split(",")
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if any(name == stop or name.startswith(stop + ".") for stop in blocked):
+            raise ModuleNotFoundError(f"blocked: {name}", name=name)
+        return None
+
+sys.meta_path.insert(0, Block())
+for room in rooms:
+    module = importlib.import_module(room)
+    for entry in pkgutil.walk_packages(getattr(module, "__path__", []), room + "."):
+        if not entry.name.endswith("__main__"):
+            importlib.import_module(entry.name)
+"""
+
+GATEWAY_ONLY = frozenset({"torch", "triton", "numpy", "aiohttp", "huggingface_hub", "tokenizers", "cortex.neuron"})
+NOT_ON_A_GPU_HOST = frozenset(
+    {"msgspec", "httptools", "llguidance", "uvloop", "click", "rich", "jinja2", "huggingface_hub", "transformers"}
+)
+
+
+def import_without(blocked: frozenset[str], *rooms: str, source: Path = SOURCE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKED_IMPORTS, ",".join(sorted(blocked)), ",".join(rooms)],
+        env={"PYTHONPATH": str(source), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocked", "rooms"),
+    [
+        pytest.param(
+            GATEWAY_ONLY,
+            ("cortex.wire", "cortex.fleet", "cortex.gateway", "cortex.cli"),
+            id="the gateway and the commands run without the engine",
+        ),
+        pytest.param(
+            frozenset({"torch", "triton", "transformers"}),
+            ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.text"),
+            id="a node's HTTP process runs without torch",
+        ),
+        pytest.param(
+            NOT_ON_A_GPU_HOST,
+            (
+                "cortex.neuron.engine",
+                "cortex.neuron.models",
+                "cortex.neuron.layers",
+                "cortex.neuron.kernels",
+                "cortex.neuron.weights",
+            ),
+            id="the engine runs on a bare GPU host",
+        ),
+    ],
+)
+def test_rooms_import_where_a_package_is_missing(blocked: frozenset[str], rooms: tuple[str, ...]) -> None:
+    result = import_without(blocked, *rooms)
+    assert result.returncode == 0, result.stderr
+
+
+def test_an_indirect_import_of_a_blocked_package_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "planted"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "innocent.py").write_text("from planted import deep")
+    (package / "deep.py").write_text("import torch")
+    result = import_without(GATEWAY_ONLY, "planted", source=tmp_path)
+    assert "blocked: torch" in result.stderr

@@ -1,0 +1,1 @@
+"""GGUF: one file with metadata, tokenizer and tensors, often in quantised blocks."""

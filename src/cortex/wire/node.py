@@ -172,3 +172,16 @@ class Endpoint(NodeValue):
     model_id: str
     base_url: str
     dialects: tuple[Dialect, ...]
+
+
+class NodeEvent(NodeValue):
+    """One line of `/events`: something changed, and this is the whole new state of it.
+
+    A slow reader gets the latest state of each thing rather than every step in between.
+    """
+
+    kind: Literal["model", "activation", "shutdown"]
+    at_s: float
+    """Unix time."""
+    model: ModelStatus | None = None
+    activation: Activation | None = None

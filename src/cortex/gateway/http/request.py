@@ -1,0 +1,34 @@
+"""A request as it came from a client, complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Headers = Sequence[tuple[bytes, bytes]]
+"""Name and value pairs in order; names are lower-case, values have no surrounding white space."""
+
+
+class Request:
+    """One request with its whole body. Read-only by convention: frozen dataclasses cost a microsecond each."""
+
+    __slots__ = ("_index", "body", "client", "headers", "method", "path", "query")
+
+    def __init__(self, method: bytes, path: bytes, query: bytes, headers: Headers, body: bytes, client: str) -> None:
+        self.method = method
+        """Upper-case, such as `b"POST"`."""
+        self.path = path
+        """The path as sent: not percent-decoded, starts with `/` (or is `*`)."""
+        self.query = query
+        """What follows the `?`, without it; empty when there is none."""
+        self.headers = headers
+        self.body = body
+        self.client = client
+        """The peer's address, for logs and limits; empty for a Unix socket."""
+        self._index: dict[bytes, bytes] | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of the header `name` (lower-case), or None."""
+        index = self._index
+        if index is None:
+            index = self._index = dict(reversed(self.headers))
+        return index.get(name)

@@ -1,0 +1,46 @@
+"""One timer for everything that has a deadline.
+
+A timer per request costs more than the rest of its bookkeeping, so whoever has a deadline joins a ticker and is asked
+a few times a second whether it has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+
+class Ticking(Protocol):
+    """A member of a ticker."""
+
+    def on_tick(self, now: float) -> None:
+        """Called every `interval_s` with the loop's time. Must not raise."""
+
+
+class Ticker:
+    """Calls `on_tick` of every member at a fixed interval; sleeps while it has no member. One per event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float = 0.25) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._members: set[Ticking] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, member: Ticking) -> None:
+        """Start calling `member`; adding it twice changes nothing."""
+        self._members.add(member)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._interval_s, self._tick)
+
+    def discard(self, member: Ticking) -> None:
+        """Stop calling `member`; unknown members are fine."""
+        self._members.discard(member)
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._interval_s, self._tick) if self._members else None
+        now = self._loop.time()
+        for member in tuple(self._members):
+            member.on_tick(now)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from cortex.settings import Listen, Section, reference
+
+
+class Timeouts(Section):
+    """How long things may take."""
+
+    connect_s: Annotated[float, msgspec.Meta(gt=0, description="To open a connection.")] = 2.0
+
+
+class Node(Section):
+    """A host of the fleet."""
+
+    name: str
+    """What it is called, in logs
+    and tables."""
+    kind: Literal["neuron", "openai"] = "neuron"
+
+
+class Config(Section):
+    """The gateway's file."""
+
+    listen: Listen = Listen("127.0.0.1:1")
+    """Where it answers."""
+    tags: tuple[str, ...] = ("a",)
+    title: str | None = None
+    verbose: bool = False
+    timeouts: Timeouts = Timeouts()
+    nodes: tuple[Node, ...] = ()
+    extra: dict[str, Timeouts] = msgspec.field(default_factory=dict)
+
+
+def test_the_page_is_written_from_the_types() -> None:
+    assert reference(Config) == (
+        "The gateway's file.\n"
+        "\n"
+        "| key | type | default | meaning |\n"
+        "|---|---|---|---|\n"
+        '| `listen` | host:port | `"127.0.0.1:1"` | Where it answers. |\n'
+        '| `tags` | list of text | `["a"]` |  |\n'
+        "| `title` | text |  |  |\n"
+        "| `verbose` | true or false | `false` |  |\n"
+        "\n"
+        "## `[timeouts]`\n"
+        "\n"
+        "How long things may take.\n"
+        "\n"
+        "| key | type | default | meaning |\n"
+        "|---|---|---|---|\n"
+        "| `connect_s` | number, > 0 | `2.0` | To open a connection. |\n"
+        "\n"
+        "## `[[nodes]]`\n"
+        "\n"
+        "A host of the fleet.\n"
+        "\n"
+        "| key | type | default | meaning |\n"
+        "|---|---|---|---|\n"
+        "| `name` | text | required | What it is called, in logs and tables. |\n"
+        '| `kind` | "neuron" or "openai" | `"neuron"` |  |\n'
+        "\n"
+        "## `[extra.NAME]`\n"
+        "\n"
+        "How long things may take.\n"
+        "\n"
+        "| key | type | default | meaning |\n"
+        "|---|---|---|---|\n"
+        "| `connect_s` | number, > 0 | `2.0` | To open a connection. |\n"
+    )

@@ -1,0 +1,137 @@
+"""The commands' way to a running gateway: blocking HTTP on the standard library, errors as `CommandError`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import click
+import msgspec
+
+from .failures import CommandError, ExitCode
+
+DEFAULT_URL = "http://127.0.0.1:31313"
+
+_EXIT_CODES = {401: ExitCode.DENIED, 403: ExitCode.DENIED, 404: ExitCode.NOT_FOUND, 507: ExitCode.NO_ROOM}
+
+
+class Unreachable(CommandError):
+    """Nothing answers at the address."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(
+            f"no gateway answers at {url} ({reason})",
+            "start one with `cortex up`, or name another with --url or CORTEX_URL",
+            ExitCode.UNREACHABLE,
+        )
+
+
+class Refused(CommandError):
+    """The gateway answered with an error; `code` is its own name for it."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        remedy = {
+            401: "set CORTEX_API_KEY to a key made with `cortex keys create`",
+            404: "see what there is with `cortex models`",
+            503: "try again in a moment",
+        }.get(status, "see `cortex status` and `cortex doctor`")
+        super().__init__(message.rstrip("."), remedy, _EXIT_CODES.get(status, ExitCode.FAILED))
+        self.status = status
+        self.code = code
+
+
+class Gateway:
+    """One gateway by its base URL. Opens a connection per call; not shared between threads."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float = 30.0) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise CommandError(f"{url} is not a gateway address", f"write it like {DEFAULT_URL}", ExitCode.USAGE)
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_s = timeout_s
+
+    def get(self, path: str) -> Any:
+        """The decoded JSON of `GET path`."""
+        with self._exchange("GET", path, None) as response:
+            return self._decode(response.read())
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The decoded JSON of `POST path`, or None for an empty answer."""
+        with self._exchange("POST", path, body) as response:
+            content = response.read()
+        return self._decode(content) if content else None
+
+    @contextlib.contextmanager
+    def stream(self, path: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """The JSON `data:` payloads of an event stream, as they come. Leaving the block ends the answer."""
+        with self._exchange("POST", path, body) as response:
+            yield self._events(response)
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        try:
+            for line in response:
+                if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
+                    event = self._decode(payload)
+                    if "error" in event:
+                        raise _refusal(response.status, event)
+                    yield event
+        except (OSError, http.client.HTTPException) as error:
+            raise CommandError(f"the answer broke off ({error})", "ask again", ExitCode.UNREACHABLE) from error
+
+    @contextlib.contextmanager
+    def _exchange(self, method: str, path: str, body: Any) -> Iterator[http.client.HTTPResponse]:
+        connect = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = connect(self._host, self._port, timeout=self._timeout_s)
+        with contextlib.closing(connection):
+            content = None if body is None else msgspec.json.encode(body)
+            headers = {**self._headers, **({"content-type": "application/json"} if content else {})}
+            try:
+                connection.request(method, path, body=content, headers=headers)
+                response = connection.getresponse()
+                refusal = response.read() if response.status >= 400 else None
+            except TimeoutError as error:
+                raise Unreachable(self.url, f"silent for {self._timeout_s:g} s") from error
+            except (OSError, http.client.HTTPException) as error:
+                raise Unreachable(self.url, getattr(error, "strerror", None) or str(error)) from error
+            if refusal is not None:
+                raise _refusal(response.status, self._decode(refusal))
+            yield response
+
+    def _decode(self, content: bytes) -> Any:
+        try:
+            return msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise CommandError(
+                f"what answers at {self.url} is not a cortex gateway", "check --url", ExitCode.UNREACHABLE
+            ) from error
+
+
+def _refusal(status: int, body: Any) -> Refused:
+    error = body.get("error", {}) if isinstance(body, dict) else {}
+    if not isinstance(error, dict):
+        error = {"message": str(error)}
+    return Refused(status, str(error.get("code", "")), str(error.get("message", f"the gateway answered {status}")))
+
+
+def model_path(model_id: str, action: str) -> str:
+    """The fleet route that does `action` to a model; ids may hold slashes."""
+    return f"/fleet/models/{quote(model_id, safe='')}/{action}"
+
+
+def gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--url` and `--api-key`, handed over as one `gateway` argument."""
+
+    @click.option("--url", envvar="CORTEX_URL", default=DEFAULT_URL, show_default=True, help="Gateway, or CORTEX_URL.")
+    @click.option("--api-key", envvar="CORTEX_API_KEY", default=None, help="Key to send, or CORTEX_API_KEY.")
+    @functools.wraps(function)
+    def command(url: str, api_key: str | None, **arguments: Any) -> Any:
+        return function(gateway=Gateway(url, api_key), **arguments)
+
+    return command

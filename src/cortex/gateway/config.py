@@ -1,0 +1,109 @@
+"""What an operator may set: the types of `cortex.toml`.
+
+Every field has a default that works on one machine; the reference page and the example file are made
+from these types. Environment: `CORTEX_SECTION__KEY`, such as `CORTEX_GATEWAY__LISTEN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from cortex import settings
+from cortex.settings import Listen, Section
+
+Seconds = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class GatewaySection(Section, frozen=True):
+    """Where the gateway listens and how patient it is."""
+
+    listen: Listen = Listen("0.0.0.0:31313")
+    """Address of the API."""
+    metrics_listen: Listen | None = Listen("0.0.0.0:31314")
+    """Address of the Prometheus metrics."""
+    models: Path = Path("models.toml")
+    """The catalogue, relative to this file. It need not exist: nodes list their own models."""
+    workers: Count = 1
+    """Processes that share the listening address."""
+    keepalive_s: Seconds = 2.0
+    """A streaming client that waits hears something this often."""
+    idle_timeout_s: Seconds = 300.0
+    """A node may be silent this long in the middle of an answer. There is no total timeout."""
+    connect_timeout_s: Seconds = 5.0
+    """A node must accept a connection within this time."""
+    max_body_mb: Count = 64
+    """Larger request bodies are refused with 413."""
+    max_wait_s: Seconds = 600.0
+    """The longest a request waits for its model before it is refused with 503."""
+    max_waiting: Count = 512
+    """Requests that may wait for one model; the next one is refused with 503."""
+    drain_s: Annotated[float, Meta(ge=0)] = 30.0
+    """How long running answers may take to end after SIGTERM."""
+    poll_interval_s: Seconds = 1.0
+    """How often every node is asked how it is."""
+    missed_polls: Count = 3
+    """Polls in a row that must fail before a node counts as down."""
+    strip_billing_header: bool = True
+    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching."""
+    access_log: bool = False
+    """Log one line for every request."""
+    log_format: Literal["text", "json"] = "text"
+    """`json` for collectors."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least that is logged."""
+
+
+class EvictionSection(Section, frozen=True):
+    """Which model makes room for another, and how soon."""
+
+    strategy: Literal["lru", "priority"] = "lru"
+    """`lru`: the coldest goes first; `priority`: the least important, then the coldest."""
+    defrag_after_cycles: Annotated[int, Meta(ge=0)] = 50
+    """Recycle a node's idle workers after this many loads; 0 never does."""
+    min_residency_s: Annotated[float, Meta(ge=0)] = 20.0
+    """A model stays at least this long once loaded."""
+    fair_wait_s: Seconds = 30.0
+    """After this wait, requests for an absent model stop new work on the models it could replace."""
+
+
+class NeuronSection(Section, frozen=True):
+    """A node of the fleet."""
+
+    name: str
+    """How logs, metrics and decisions call it."""
+    endpoint: str
+    """Base URL, such as `http://beast.internal:13131`."""
+    kind: Literal["neuron", "openai"] = "neuron"
+    """`openai`: any OpenAI-compatible server, used as it is and never told to load or unload."""
+    key_env: str | None = None
+    """The environment variable that holds the node's bearer key."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"endpoint must look like `http://beast.internal:13131`, got `{self.endpoint}`")
+
+
+class Config(Section, frozen=True):
+    """The whole of `cortex.toml`."""
+
+    gateway: GatewaySection = GatewaySection()
+    eviction: EvictionSection = EvictionSection()
+    neurons: tuple[NeuronSection, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [neuron.name for neuron in self.neurons]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two neurons are called `{name}`; give each its own name")
+
+
+def load(path: Path | None, env: Mapping[str, str]) -> Config:
+    """The configuration in `path` and the environment. Raises `SettingsError` with one clear line."""
+    return settings.load(Config, path, env_prefix="CORTEX_", env=env)

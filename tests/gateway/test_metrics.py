@@ -1,0 +1,65 @@
+from cortex.gateway.metrics import GAUGES, GaugeSample, Metrics
+from cortex.wire.events import Usage
+
+LISTED = [
+    "cortex_requests_total",
+    "cortex_request_errors_total",
+    "cortex_cold_starts_total",
+    "cortex_evictions_total",
+    "cortex_request_duration_seconds_bucket",
+    "cortex_time_to_first_token_seconds_bucket",
+    "cortex_tokens_per_second_bucket",
+    "cortex_prompt_tokens_total",
+    "cortex_cached_prompt_tokens_total",
+    "cortex_completion_tokens_total",
+    "cortex_queue_depth",
+    "cortex_overhead_seconds_bucket",
+    "cortex_node_up",
+]
+
+
+def sample_gauges():
+    for name, (_, labels) in GAUGES.items():
+        yield GaugeSample(name, 1.0, **dict.fromkeys(labels, "x"))
+
+
+def test_everything_listed_is_in_the_exposition():
+    metrics = Metrics(sample_gauges)
+    pair = metrics.pair("m", "n")
+    pair.requests.inc()
+    pair.duration.observe(1.0)
+    pair.first_token.observe(0.1)
+    pair.speed.observe(50.0)
+    pair.overhead.observe(0.0001)
+    metrics.errors.labels("m", "overloaded").inc()
+    metrics.cold_starts.labels("m", "n").inc()
+    metrics.evictions.labels("m", "n").inc()
+    metrics.spend("m", "alice").add(Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3))
+    text = metrics.exposition().decode()
+    for name in LISTED:
+        assert f"\n{name}{{" in text, name
+
+
+def test_durations_are_real_histograms():
+    metrics = Metrics(list)
+    metrics.pair("m", "n").duration.observe(0.3)
+    text = metrics.exposition().decode()
+    assert "# TYPE cortex_request_duration_seconds histogram" in text
+    assert 'cortex_request_duration_seconds_bucket{le="0.25",model="m",node="n"} 0.0' in text
+    assert 'cortex_request_duration_seconds_bucket{le="0.5",model="m",node="n"} 1.0' in text
+    assert 'cortex_request_duration_seconds_bucket{le="+Inf",model="m",node="n"} 1.0' in text
+    assert 'cortex_request_duration_seconds_count{model="m",node="n"} 1.0' in text
+
+
+def test_spend_is_labelled_by_key():
+    metrics = Metrics(list)
+    metrics.spend("m", "alice").add(Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3))
+    text = metrics.exposition().decode()
+    assert 'cortex_prompt_tokens_total{key="alice",model="m"} 7.0' in text
+    assert 'cortex_cached_prompt_tokens_total{key="alice",model="m"} 4.0' in text
+    assert 'cortex_completion_tokens_total{key="alice",model="m"} 3.0' in text
+
+
+def test_children_are_looked_up_once():
+    metrics = Metrics(list)
+    assert metrics.pair("m", "n") is metrics.pair("m", "n")

@@ -1,0 +1,47 @@
+import json
+
+import pytest
+
+from cortex.gateway.usage import usage_in
+from cortex.wire.events import Usage
+
+
+@pytest.mark.parametrize(
+    ("tail", "usage"),
+    [
+        (
+            b'"finish_reason":"stop"}],"usage":{"prompt_tokens":7,"completion_tokens":3,"total_tokens":10,'
+            b'"prompt_tokens_details":{"cached_tokens":4}}}',
+            Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3),
+        ),
+        (
+            b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3,'
+            b'"completion_tokens_details":{"reasoning_tokens":2}}}\n\ndata: [DONE]\n\n',
+            Usage(prompt_tokens=7, completion_tokens=3, reasoning_tokens=2),
+        ),
+        (
+            b'event: message_delta\ndata: {"type":"message_delta","usage":{"input_tokens":2,'
+            b'"cache_read_input_tokens":5,"output_tokens":9}}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n',
+            Usage(prompt_tokens=7, cached_tokens=5, completion_tokens=9),
+        ),
+        (
+            b'data: {"choices":[]}\n\n: usage {"prompt_tokens":1,"completion_tokens":2}\n\ndata: [DONE]\n\n',
+            Usage(prompt_tokens=1, completion_tokens=2),
+        ),
+        (
+            b'"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\ndata: {"choices":[],"usage":null}\n\n',
+            Usage(prompt_tokens=7, completion_tokens=3),
+        ),
+        (b'"usage": {"input_tokens": 3, "output_tokens": 4}}', Usage(prompt_tokens=3, completion_tokens=4)),
+        (b"", None),
+        (b'data: {"choices":[]}\n\ndata: [DONE]\n\n', None),
+        (b'"usage":{"prompt_tok', None),
+    ],
+)
+def test_usage_is_read_from_the_end_of_any_dialect(tail, usage):
+    assert usage_in(tail) == usage
+
+
+def test_generated_text_cannot_pass_for_usage():
+    text = json.dumps({"choices": [{"delta": {"content": '"usage":{"prompt_tokens":0}\n: usage {"prompt_tokens":0}'}}]})
+    assert usage_in(b"data: " + text.encode() + b"\n\n") is None

@@ -6,6 +6,7 @@ allocated for it; whatever cannot be true raises `CheckpointError`.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def _place(rows: list[_TensorRow], header: _Header, data_start: int, alignment: 
         tensors[row.name] = GGUFTensor(row.name, row.shape, kind, offset, num_bytes)
 
     in_order = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-    for before, after in zip(in_order, in_order[1:], strict=False):
+    for before, after in itertools.pairwise(in_order):
         if before.offset + before.num_bytes > after.offset:
             raise header.malformed(f"the tensors {before.name!r} and {after.name!r} overlap")
     return tensors

@@ -1,0 +1,80 @@
+"""Bytes to numbers, on whatever device the bytes are."""
+
+from __future__ import annotations
+
+import torch
+
+from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.gguf import quants
+from cortex.neuron.weights.stored import StoredTensor
+
+DENSE: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+# Quantised tensors are decoded in runs of about this many stored bytes, so that intermediates stay in the cache.
+_RUN_BYTES = 256 << 10
+
+
+def mapped_bytes(stored: StoredTensor, start_group: int = 0, num_groups: int | None = None) -> torch.Tensor:
+    """Some groups' bytes (default: all from `start_group`) as a uint8 tensor over the mapping; nothing is copied."""
+    if num_groups is None:
+        num_groups = stored.num_groups - start_group
+    num_bytes = num_groups * stored.group_bytes
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    offset = stored.offset + start_group * stored.group_bytes
+    return torch.frombuffer(stored.file.buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+
+def decode(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
+    """Whole groups of `stored` as rows of numbers.
+
+    `raw` is their bytes, flat, on any device. Dense formats keep their dtype and share memory with `raw` where they
+    can; quantised ones become float32.
+    """
+    dtype = DENSE.get(stored.format)
+    if dtype is not None:
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()
+        numbers = raw.view(dtype)
+    else:
+        numbers = _dequantise(stored, raw)
+    numbers = numbers.view(-1, *stored.shape[1:]) if stored.shape else numbers.view(())
+    if stored.interleaved_rows:
+        numbers = _separate_halves(numbers, stored.interleaved_rows)
+    return numbers
+
+
+def _dequantise(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
+    quantisation = quants.QUANTISATIONS.get(stored.format)
+    if quantisation is None:
+        readable = ", ".join([*DENSE, *quants.QUANTISATIONS])
+        raise Unsupported(f"{stored.file.path}: weights in {stored.format} are not supported; choose one of {readable}")
+    blocks = raw.view(-1, quantisation.block_bytes)
+    if raw.device.type != "cpu":
+        return quantisation.dequantise(blocks).view(-1)
+    numbers = torch.empty(blocks.shape[0], quantisation.block_elements)
+    run = max(1, _RUN_BYTES // quantisation.block_bytes)
+    for start in range(0, blocks.shape[0], run):
+        numbers[start : start + run] = quantisation.dequantise(blocks[start : start + run])
+    return numbers.view(-1)
+
+
+def _separate_halves(numbers: torch.Tensor, head_rows: int) -> torch.Tensor:
+    """Rows a0 b0 a1 b1 … of each head become a0 a1 … b0 b1 …"""
+    if numbers.shape[0] % head_rows or head_rows % 2:
+        raise Malformed(f"{numbers.shape[0]} rows are not whole heads of {head_rows}; the file contradicts itself")
+    row_shape = numbers.shape[1:]
+    return numbers.view(-1, head_rows // 2, 2, *row_shape).transpose(1, 2).reshape(-1, *row_shape)

@@ -1,0 +1,77 @@
+"""A model directory: which of its files may be opened, and its JSON files, read with bounds.
+
+A directory may come from a stranger, or from a hub whose index names the shards. No name in it leads out of it; the
+one exception is the hub cache's own layout, where `snapshots/<revision>/<file>` links to `blobs/<digest>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from cortex.neuron.weights.errors import FilesMissing, Malformed
+
+MAX_JSON_BYTES: Final = 64 << 20
+
+
+def model_file(directory: Path, name: str) -> Path:
+    """The regular file `name` in `directory`; raises FilesMissing, or Malformed for a name that leads elsewhere."""
+    if name != Path(name).name or "\\" in name or "\0" in name or name in ("", ".", ".."):
+        raise Malformed(f"{directory} refers to {name!r}, which is not a plain file name; do not trust this model")
+    path = directory / name
+    try:
+        real = path.resolve(strict=True)
+        root = directory.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise FilesMissing(f"{path} is missing; download the model again") from error
+    if not (real.is_relative_to(root) or _is_own_blob(root, real)):
+        raise Malformed(f"{path} links to {real}, outside the model's directory; copy the file instead")
+    if not real.is_file():
+        raise FilesMissing(f"{path} is not a regular file; download the model again")
+    return path
+
+
+def _is_own_blob(root: Path, real: Path) -> bool:
+    """Whether `real` is where the hub cache keeps the contents of snapshot `root`."""
+    snapshots = next((parent for parent in (root, *root.parents) if parent.name == "snapshots"), None)
+    return snapshots is not None and real.parent == snapshots.parent / "blobs"
+
+
+def read_json(directory: Path, name: str) -> Mapping[str, Any]:
+    """The JSON object in `directory`'s file `name`; raises FilesMissing or Malformed."""
+    path = model_file(directory, name)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise FilesMissing(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    if len(raw) > MAX_JSON_BYTES:
+        raise Malformed(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB; download it again")
+    return parse_json_object(raw, path)
+
+
+def read_optional_json(directory: Path, name: str) -> Mapping[str, Any]:
+    """Like `read_json`, but an absent file is an empty object."""
+    if not (directory / name).exists():
+        return {}
+    return read_json(directory, name)
+
+
+def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
+    """`raw`, found in `path`, as a JSON object; raises Malformed."""
+    try:
+        value = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{path} does not hold sound JSON ({str(error)[:80]}); download it again") from error
+    if not isinstance(value, dict):
+        raise Malformed(f"{path} holds a JSON {type(value).__name__}, not an object; download it again")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key appears twice")
+    return value

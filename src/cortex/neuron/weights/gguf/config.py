@@ -1,0 +1,151 @@
+"""GGUF metadata as the hub's `config.json` and `generation_config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.gguf.metadata import GGUFFile
+from cortex.neuron.weights.gguf.rope import rope_scaling
+
+_FAMILIES: Final = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+
+# Files store these as float32; the hub's configs say 1e-05 where float32 says 9.999999747378752e-06.
+_FLOAT32_DIGITS: Final = 7
+
+_SAMPLING: Final = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+_END_TOKENS: Final = ("eos", "eot", "eom")
+
+
+class _Keys:
+    """Typed access to one architecture's metadata."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self._file = file
+        self._architecture = architecture
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self._wrong(name, value)
+        return float(f"{value:.{_FLOAT32_DIGITS}g}")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if isinstance(value, list):
+            raise Unsupported(
+                f"{self._file.path}: {self._architecture}.{name} differs from layer to layer, which is not supported"
+            )
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+            raise self._wrong(name, value)
+        return value
+
+    def has(self, name: str) -> bool:
+        return f"{self._architecture}.{name}" in self._file.metadata
+
+    def _get(self, name: str, default: float | None) -> Any:
+        value = self._file.metadata.get(f"{self._architecture}.{name}", default)
+        if value is None:
+            raise Malformed(f"{self._file.path} lacks {self._architecture}.{name}; convert the model again")
+        return value
+
+    def _wrong(self, name: str, value: Any) -> Malformed:
+        return Malformed(
+            f"{self._file.path}: {self._architecture}.{name} is {str(value)[:80]!r}; convert the model again"
+        )
+
+
+def config_of(file: GGUFFile) -> dict[str, Any]:
+    """The model's config in the hub's shape; raises CheckpointError for an architecture that is not supported."""
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in _FAMILIES:
+        raise Unsupported(
+            f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {', '.join(_FAMILIES)}"
+        )
+    model_type, class_name = _FAMILIES[architecture]
+    keys = _Keys(file, architecture)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise Malformed(f"{file.path} has no token_embd.weight; is it a whole model?")
+
+    hidden_size = keys.count("embedding_length")
+    num_heads = keys.count("attention.head_count")
+    head_dim = keys.count("attention.key_length", hidden_size // num_heads)
+    rotary_dim = keys.count("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        raise Unsupported(f"{file.path} rotates {rotary_dim} of {head_dim} dimensions, which is not supported in GGUF")
+    rope_theta = keys.number("rope.freq_base", 10000.0)
+
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "architectures": [class_name],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": keys.count("feed_forward_length"),
+        "hidden_act": "silu",
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling(file, architecture, rope_theta, head_dim),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "torch_dtype": "bfloat16",
+        **_special_tokens(file),
+    }
+    if model_type == "qwen3_moe":
+        config |= {
+            "num_experts": keys.count("expert_count"),
+            "num_experts_per_tok": keys.count("expert_used_count"),
+            "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    elif keys.has("expert_count") and keys.number("expert_count") > 0:
+        raise Unsupported(f"{file.path} is a {architecture} mixture of experts, which is not supported in GGUF")
+    return config
+
+
+def generation_config_of(file: GGUFFile) -> dict[str, Any]:
+    """Token ids that end an answer, and the sampling the model's makers recommend where the file tells it."""
+    generation = _special_tokens(file)
+    for key, hub_key in _SAMPLING.items():
+        value = file.metadata.get(key)
+        if isinstance(value, (int, float)):
+            generation[hub_key] = value if isinstance(value, int) else float(f"{value:.{_FLOAT32_DIGITS}g}")
+    return generation
+
+
+def _special_tokens(file: GGUFFile) -> dict[str, Any]:
+    ends = [token for kind in _END_TOKENS if (token := _token(file.metadata, kind)) is not None]
+    ends = list(dict.fromkeys(ends))
+    special: dict[str, Any] = {}
+    if (bos := _token(file.metadata, "bos")) is not None:
+        special["bos_token_id"] = bos
+    if ends:
+        special["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    if (padding := _token(file.metadata, "padding")) is not None:
+        special["pad_token_id"] = padding
+    return special
+
+
+def _token(metadata: Mapping[str, Any], kind: str) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,176 @@
+"""Quantised blocks to float32, as torch operations over many blocks at once, on any device.
+
+Every function takes blocks as uint8 `[blocks, block_bytes]` and returns float32 `[blocks, block_elements]`.
+Small letters follow the format's own: d is a block's scale, m its minimum, q the quantised numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.weights.gguf.types import GGMLType
+
+_IQ4_LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """One block format and its way back to numbers."""
+
+    block_elements: int
+    block_bytes: int
+    dequantise: Callable[[Tensor], Tensor]
+
+
+def _halves(blocks: Tensor, start: int) -> Tensor:
+    """The float16 at byte `start` of each block, as float32 `[blocks, 1]`."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """`[..., n]` bytes to `[..., 2, n]`: all low nibbles, then all high ones."""
+    return torch.stack((packed & 0x0F, packed >> 4), dim=-2)
+
+
+@lru_cache
+def _shifts(device: torch.device, *shifts: int) -> Tensor:
+    """Shift distances as a `[len(shifts), 1]` column, made once per device."""
+    return torch.tensor(shifts, dtype=torch.uint8, device=device).unsqueeze(-1)
+
+
+def _bit_pairs(packed: Tensor) -> Tensor:
+    """`[..., n]` bytes to `[..., 4, n]`: bits 0–1 of all, then bits 2–3, 4–5, 6–7."""
+    return (packed.unsqueeze(-2) >> _shifts(packed.device, 0, 2, 4, 6)) & 3
+
+
+def _bits(packed: Tensor) -> Tensor:
+    """`[..., n]` bytes to `[..., 8, n]`: bit 0 of all, then bit 1, …"""
+    return (packed.unsqueeze(-2) >> _shifts(packed.device, 0, 1, 2, 3, 4, 5, 6, 7)) & 1
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    q = _nibbles(blocks[:, 2:]).view(-1, 32)
+    return q.float().sub_(8).mul_(_halves(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    q = _nibbles(blocks[:, 4:]).view(-1, 32)
+    return q.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """Four bytes per block to 32 fifth bits, already worth 16."""
+    # Bit k of byte j belongs to number 8·j + k.
+    return (_bits(packed).transpose(-1, -2).reshape(-1, 32)) << 4
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    q = _nibbles(blocks[:, 6:]).view(-1, 32) | _fifth_bits(blocks[:, 2:6])
+    return q.float().sub_(16).mul_(_halves(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    q = _nibbles(blocks[:, 8:]).view(-1, 32) | _fifth_bits(blocks[:, 4:8])
+    return q.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(_halves(blocks, 0))
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    """16 runs of 16 numbers, each run with a 4-bit scale and a 4-bit minimum."""
+    scales, packed = blocks[:, :16], blocks[:, 16:80]
+    d, m = _halves(blocks, 80), _halves(blocks, 82)
+    q = _bit_pairs(packed.reshape(-1, 2, 32)).view(-1, 16, 16).float()
+    run_scale = d * (scales & 0x0F).float()
+    run_minimum = m * (scales >> 4).float()
+    return q.mul_(run_scale.unsqueeze(-1)).sub_(run_minimum.unsqueeze(-1)).view(-1, 256)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    """16 runs of 16 numbers with 6-bit signed scales; the numbers' third bits lie in a mask of their own."""
+    mask, packed, scales = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
+    low = _nibbles(scales[:, :8]).view(-1, 16)
+    high = _bit_pairs(scales[:, 8:]).view(-1, 16)
+    run_scale = _halves(blocks, 108) * (low | (high << 4)).float().sub_(32)
+    # Bit i of the mask belongs to the i-th run of 32; where it is not set, 4 is taken off.
+    q = _bit_pairs(packed.reshape(-1, 2, 32)).view(-1, 8, 32) | (_bits(mask) << 2)
+    return q.float().sub_(4).view(-1, 16, 16).mul_(run_scale.unsqueeze(-1)).view(-1, 256)
+
+
+def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Twelve bytes to eight scales and eight minimums of 6 bits, as float32 `[blocks, 8]` each."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, (third & 0x0F) | ((first >> 6) << 4)), dim=-1)
+    minimums = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
+    return scales.float(), minimums.float()
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    """8 runs of 32 numbers; low nibbles of 32 bytes make one run, high nibbles the next."""
+    scales, minimums = _six_bit_scales(blocks[:, 4:16])
+    run_scale, run_minimum = _halves(blocks, 0) * scales, _halves(blocks, 2) * minimums
+    q = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32).float()
+    return q.mul_(run_scale.unsqueeze(-1)).sub_(run_minimum.unsqueeze(-1)).view(-1, 256)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    """Like Q4_K, with the fifth bits of run i in bit i of 32 more bytes."""
+    scales, minimums = _six_bit_scales(blocks[:, 4:16])
+    run_scale, run_minimum = _halves(blocks, 0) * scales, _halves(blocks, 2) * minimums
+    q = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | (_bits(blocks[:, 16:48]) << 4)
+    return q.float().mul_(run_scale.unsqueeze(-1)).sub_(run_minimum.unsqueeze(-1)).view(-1, 256)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """16 runs of 16 numbers with 8-bit scales; two halves of 128, each 4 bits here and 2 bits there."""
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
+    high = _bit_pairs(blocks[:, 128:192].reshape(-1, 2, 32))
+    run_scale = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    q = (low | (high << 4)).view(-1, 16, 16)
+    return q.float().sub_(32).mul_(run_scale.unsqueeze(-1)).view(-1, 256)
+
+
+@lru_cache
+def _iq4_levels(device: torch.device) -> Tensor:
+    return torch.tensor(_IQ4_LEVELS, dtype=torch.float32, device=device)
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    q = _nibbles(blocks[:, 2:]).view(-1, 32)
+    return _iq4_levels(blocks.device)[q.int()].mul_(_halves(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    """8 runs of 32 numbers with 6-bit signed scales: 4 bits in bytes 4–7, 2 bits in bytes 2–3."""
+    low = _nibbles(blocks[:, 4:8]).transpose(-1, -2).reshape(-1, 8)
+    high = _bit_pairs(blocks[:, 2:4]).transpose(-1, -2).reshape(-1, 8)
+    run_scale = _halves(blocks, 0) * (low | (high << 4)).float().sub_(32)
+    q = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).view(-1, 8, 32)
+    return _iq4_levels(blocks.device)[q.int()].mul_(run_scale.unsqueeze(-1)).view(-1, 256)
+
+
+QUANTISATIONS: Final[dict[str, Quantisation]] = {
+    kind.name: Quantisation(kind.block_elements, kind.block_bytes, dequantise)
+    for kind, dequantise in {
+        GGMLType.Q4_0: _q4_0,
+        GGMLType.Q4_1: _q4_1,
+        GGMLType.Q5_0: _q5_0,
+        GGMLType.Q5_1: _q5_1,
+        GGMLType.Q8_0: _q8_0,
+        GGMLType.Q2_K: _q2_k,
+        GGMLType.Q3_K: _q3_k,
+        GGMLType.Q4_K: _q4_k,
+        GGMLType.Q5_K: _q5_k,
+        GGMLType.Q6_K: _q6_k,
+        GGMLType.IQ4_NL: _iq4_nl,
+        GGMLType.IQ4_XS: _iq4_xs,
+    }.items()
+}

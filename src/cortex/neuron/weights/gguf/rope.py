@@ -1,0 +1,102 @@
+"""How a GGUF file says that positions are stretched, as the hub's `rope_scaling`.
+
+Linear and YaRN stretching are metadata. Llama 3's is not: the file carries the finished table of divisors, one for each
+frequency, and this module finds the parameters that give that table.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, Final
+
+from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.gguf.metadata import GGUFFile
+from cortex.neuron.weights.gguf.names import ROPE_FACTORS
+from cortex.neuron.weights.gguf.types import GGMLType
+
+# The published models' values, for heads so small that the table does not determine them.
+_LOW_FREQ_FACTOR: Final = 1.0
+_HIGH_FREQ_FACTOR: Final = 4.0
+_ORIGINAL_POSITIONS: Final = 8192
+_TOLERANCE: Final = 1e-3
+
+
+def rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The hub's `rope_scaling` for the file, None where positions are not stretched; raises CheckpointError."""
+    factors = _factors(file, head_dim)
+    if factors is not None and any(factor != 1.0 for factor in factors):
+        return _llama3(file, factors, theta, head_dim)
+
+    def key(name: str, default: Any = None) -> Any:
+        return file.metadata.get(f"{architecture}.rope.scaling.{name}", default)
+
+    kind, factor = key("type", "none"), key("factor", 0.0)
+    if kind == "none" or not isinstance(factor, float) or factor in (0.0, 1.0):
+        return None
+    if kind not in ("linear", "yarn") or not factor > 0:
+        raise Unsupported(f"{file.path} stretches positions by {str(kind)[:40]!r} × {factor}, which is not supported")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if isinstance(original := key("original_context_length"), int):
+        scaling["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        for name, hub_name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if isinstance(value := key(name), float):
+                scaling[hub_name] = value
+    return scaling
+
+
+def _factors(file: GGUFFile, head_dim: int) -> tuple[float, ...] | None:
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    if tensor.type is not GGMLType.F32 or tensor.shape != (head_dim // 2,):
+        raise Malformed(f"{file.path}: {ROPE_FACTORS} does not fit heads of {head_dim}; convert the model again")
+    with file.path.open("rb") as raw:
+        raw.seek(tensor.offset)
+        return struct.unpack(f"<{head_dim // 2}f", raw.read(tensor.num_bytes))
+
+
+def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: int) -> dict[str, Any]:
+    """Fit Llama 3's stretching to the table, and insist that it reproduces the table.
+
+    Short waves keep their divisor 1, long ones get `factor`, and between the two 1/divisor runs linearly over the
+    number of waves that fit the original context. Two points on that line give its slope and its root; only ratios
+    matter, so the low end is set to 1.
+    """
+    frequencies = [theta ** (-2 * index / head_dim) for index in range(head_dim // 2)]
+    factor = round(max(factors), 4)
+    between = [
+        (frequency / (2 * math.pi), (1 / divisor - 1 / factor) / (1 - 1 / factor))
+        for frequency, divisor in zip(frequencies, factors, strict=True)
+        if 1.0 < divisor < factor * (1 - 1e-6)
+    ]
+    high, original = _HIGH_FREQ_FACTOR, float(_ORIGINAL_POSITIONS)
+    if len(between) >= 2:
+        (first_waves, first_blend), (last_waves, last_blend) = between[0], between[-1]
+        slope = (first_blend - last_blend) / (first_waves - last_waves)
+        root = last_blend - slope * last_waves
+        if slope > 0 and root < 0:
+            high = round(1 - 1 / root, 3)
+            original = round(slope * (high - _LOW_FREQ_FACTOR))
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW_FREQ_FACTOR,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": int(original),
+    }
+    expected = [_divisor(frequency, factor, high, original) for frequency in frequencies]
+    if any(abs(a - b) > _TOLERANCE * b for a, b in zip(factors, expected, strict=True)):
+        raise Unsupported(f"{file.path}: {ROPE_FACTORS} stretches positions in a way that is not supported")
+    return scaling
+
+
+def _divisor(frequency: float, factor: float, high: float, original: float) -> float:
+    waves = original * frequency / (2 * math.pi)
+    if waves > high:
+        return 1.0
+    if waves < _LOW_FREQ_FACTOR:
+        return factor
+    blend = (waves - _LOW_FREQ_FACTOR) / (high - _LOW_FREQ_FACTOR)
+    return 1 / ((1 - blend) / factor + blend)

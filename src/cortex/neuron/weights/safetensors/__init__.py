@@ -1,0 +1,1 @@
+"""Safetensors: a JSON table of tensors, then their bytes."""

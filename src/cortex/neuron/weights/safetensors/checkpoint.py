@@ -1,0 +1,90 @@
+"""A model directory of safetensors files, one or many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cortex.neuron.weights.directory import model_file, read_json, read_optional_json
+from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malformed, TensorMissing
+from cortex.neuron.weights.mapping import MappedFile
+from cortex.neuron.weights.safetensors.header import parse_header
+from cortex.neuron.weights.stored import StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+
+
+class SafetensorsCheckpoint:
+    """See `checkpoint.Checkpoint`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open `directory` and check every header; raises CheckpointError."""
+        self.path = directory
+        self.config: Mapping[str, Any] = read_json(directory, "config.json")
+        self.generation_config: Mapping[str, Any] = read_optional_json(directory, "generation_config.json")
+        self._files: list[MappedFile] = []
+        try:
+            self._stored = self._open_tensors()
+        except CheckpointError:
+            self.close()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = {name: TensorInfo.of(stored) for name, stored in self._stored.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        from cortex.neuron.weights.decode import decode, mapped_bytes
+
+        stored = self.stored(name)
+        return decode(stored, mapped_bytes(stored))
+
+    def stored(self, name: str) -> StoredTensor:
+        try:
+            return self._stored[name]
+        except KeyError:
+            raise TensorMissing(
+                f"{self.path} has no tensor {name!r}; is this the model its config describes?"
+            ) from None
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _open_tensors(self) -> dict[str, StoredTensor]:
+        if not (self.path / _INDEX).exists():
+            return self._open_file(self._only_file())
+        shards: dict[str, dict[str, StoredTensor]] = {}
+        stored: dict[str, StoredTensor] = {}
+        for name, shard_name in _weight_map(self.path).items():
+            if shard_name not in shards:
+                shards[shard_name] = self._open_file(shard_name)
+            try:
+                stored[name] = shards[shard_name][name]
+            except KeyError:
+                raise Malformed(
+                    f"{self.path / shard_name} lacks the tensor {name!r} that the index promises; download it again"
+                ) from None
+        return stored
+
+    def _open_file(self, name: str) -> dict[str, StoredTensor]:
+        file = MappedFile(model_file(self.path, name))
+        self._files.append(file)
+        return parse_header(file)
+
+    def _only_file(self) -> str:
+        found = sorted(path.name for path in self.path.glob("*.safetensors"))
+        if _SINGLE in found:
+            return _SINGLE
+        if len(found) == 1:
+            return found[0]
+        raise FilesMissing(f"{self.path} has {len(found)} safetensors files but no {_INDEX}; download the index too")
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    weight_map = read_json(directory, _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise Malformed(f"{directory / _INDEX} has no weight_map from tensors to files; download it again")
+    return weight_map

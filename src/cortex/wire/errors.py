@@ -240,6 +240,11 @@ BY_CODE: dict[str, type[CortexError]] = {
 }
 
 
+def from_code(code: str, message: str) -> CortexError:
+    """The error a `Failure` event or another program's envelope tells of; an unknown code is an internal error."""
+    return BY_CODE.get(code, CortexError)(message)
+
+
 def status(error: CortexError, family: Family) -> int:
     """The HTTP status this error has for clients of `family`."""
     if family is Family.ANTHROPIC and error.anthropic_status is not None:

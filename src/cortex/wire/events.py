@@ -43,7 +43,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
 
 
-class Start(Event, tag="start"):
+class Start(Event, frozen=True, tag="start"):
     """The request was admitted. `prompt_tokens` is known before the first token."""
 
     id: str
@@ -53,38 +53,38 @@ class Start(Event, tag="start"):
     cached_tokens: int = 0
 
 
-class TextDelta(Event, tag="text"):
+class TextDelta(Event, frozen=True, tag="text"):
     text: str
 
 
-class ReasoningDelta(Event, tag="reasoning"):
+class ReasoningDelta(Event, frozen=True, tag="reasoning"):
     text: str
 
 
-class ToolCallStart(Event, tag="tool_start"):
+class ToolCallStart(Event, frozen=True, tag="tool_start"):
     call: int
     """Dense index of the call within its choice."""
     id: str
     name: str
 
 
-class ToolCallDelta(Event, tag="tool_delta"):
+class ToolCallDelta(Event, frozen=True, tag="tool_delta"):
     call: int
     arguments: str
     """The next piece of the arguments' JSON text."""
 
 
-class ToolCallStop(Event, tag="tool_stop"):
+class ToolCallStop(Event, frozen=True, tag="tool_stop"):
     call: int
 
 
-class Logprobs(Event, tag="logprobs"):
+class Logprobs(Event, frozen=True, tag="logprobs"):
     """Log-probabilities of the tokens whose text the following or preceding deltas carry."""
 
     tokens: tuple[TokenLogprob, ...]
 
 
-class Finish(Event, tag="finish"):
+class Finish(Event, frozen=True, tag="finish"):
     """The end of one choice. `usage` counts this choice; the prompt is counted once, in choice 0."""
 
     reason: FinishReason
@@ -94,7 +94,7 @@ class Finish(Event, tag="finish"):
     """The stop string that ended it, where one did."""
 
 
-class Failure(Event, tag="failure"):
+class Failure(Event, frozen=True, tag="failure"):
     """The request ended in an error after it had started."""
 
     code: str

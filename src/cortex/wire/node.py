@@ -32,7 +32,7 @@ class ModelState(StrEnum):
     FAILED = "failed"
 
 
-class Device(NodeValue):
+class Device(NodeValue, frozen=True):
     """A device as discovery sees it, whether or not a worker runs on it."""
 
     index: int
@@ -43,7 +43,7 @@ class Device(NodeValue):
     uuid: str | None = None
 
 
-class Discovery(NodeValue):
+class Discovery(NodeValue, frozen=True):
     host: str
     os: str
     version: str
@@ -60,7 +60,7 @@ class Discovery(NodeValue):
     )
 
 
-class DeviceHealth(NodeValue):
+class DeviceHealth(NodeValue, frozen=True):
     index: int
     total_bytes: int
     free_bytes: int
@@ -70,14 +70,14 @@ class DeviceHealth(NodeValue):
     worker: Literal["none", "starting", "running", "faulted"] = "none"
 
 
-class Progress(NodeValue):
+class Progress(NodeValue, frozen=True):
     stage: Stage
     done_bytes: int = 0
     total_bytes: int = 0
     eta_s: float | None = None
 
 
-class ModelLoad(NodeValue):
+class ModelLoad(NodeValue, frozen=True):
     """How busy a resident model is, as its engine reports it."""
 
     running: int = 0
@@ -87,7 +87,7 @@ class ModelLoad(NodeValue):
     """Completion tokens over the last few seconds."""
 
 
-class Capabilities(NodeValue):
+class Capabilities(NodeValue, frozen=True):
     chat: bool = True
     tools: bool = False
     reasoning: bool = False
@@ -96,7 +96,7 @@ class Capabilities(NodeValue):
     notes: tuple[str, ...] = ()
 
 
-class ModelStatus(NodeValue):
+class ModelStatus(NodeValue, frozen=True):
     """One model on one node."""
 
     id: str
@@ -122,11 +122,11 @@ class ModelStatus(NodeValue):
     """Seconds since the last request ended; 0 while one runs."""
 
 
-class ModelList(NodeValue):
+class ModelList(NodeValue, frozen=True):
     models: tuple[ModelStatus, ...]
 
 
-class Activation(NodeValue):
+class Activation(NodeValue, frozen=True):
     """Where the default models of a starting node stand."""
 
     state: Literal["idle", "running", "done"] = "idle"
@@ -136,7 +136,7 @@ class Activation(NodeValue):
     failed: tuple[str, ...] = ()
 
 
-class Health(NodeValue):
+class Health(NodeValue, frozen=True):
     status: Literal["ok", "draining"]
     uptime_s: float
     devices: tuple[DeviceHealth, ...]
@@ -144,7 +144,7 @@ class Health(NodeValue):
     activation: Activation = Activation()
 
 
-class LoadRequest(NodeValue):
+class LoadRequest(NodeValue, frozen=True):
     """`POST /models/load`. Idempotent: asking for a model that is ready or loading joins it."""
 
     model_id: str
@@ -158,7 +158,7 @@ class LoadRequest(NodeValue):
     context_tokens: int | None = None
 
 
-class UnloadRequest(NodeValue):
+class UnloadRequest(NodeValue, frozen=True):
     """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once."""
 
     model_id: str
@@ -166,7 +166,7 @@ class UnloadRequest(NodeValue):
     drain_s: float | None = None
 
 
-class Endpoint(NodeValue):
+class Endpoint(NodeValue, frozen=True):
     """`GET /models/{id}/endpoint`: where this model answers."""
 
     model_id: str
@@ -174,7 +174,7 @@ class Endpoint(NodeValue):
     dialects: tuple[Dialect, ...]
 
 
-class NodeEvent(NodeValue):
+class NodeEvent(NodeValue, frozen=True):
     """One line of `/events`: something changed, and this is the whole new state of it.
 
     A slow reader gets the latest state of each thing rather than every step in between.

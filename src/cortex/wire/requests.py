@@ -17,24 +17,24 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of the immutable values on the wire."""
 
 
-class Text(Value, tag="text"):
+class Text(Value, frozen=True, tag="text"):
     text: str
 
 
-class Image(Value, tag="image"):
+class Image(Value, frozen=True, tag="image"):
     """An image by URL; inline images are `data:` URLs."""
 
     url: str
 
 
-class Reasoning(Value, tag="reasoning"):
+class Reasoning(Value, frozen=True, tag="reasoning"):
     """What the assistant thought in an earlier turn, given back by the client."""
 
     text: str
     signature: str | None = None
 
 
-class ToolCall(Value, tag="tool_call"):
+class ToolCall(Value, frozen=True, tag="tool_call"):
     """A call the assistant made earlier. `arguments` is JSON text exactly as it was streamed."""
 
     id: str
@@ -42,7 +42,7 @@ class ToolCall(Value, tag="tool_call"):
     arguments: str
 
 
-class ToolResult(Value, tag="tool_result"):
+class ToolResult(Value, frozen=True, tag="tool_result"):
     call_id: str
     parts: tuple[Text | Image, ...] = ()
     is_error: bool = False
@@ -51,7 +51,7 @@ class ToolResult(Value, tag="tool_result"):
 Part = Text | Image | Reasoning | ToolCall | ToolResult
 
 
-class Message(Value):
+class Message(Value, frozen=True):
     """One turn. A `tool` message holds exactly one `ToolResult`; Anthropic user turns that carry
     results become tool messages followed by the rest of the user turn, in order."""
 
@@ -60,7 +60,7 @@ class Message(Value):
     name: str | None = None
 
 
-class Tool(Value):
+class Tool(Value, frozen=True):
     """A function the model may call. Tool types we cannot run are dropped by the codec, never refused."""
 
     name: str
@@ -70,13 +70,13 @@ class Tool(Value):
     strict: bool = False
 
 
-class ToolChoice(Value):
+class ToolChoice(Value, frozen=True):
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
     parallel: bool = True
 
 
-class OutputFormat(Value):
+class OutputFormat(Value, frozen=True):
     """What the output must conform to: `schema` for json_schema, `text` for regex/grammar, `choices`."""
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
@@ -85,7 +85,7 @@ class OutputFormat(Value):
     choices: tuple[str, ...] = ()
 
 
-class Thinking(Value):
+class Thinking(Value, frozen=True):
     """`enabled=None` leaves it to the model's template."""
 
     enabled: bool | None = None
@@ -93,7 +93,7 @@ class Thinking(Value):
     budget_tokens: int | None = None
 
 
-class Sampling(Value):
+class Sampling(Value, frozen=True):
     """What to draw and when to stop. Validated by the codecs; `None` means the client did not say."""
 
     temperature: float | None = None
@@ -116,7 +116,7 @@ class Sampling(Value):
     top_logprobs: int = 0
 
 
-class GenerateRequest(Value):
+class GenerateRequest(Value, frozen=True):
     """A conversation to continue, or (for `/v1/completions`) a raw prompt.
 
     Exactly one of `messages` and `prompt` is given. `prompt` is text or token ids, unchanged.

@@ -1,0 +1,149 @@
+"""Reading a messages body into a `GenerateRequest`. What we use is validated, the rest is tolerated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from cortex.wire import body as wire_body
+from cortex.wire.anthropic_messages.content import BILLING_HEADER, read_blocks, read_text_blocks
+from cortex.wire.body import Fields
+from cortex.wire.openai_chat.request import resolve_tool_choice
+from cortex.wire.requests import (
+    GenerateRequest,
+    Message,
+    OutputFormat,
+    Part,
+    Sampling,
+    Text,
+    Thinking,
+    Tool,
+    ToolChoice,
+    ToolResult,
+)
+from cortex.wire.sampling import read_response_format, read_stops
+
+
+def parse(body: bytes, *, keep_billing_header: bool = False) -> GenerateRequest:
+    """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
+
+    The `x-anthropic-billing-header` system block, which differs on every request and so would defeat prefix
+    caching, is left out unless `keep_billing_header`.
+    """
+    fields = wire_body.parse(body)
+    model = fields.model()
+    if not fields.array("messages"):
+        raise fields.invalid("messages", "it is required and must hold at least one message")
+    messages: list[Message] = []
+    dropped: list[str] = []
+    if system := _read_system(fields, "system", keep_billing_header):
+        messages.append(Message(role="system", parts=system))
+    for message in fields.objects("messages"):
+        messages += _read_message(message, keep_billing_header, dropped)
+    tools = _read_tools(fields, dropped)
+    output, thinking = _read_output_config(fields)
+    metadata = fields.object("metadata")
+    return GenerateRequest(
+        model=model,
+        messages=tuple(messages),
+        tools=tools,
+        tool_choice=_read_tool_choice(fields, tools, dropped),
+        output=output,
+        thinking=thinking,
+        sampling=Sampling(
+            temperature=fields.number("temperature", low=0),
+            top_k=fields.integer("top_k", low=0),
+            top_p=fields.number("top_p", low=0, high=1),
+            max_tokens=fields.integer("max_tokens", low=1),
+            stop=read_stops(fields, "stop_sequences"),
+        ),
+        stream=fields.flag("stream") or False,
+        user=metadata.text("user_id") if metadata else None,
+        dropped_tools=tuple(dropped),
+    )
+
+
+def parse_count_tokens(body: bytes, *, keep_billing_header: bool = False) -> GenerateRequest:
+    """The body of `/v1/messages/count_tokens`: the same conversation, so the same conversion."""
+    return parse(body, keep_billing_header=keep_billing_header)
+
+
+def _read_system(fields: Fields, name: str, keep_billing_header: bool) -> tuple[Text, ...]:
+    value = fields.raw(name)
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        return (Text(text=value),)
+    return tuple(
+        block
+        for block in read_text_blocks(fields, name)
+        if keep_billing_header or not block.text.startswith(BILLING_HEADER)
+    )
+
+
+def _read_message(fields: Fields, keep_billing_header: bool, dropped: list[str]) -> Iterator[Message]:
+    """A user turn with tool results becomes tool messages and user messages, in the order of its blocks."""
+    role = fields.required_text("role")
+    if role in ("system", "developer"):
+        if parts := _read_system(fields, "content", keep_billing_header):
+            yield Message(role="system", parts=parts)
+        return
+    blocks = list(read_blocks(fields, dropped))
+    if role == "assistant":
+        yield Message(role="assistant", parts=tuple(blocks))
+        return
+    said: list[Part] = []
+    for block in blocks:
+        if not isinstance(block, ToolResult):
+            said.append(block)
+            continue
+        if said:
+            yield Message(role="user", parts=tuple(said))
+            said = []
+        yield Message(role="tool", parts=(block,))
+    if said or not blocks:
+        yield Message(role="user", parts=tuple(said))
+
+
+def _read_tools(fields: Fields, dropped: list[str]) -> tuple[Tool, ...]:
+    """Tools with a type of their own run on the vendor's servers; no local model can."""
+    tools: list[Tool] = []
+    for tool in fields.objects("tools"):
+        kind = tool.text("type") or "custom"
+        if kind != "custom":
+            dropped.append(kind)
+            continue
+        tools.append(
+            Tool(
+                name=tool.required_text("name"),
+                parameters=tool.mapping("input_schema") or {},
+                description=tool.text("description"),
+                strict=tool.flag("strict") or False,
+            )
+        )
+    return tuple(tools)
+
+
+def _read_tool_choice(fields: Fields, tools: tuple[Tool, ...], dropped: list[str]) -> ToolChoice:
+    choice = fields.object("tool_choice")
+    if choice is None:
+        return ToolChoice()
+    kind = choice.text("type") or "auto"
+    parallel = not choice.flag("disable_parallel_tool_use")
+    mode = "named" if kind == "tool" else kind
+    return resolve_tool_choice(fields, mode, choice.text("name"), parallel, tools, dropped)
+
+
+def _read_output_config(fields: Fields) -> tuple[OutputFormat | None, Thinking]:
+    thinking = Thinking()
+    if (asked := fields.object("thinking")) is not None:
+        # `adaptive` lets the model decide, as its template does when nothing is said.
+        enabled = {"enabled": True, "disabled": False}.get(asked.text("type") or "")
+        thinking = Thinking(enabled=enabled, budget_tokens=asked.integer("budget_tokens", low=0))
+    config = fields.object("output_config")
+    output = fields.object("output_format")
+    if config is not None:
+        thinking = msgspec.structs.replace(thinking, effort=config.text("effort"))
+        output = config.object("format") or output
+    return (read_response_format(output) if output is not None else None), thinking

@@ -1,0 +1,168 @@
+"""Telling an answer as an Anthropic message: block by block, or as one body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from cortex.wire import errors
+from cortex.wire.answer import Block, gather
+from cortex.wire.errors import CortexError, Family
+from cortex.wire.events import (
+    AnyEvent,
+    Failure,
+    Finish,
+    Logprobs,
+    ReasoningDelta,
+    Start,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+    ToolCallStop,
+    Usage,
+)
+from cortex.wire.requests import GenerateRequest, Reasoning, Text
+from cortex.wire.sse import frame
+
+SIGNATURE = "unsigned"
+"""Thinking blocks must carry a signature, and clients give back only those that do. Ours proves nothing."""
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+
+
+def stream_error(error: CortexError) -> bytes:
+    """The last event of a stream that failed."""
+    return frame(msgspec.json.encode(errors.envelope(error, Family.ANTHROPIC)), "error")
+
+
+class Encoder:
+    """Events to message events. One per answer, which has one choice.
+
+    Blocks open when their first piece comes and close when the next one opens or the answer ends, so indices are
+    dense and blocks never interleave.
+    """
+
+    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        del request, created  # this dialect repeats neither
+        self._id = id
+        self._model = model
+        self._next_block = 0
+        self._open: Literal["text", "thinking", "tool_use"] | None = None
+
+    def encode(self, event: AnyEvent) -> bytes:
+        match event:
+            case TextDelta(text=text):
+                opened = self._ensure("text", {"type": "text", "text": ""})
+                return opened + self._delta({"type": "text_delta", "text": text})
+            case ReasoningDelta(text=text):
+                opened = self._ensure("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                return opened + self._delta({"type": "thinking_delta", "thinking": text})
+            case ToolCallStart(id=id, name=name):
+                return self._begin("tool_use", {"type": "tool_use", "id": id, "name": name, "input": {}})
+            case ToolCallDelta(arguments=arguments):
+                return self._delta({"type": "input_json_delta", "partial_json": arguments})
+            case ToolCallStop():
+                return self._end()
+            case Start():
+                return self._start(event)
+            case Logprobs():
+                return b""  # the dialect has no place for them
+            case Finish():
+                return self._end() + self._finish(event)
+            case Failure(code=code, message=message):
+                return stream_error(errors.from_code(code, message))
+
+    def _ensure(self, kind: Literal["text", "thinking"], block: dict[str, Any]) -> bytes:
+        return b"" if self._open == kind else self._begin(kind, block)
+
+    def _begin(self, kind: Literal["text", "thinking", "tool_use"], block: dict[str, Any]) -> bytes:
+        ended = self._end()
+        self._open = kind
+        return ended + _event("content_block_start", index=self._next_block, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._next_block, delta=delta)
+
+    def _end(self) -> bytes:
+        if self._open is None:
+            return b""
+        ended = b""
+        if self._open == "thinking":
+            ended = self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        ended += _event("content_block_stop", index=self._next_block)
+        self._open = None
+        self._next_block += 1
+        return ended
+
+    def _start(self, event: Start) -> bytes:
+        usage = Usage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens)
+        message = _message_body(self._id, self._model, [], None, None, usage)
+        return _event("message_start", message=message)
+
+    def _finish(self, event: Finish) -> bytes:
+        reason, sequence = _stop(event)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return _event("message_delta", delta=delta, usage=_usage_body(event.usage)) + _event("message_stop")
+
+
+def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
+    """The whole answer as one message. Raises the error a `Failure` tells of."""
+    del request, created  # this dialect repeats neither
+    choice = gather(events)[0]
+    content = [_block_body(block) for block in choice.blocks]
+    return msgspec.json.encode(
+        _message_body(id, model, content, *_stop(choice.finish), choice.finish.usage),
+    )
+
+
+def _event(kind: str, **values: Any) -> bytes:
+    return frame(msgspec.json.encode({"type": kind, **values}), kind)
+
+
+def _stop(finish: Finish) -> tuple[str, str | None]:
+    if finish.reason == "stop" and finish.stop_sequence is not None:
+        return "stop_sequence", finish.stop_sequence
+    return _STOP_REASONS[finish.reason], None
+
+
+def _message_body(
+    id: str, model: str, content: list[dict[str, Any]], reason: str | None, sequence: str | None, usage: Usage
+) -> dict[str, Any]:
+    return {
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "usage": _usage_body(usage),
+    }
+
+
+def _usage_body(usage: Usage) -> dict[str, int]:
+    """This dialect counts cached prompt tokens beside `input_tokens`, not in it."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _block_body(block: Block) -> dict[str, Any]:
+    if isinstance(block, Text):
+        return {"type": "text", "text": block.text}
+    if isinstance(block, Reasoning):
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.arguments)}
+
+
+def _input(arguments: str) -> Any:
+    """The arguments as an object. A call that `max_tokens` cut short has no whole JSON: its text is kept as it is."""
+    try:
+        return msgspec.json.decode(arguments or "{}")
+    except (msgspec.MsgspecError, RecursionError):
+        return {"partial_json": arguments}

@@ -1,0 +1,167 @@
+"""Reading a JSON body field by field: the edge where raw dicts end.
+
+A field that is absent or `null` reads as `None`; one of the wrong type or out of range raises `InvalidValue`
+whose `param` is the path the client wrote (`messages[2].content[0].text`). Fields nobody asks for are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
+
+_KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
+
+
+def parse(body: bytes) -> Fields:
+    """The body as an object. Raises `MalformedJSON`."""
+    try:
+        values = msgspec.json.decode(body)
+    except RecursionError:
+        raise MalformedJSON("The body is nested too deeply; flatten it.") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
+        raise MalformedJSON(f"The body is not valid JSON: {problem}. Send one JSON object in UTF-8.") from None
+    if not isinstance(values, dict):
+        raise MalformedJSON('The body must be a JSON object such as {"model": …}.')
+    return Fields(values)
+
+
+def json_text(value: Any) -> str:
+    """Compact JSON text of a decoded value."""
+    return msgspec.json.encode(value).decode()
+
+
+class Fields:
+    """One JSON object and the path at which the client wrote it. Read-only."""
+
+    __slots__ = ("_values", "path")
+
+    def __init__(self, values: dict[str, Any], path: str = "") -> None:
+        self._values = values
+        self.path = path
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def param(self, name: str) -> str:
+        """The path of a field, as errors name it."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def raw(self, name: str) -> Any:
+        """The decoded value itself, unchecked; for what is only passed on."""
+        return self._values.get(name)
+
+    def invalid(self, name: str, problem: str) -> InvalidValue:
+        """An error to raise about one field."""
+        param = self.param(name)
+        return InvalidValue(f"Invalid value for '{param}': {problem}.", param=param)
+
+    def model(self) -> str:
+        name = self.text("model")
+        if not name:
+            raise MissingModel("The body names no model; set 'model' to an id that /v1/models lists.", param="model")
+        return name
+
+    def text(self, name: str) -> str | None:
+        value = self.raw(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise self._wrong_type(name, str)
+
+    def required_text(self, name: str) -> str:
+        value = self.text(name)
+        if value is None:
+            raise self.invalid(name, "it is required and must be a string")
+        return value
+
+    def flag(self, name: str) -> bool | None:
+        value = self.raw(name)
+        if value is None or isinstance(value, bool):
+            return value
+        raise self._wrong_type(name, bool)
+
+    def integer(self, name: str, *, low: int | None = None, high: int | None = None) -> int | None:
+        value = self.raw(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._wrong_type(name, int)
+        self._check_range(name, value, low, high)
+        return value
+
+    def number(self, name: str, *, low: float | None = None, high: float | None = None) -> float | None:
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong_type(name, float)
+        self._check_range(name, value, low, high)
+        return float(value)
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """An object whose inside is none of our business: a JSON schema, template variables."""
+        value = self.raw(name)
+        if value is None or isinstance(value, dict):
+            return value
+        raise self.invalid(name, f"expected an object, got {_describe(value)}")
+
+    def object(self, name: str) -> Fields | None:
+        value = self.mapping(name)
+        return None if value is None else Fields(value, self.param(name))
+
+    def objects(self, name: str) -> Iterator[Fields]:
+        """The objects of an array; nothing when it is absent."""
+        for index, value in enumerate(self.array(name)):
+            path = f"{self.param(name)}[{index}]"
+            if not isinstance(value, dict):
+                raise InvalidValue(
+                    f"Invalid value for '{path}': expected an object, got {_describe(value)}.", param=path
+                )
+            yield Fields(value, path)
+
+    def array(self, name: str) -> list[Any]:
+        value = self.raw(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self._wrong_type(name, list)
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        values = self.array(name)
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+            raise self.invalid(name, "expected an array of integers")
+        return tuple(values)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """One string or an array of them."""
+        value = self.raw(name)
+        if isinstance(value, str):
+            return (value,)
+        values = self.array(name)
+        if not all(isinstance(value, str) for value in values):
+            raise self.invalid(name, "expected a string or an array of strings")
+        return tuple(values)
+
+    def _wrong_type(self, name: str, expected: type) -> InvalidValue:
+        return self.invalid(name, f"expected {_KINDS[expected]}, got {_describe(self.raw(name))}")
+
+    def _check_range(self, name: str, value: float, low: float | None, high: float | None) -> None:
+        if (low is None or value >= low) and (high is None or value <= high):
+            return
+        if low is not None and high is not None:
+            raise self.invalid(name, f"{value} is not between {low} and {high}")
+        raise self.invalid(name, f"{value} is less than {low}" if low is not None else f"{value} is more than {high}")
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "an object"
+    return _KINDS.get(type(value), type(value).__name__)

@@ -1,0 +1,130 @@
+"""Asking a foreign node in chat-completions: the body built from our request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cortex.wire.openai_chat.stream import tool_call_body
+from cortex.wire.requests import (
+    GenerateRequest,
+    Image,
+    Message,
+    OutputFormat,
+    Part,
+    Reasoning,
+    Text,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+
+
+def build(request: GenerateRequest) -> bytes:
+    """The body that asks a foreign node for `request`. Usage is always asked for: we meter every stream."""
+    body: dict[str, Any] = {
+        "model": request.model,
+        "messages": [_message_body(message) for message in request.messages],
+        "stream": request.stream,
+    }
+    if request.stream:
+        body["stream_options"] = {"include_usage": True}
+    if request.tools:
+        body["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "parameters": tool.parameters,
+                    **({"description": tool.description} if tool.description is not None else {}),
+                    **({"strict": True} if tool.strict else {}),
+                },
+            }
+            for tool in request.tools
+        ]
+        body["tool_choice"] = _tool_choice_body(request.tool_choice)
+        if not request.tool_choice.parallel:
+            body["parallel_tool_calls"] = False
+    body |= _output_body(request.output)
+    body |= _thinking_body(request)
+    body |= _sampling_body(request)
+    if request.user is not None:
+        body["user"] = request.user
+    return msgspec.json.encode(body)
+
+
+def _sampling_body(request: GenerateRequest) -> dict[str, Any]:
+    """Only what the client said: a foreign node keeps its own defaults, and may not know our extensions."""
+    said = msgspec.to_builtins(request.sampling)
+    if "logit_bias" in said:
+        said["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias.items()}
+    return dict(said)
+
+
+def _thinking_body(request: GenerateRequest) -> dict[str, Any]:
+    thinking = request.thinking
+    template_args = dict(request.template_args)
+    if thinking.enabled is not None:
+        template_args.setdefault("enable_thinking", thinking.enabled)
+    return {
+        **({"reasoning_effort": thinking.effort} if thinking.effort is not None else {}),
+        **({"chat_template_kwargs": template_args} if template_args else {}),
+    }
+
+
+def _output_body(output: OutputFormat | None) -> dict[str, Any]:
+    if output is None:
+        return {}
+    match output.kind:
+        case "json_object":
+            return {"response_format": {"type": "json_object"}}
+        case "json_schema":
+            return {
+                "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": output.schema}}
+            }
+        case "choice":
+            return {"structured_outputs": {"choice": list(output.choices)}}
+        case kind:
+            return {"structured_outputs": {kind: output.text}}
+
+
+def _tool_choice_body(choice: ToolChoice) -> str | dict[str, Any]:
+    if choice.mode == "named":
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice.mode
+
+
+def _message_body(message: Message) -> dict[str, Any]:
+    body: dict[str, Any] = {"role": message.role}
+    if message.name is not None:
+        body["name"] = message.name
+    if message.role == "tool":
+        results = [part for part in message.parts if isinstance(part, ToolResult)]
+        body["tool_call_id"] = results[0].call_id if results else ""
+        body["content"] = _content_body(results[0].parts if results else ())
+        return body
+    reasoning = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
+    calls = [tool_call_body(part) for part in message.parts if isinstance(part, ToolCall)]
+    body["content"] = _content_body(message.parts)
+    if calls:
+        body["tool_calls"] = calls
+        body["content"] = body["content"] or None
+    if reasoning:
+        body["reasoning_content"] = reasoning
+    return body
+
+
+def _content_body(parts: tuple[Part, ...] | tuple[Text | Image, ...]) -> str | list[dict[str, Any]]:
+    """One text is a plain string, which every server takes; anything else is parts."""
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Text):
+            content.append({"type": "text", "text": part.text})
+        elif isinstance(part, Image):
+            content.append({"type": "image_url", "image_url": {"url": part.url}})
+    if not content:
+        return ""
+    if len(content) == 1 and content[0]["type"] == "text":
+        return str(content[0]["text"])
+    return content

@@ -1,0 +1,161 @@
+"""The OpenAI completions dialect: a raw prompt continued, no template, no tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from cortex.wire import body as wire_body
+from cortex.wire import errors
+from cortex.wire.answer import Choice, gather, total_usage
+from cortex.wire.body import Fields
+from cortex.wire.errors import Family
+from cortex.wire.events import AnyEvent, Failure, Finish, Logprobs, ReasoningDelta, TextDelta, TokenLogprob
+from cortex.wire.openai_chat.stream import DONE, stream_error, usage_body
+from cortex.wire.requests import GenerateRequest, Reasoning, Text
+from cortex.wire.sampling import MAX_TOP_LOGPROBS, read_output_format, read_sampling
+from cortex.wire.sse import COMMENT as KEEPALIVE
+from cortex.wire.sse import frame
+
+FAMILY = Family.OPENAI
+ID_PREFIX = "cmpl-"
+
+__all__ = ["FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
+    fields = wire_body.parse(body)
+    model = fields.model()
+    sampling = read_sampling(fields)
+    top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
+    if fields.text("suffix"):
+        raise fields.invalid("suffix", "filling in the middle is not supported; put the text into 'prompt'")
+    best_of = fields.integer("best_of", low=1)
+    if best_of is not None and best_of > sampling.n:
+        raise fields.invalid("best_of", "ranking extra candidates is not supported; ask for them with 'n'")
+    stream_options = fields.object("stream_options")
+    return GenerateRequest(
+        model=model,
+        prompt=_read_prompt(fields),
+        echo=fields.flag("echo") or False,
+        output=read_output_format(fields),
+        sampling=msgspec.structs.replace(sampling, logprobs=top_logprobs is not None, top_logprobs=top_logprobs or 0),
+        stream=fields.flag("stream") or False,
+        include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
+        user=fields.text("user"),
+    )
+
+
+def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
+    """Text or token ids; an array with a single prompt is that prompt."""
+    prompt = fields.raw("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise fields.invalid("prompt", "it is required: a string or an array of token ids")
+    if all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in prompt):
+        return tuple(prompt)
+    if all(isinstance(item, str | list) for item in prompt):
+        raise fields.invalid("prompt", f"one prompt per request is taken, got {len(prompt)}; send them separately")
+    raise fields.invalid("prompt", "expected a string or an array of token ids")
+
+
+class Encoder:
+    """Events to chunks. One per answer. Token offsets count characters from the start of the choice's text."""
+
+    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        self._head = {"id": id, "object": "text_completion", "created": created, "model": model}
+        self._include_usage = request.include_usage
+        self._open_choices = request.sampling.n
+        self._finishes: list[Finish] = []
+        self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        self._offsets: dict[int, int] = {}
+
+    def encode(self, event: AnyEvent) -> bytes:
+        match event:
+            case TextDelta(text=text) | ReasoningDelta(text=text):
+                return self._chunk([self._choice(event.index, text, {"finish_reason": None})])
+            case Logprobs(tokens=tokens):
+                self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
+                return b""
+            case Finish():
+                return self._finish(event)
+            case Failure(code=code, message=message):
+                return stream_error(errors.from_code(code, message))
+            case _:
+                return b""  # a raw continuation has neither a role nor tool calls
+
+    def _choice(self, index: int, text: str, finish: dict[str, str | None]) -> dict[str, Any]:
+        tokens = self._logprobs.pop(index, None)
+        offset = self._offsets.get(index, 0)
+        if tokens is not None:
+            self._offsets[index] = offset + sum(len(token.token) for token in tokens)
+        logprobs = None if tokens is None else _logprobs_body(tokens, offset)
+        return {"index": index, "text": text, "logprobs": logprobs, **finish}
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        chunk: dict[str, Any] = {**self._head, "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = usage
+        return frame(msgspec.json.encode(chunk))
+
+    def _finish(self, event: Finish) -> bytes:
+        self._finishes.append(event)
+        ended = self._chunk([self._choice(event.index, "", _finish_body(event))])
+        if len(self._finishes) < self._open_choices:
+            return ended
+        if self._include_usage:
+            ended += self._chunk([], usage_body(total_usage(self._finishes)))
+        return ended + DONE
+
+
+def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
+    """The whole answer as one body. Raises the error a `Failure` tells of."""
+    del request  # the answer holds all that this dialect says
+    choices = gather(events)
+    return msgspec.json.encode(
+        {
+            "id": id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "choices": [_choice_body(choice) for choice in choices],
+            "usage": usage_body(total_usage(choice.finish for choice in choices)),
+        }
+    )
+
+
+def _choice_body(choice: Choice) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "text": "".join(block.text for block in choice.blocks if isinstance(block, Text | Reasoning)),
+        "logprobs": _logprobs_body(choice.logprobs, 0) if choice.logprobs else None,
+        **_finish_body(choice.finish),
+    }
+
+
+def _finish_body(finish: Finish) -> dict[str, str | None]:
+    body: dict[str, str | None] = {"finish_reason": finish.reason}
+    if finish.stop_sequence is not None:
+        body["stop_reason"] = finish.stop_sequence
+    return body
+
+
+def _logprobs_body(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    return {
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{other.token: other.logprob for other in token.top} for token in tokens],
+        "text_offset": list(_offsets(tokens, offset)),
+    }
+
+
+def _offsets(tokens: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
+    for token in tokens:
+        yield offset
+        offset += len(token.token)

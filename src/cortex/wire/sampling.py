@@ -1,0 +1,130 @@
+"""The sampling and output-format fields that the OpenAI dialects and their usual extensions share."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cortex.wire.body import Fields
+from cortex.wire.errors import InvalidValue
+from cortex.wire.requests import OutputFormat, Sampling, Thinking
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 64
+
+
+def read_sampling(fields: Fields) -> Sampling:
+    """Every sampling field but `logprobs`, which each dialect spells differently. Raises `InvalidValue`."""
+    top_k = fields.integer("top_k", low=-1)
+    repetition_penalty = fields.number("repetition_penalty", low=0)
+    if repetition_penalty == 0:
+        raise fields.invalid("repetition_penalty", "it must be greater than 0; 1 switches it off")
+    return Sampling(
+        temperature=fields.number("temperature", low=0),
+        top_k=0 if top_k == -1 else top_k,
+        top_p=fields.number("top_p", low=0, high=1),
+        min_p=fields.number("min_p", low=0, high=1),
+        repetition_penalty=repetition_penalty,
+        repetition_window=fields.integer("repetition_window", low=0),
+        presence_penalty=fields.number("presence_penalty", low=-2, high=2),
+        frequency_penalty=fields.number("frequency_penalty", low=-2, high=2),
+        logit_bias=_read_logit_bias(fields),
+        seed=fields.integer("seed", low=-(2**63), high=2**63 - 1),
+        max_tokens=fields.integer("max_tokens", low=1),
+        min_tokens=fields.integer("min_tokens", low=0) or 0,
+        ignore_eos=fields.flag("ignore_eos") or False,
+        stop=read_stops(fields, "stop"),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        n=fields.integer("n", low=1, high=MAX_CHOICES) or 1,
+    )
+
+
+def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
+    """Stop strings; empty ones, which would match everywhere, are what some clients send for "none"."""
+    stops = tuple(stop for stop in fields.texts(name) if stop)
+    if len(stops) > MAX_STOPS:
+        raise fields.invalid(name, f"at most {MAX_STOPS} stop strings are taken, got {len(stops)}")
+    return stops
+
+
+def _read_logit_bias(fields: Fields) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    bias_by_token = fields.object("logit_bias")
+    for token in fields.mapping("logit_bias") or {}:
+        assert bias_by_token is not None
+        if not (token.isascii() and token.isdigit()):
+            raise bias_by_token.invalid(token, "keys are token ids")
+        bias = bias_by_token.number(token, low=-100, high=100)
+        biases[int(token)] = bias or 0.0
+    return biases
+
+
+def read_output_format(fields: Fields) -> OutputFormat | None:
+    """What the output must conform to: `response_format`, or one of the guided-decoding extensions.
+
+    Raises `InvalidValue` when two of them are given: only one grammar can hold.
+    """
+    found: dict[str, OutputFormat] = {}
+    if (response_format := fields.object("response_format")) is not None and (
+        output := read_response_format(response_format)
+    ) is not None:
+        found["response_format"] = output
+    for prefix, source in (("guided_", fields), ("", fields.object("structured_outputs"))):
+        if source is not None:
+            found |= {source.param(prefix + name): output for name, output in _read_guided(source, prefix).items()}
+    if len(found) > 1:
+        names = " and ".join(f"'{name}'" for name in found)
+        raise InvalidValue(f"{names} both constrain the output; send one of them.", param=list(found)[1])
+    return next(iter(found.values()), None)
+
+
+def _read_guided(fields: Fields, prefix: str) -> dict[str, OutputFormat]:
+    found: dict[str, OutputFormat] = {}
+    if prefix + "json" in fields:
+        found["json"] = OutputFormat(kind="json_schema", schema=_read_schema(fields, prefix + "json"))
+    if fields.flag(prefix + "json_object"):
+        found["json_object"] = OutputFormat(kind="json_object")
+    if (regex := fields.text(prefix + "regex")) is not None:
+        found["regex"] = OutputFormat(kind="regex", text=regex)
+    if (grammar := fields.text(prefix + "grammar")) is not None:
+        found["grammar"] = OutputFormat(kind="grammar", text=grammar)
+    if choices := fields.texts(prefix + "choice"):
+        found["choice"] = OutputFormat(kind="choice", choices=choices)
+    return found
+
+
+def read_response_format(fields: Fields) -> OutputFormat | None:
+    """The object of `response_format` (nested schema) and of the Responses API's `text.format` (flat schema)."""
+    kind = fields.text("type")
+    if kind is None or kind == "text":
+        return None
+    if kind == "json_object":
+        schema = fields.mapping("schema")
+        return OutputFormat(kind="json_schema", schema=schema) if schema else OutputFormat(kind="json_object")
+    if kind == "json_schema":
+        holder = fields.object("json_schema") or fields
+        if "schema" not in holder:
+            raise holder.invalid("schema", "a json_schema format needs a schema")
+        return OutputFormat(kind="json_schema", schema=_read_schema(holder, "schema"))
+    raise fields.invalid("type", f"'{kind}' is not known; use text, json_object or json_schema")
+
+
+def _read_schema(fields: Fields, name: str) -> dict[str, object]:
+    value = fields.raw(name)
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.MsgspecError, RecursionError) as problem:
+            raise fields.invalid(name, f"the schema is not JSON: {problem}") from None
+    if isinstance(value, bool):
+        return {} if value else {"not": {}}
+    if not isinstance(value, dict):
+        raise fields.invalid(name, "expected a JSON schema")
+    return value
+
+
+def read_effort(effort: str | None) -> Thinking:
+    """An effort asks for reasoning, except `none`, which asks for its absence."""
+    if effort is None:
+        return Thinking()
+    return Thinking(enabled=effort != "none", effort=effort)

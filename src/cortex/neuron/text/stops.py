@@ -1,0 +1,49 @@
+"""Stop strings in a stream: text that may turn out to be one is held back until it is clear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopScanner:
+    """Finds the stop string that is completed first. Owned by one answer; the result does not depend on the split.
+
+    Of two stops completed by the same character the longer one counts.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(sorted((stop for stop in set(stops) if stop), key=len, reverse=True))
+        self._held = ""
+        self._hit: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that is safe to show, and the stop string once it was found; after that nothing more comes out."""
+        if self._hit is not None:
+            return "", self._hit
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        first_end = len(text) + 1
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and start + len(stop) < first_end:
+                first_end, self._hit = start + len(stop), stop
+        if self._hit is not None:
+            self._held = ""
+            return text[: first_end - len(self._hit)], self._hit
+        keep = max(held_suffix(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """What was held back, when the answer ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def held_suffix(text: str, marker: str) -> int:
+    """How many characters at the end of `text` could be the beginning of `marker`."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0

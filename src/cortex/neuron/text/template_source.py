@@ -1,0 +1,61 @@
+"""Where a model keeps its chat template, in the order that the reference library looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.text.tokenizer import read_json
+
+_GGUF_KEY = "tokenizer.chat_template"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSources:
+    """A model's templates. Few models have more than one; some have another for conversations with tools."""
+
+    default: str | None
+    with_tools: str | None = None
+
+
+def from_directory(path: Path) -> TemplateSources:
+    """`chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`; raises TextFileMalformed."""
+    for file in (path / "chat_template.jinja", path / "chat_template.jinja2"):
+        try:
+            default = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            continue
+        except UnicodeDecodeError as error:
+            raise TextFileMalformed(f"{file} is not UTF-8; download the model again") from error
+        return TemplateSources(default, _read_named(path / "additional_chat_templates" / "tool_use.jinja"))
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        stated = read_json(path / name).get("chat_template")
+        if stated is not None:
+            return _parse(stated, path / name)
+    return TemplateSources(None)
+
+
+def from_gguf(metadata: Mapping[str, Any]) -> TemplateSources:
+    default = metadata.get(_GGUF_KEY)
+    with_tools = metadata.get(f"{_GGUF_KEY}.tool_use")
+    return TemplateSources(
+        default if isinstance(default, str) else None, with_tools if isinstance(with_tools, str) else None
+    )
+
+
+def _read_named(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.exists() else None
+
+
+def _parse(stated: object, file: Path) -> TemplateSources:
+    """A string, a mapping of names, or a list of `{name, template}`."""
+    if isinstance(stated, str):
+        return TemplateSources(stated)
+    if isinstance(stated, list):
+        stated = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, Mapping)}
+    if isinstance(stated, Mapping) and all(isinstance(template, str) for template in stated.values()):
+        return TemplateSources(stated.get("default"), stated.get("tool_use"))
+    raise TextFileMalformed(f"the chat_template in {file} is neither text nor a list of named texts; fix the file")

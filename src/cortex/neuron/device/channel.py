@@ -1,0 +1,136 @@
+"""Frames on a Unix socket pair: a four-byte length, then one msgpack array of messages.
+
+A frame carries whatever had gathered since the last one, so that traffic batches itself under load:
+many jobs one way, all outputs of a step the other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from cortex.neuron.device.protocol import Command, Event
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+"""Far above any honest frame; a length beyond it means that the stream is out of step."""
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+T = TypeVar("T")
+
+
+class ChannelError(Exception):
+    """The other side sent bytes that are no frame; the channel cannot be used any further."""
+
+
+def encode_frame(messages: Sequence[Command] | Sequence[Event]) -> bytes:
+    """One frame that carries `messages` in order."""
+    frame = bytearray(_LENGTH.size)
+    _encoder.encode_into(list(messages), frame, _LENGTH.size)
+    body_bytes = len(frame) - _LENGTH.size
+    if body_bytes > MAX_FRAME_BYTES:
+        raise ChannelError(f"a frame of {body_bytes} bytes is over the limit of {MAX_FRAME_BYTES}")
+    _LENGTH.pack_into(frame, 0, body_bytes)
+    return bytes(frame)
+
+
+class FrameDecoder(Generic[T]):
+    """Bytes in, batches of messages out; keeps the unfinished frame between calls."""
+
+    def __init__(self, message_type: Any) -> None:
+        """`message_type` is the union `T` itself, which type checkers cannot take as `type[T]`."""
+        self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[message_type])
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[list[T]]:
+        """The frames that `data` completes. Raises ChannelError on what is no frame."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _LENGTH.size:
+                (body_bytes,) = _LENGTH.unpack_from(self._buffer, start)
+                if body_bytes > MAX_FRAME_BYTES:
+                    raise ChannelError(f"a frame claims {body_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
+                end = start + _LENGTH.size + body_bytes
+                if len(self._buffer) < end:
+                    return
+                body = bytes(memoryview(self._buffer)[start + _LENGTH.size : end])
+                start = end
+                try:
+                    messages = self._decoder.decode(body)
+                except msgspec.MsgspecError as error:
+                    raise ChannelError(f"a frame of {body_bytes} bytes does not decode: {error}") from error
+                yield messages
+        finally:
+            del self._buffer[:start]
+
+
+class BlockingChannel:
+    """The worker's end. `receive` belongs to its reader thread, `send` to its writer thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._decoder: FrameDecoder[Command] = FrameDecoder(Command)
+
+    def receive(self) -> Iterator[list[Command]]:
+        """Batches of commands until the daemon closes its end or dies."""
+        while data := self._connection.recv(1 << 20):
+            yield from self._decoder.feed(data)
+
+    def send(self, events: Sequence[Event]) -> None:
+        self._connection.sendall(encode_frame(events))
+
+
+class LoopChannel(asyncio.Protocol):
+    """The daemon's end. Commands sent within one turn of the loop leave in one frame."""
+
+    def __init__(self, on_event: Callable[[Event], None], on_closed: Callable[[str], None]) -> None:
+        self._on_event = on_event
+        self._on_closed = on_closed
+        self._decoder: FrameDecoder[Event] = FrameDecoder(Event)
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[Command] = []
+        self._problem: str | None = None
+
+    def send(self, command: Command) -> None:
+        """Queues `command` for this turn's frame; dropped when the channel is closed, whose owner was told."""
+        if self._transport is None:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(command)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    def _flush(self) -> None:
+        if self._unsent and self._transport is not None:
+            self._transport.write(encode_frame(self._unsent))
+        self._unsent.clear()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for events in self._decoder.feed(data):
+                for event in events:
+                    self._on_event(event)
+        except ChannelError as error:
+            self._problem = str(error)
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._unsent.clear()
+        self._on_closed(self._problem or (str(exc) if exc else "the worker closed its channel"))

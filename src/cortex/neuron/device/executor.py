@@ -1,0 +1,358 @@
+"""The engine thread of a worker: the only one that touches the device, for as long as the process lives.
+
+It runs jobs in the order they came and steps every model that has work, in turn. A load runs on this
+same thread. So that it does not silence the models already serving here, each progress call of the load
+is a safe point where they get a turn, up to as much time as the load had since the last one. Loads and
+unloads that arrive meanwhile wait their turn; submits and cancels do not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cortex.neuron.device import memoryprobe
+from cortex.neuron.device.address import DeviceAddress
+from cortex.neuron.device.faults import FaultKind, classify, explain
+from cortex.neuron.device.outbox import Outbox
+from cortex.neuron.device.protocol import (
+    Activity,
+    Cancel,
+    CancelLoad,
+    Command,
+    Exit,
+    Load,
+    Loaded,
+    LoadFailed,
+    LoadProgress,
+    Memory,
+    ModelBroken,
+    Outputs,
+    QueryMemory,
+    Report,
+    RequestFailed,
+    Submit,
+    Unload,
+    Unloaded,
+)
+from cortex.neuron.engine.errors import LoadCancelled, LoadError
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Steps of one model that may fail in a row, with nothing left in it, before it is given up."""
+STATS_INTERVAL_S = 0.25
+PROGRESS_INTERVAL_S = 0.05
+
+
+class LoadedEngine(Protocol):
+    """The part of `engine.Engine` that a worker uses; its contract is in `neuron.engine`."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, request: EngineRequest) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def step(self) -> list[StepOutput]: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+EngineLoader = Callable[[LoadSpec, str, Callable[[str, int, int], None], Callable[[], bool]], LoadedEngine]
+"""`Engine.load`: (spec, device, progress, cancelled) -> engine."""
+
+
+class DeviceFault(Exception):
+    """The device context is poisoned; the process must end."""
+
+
+@dataclass(slots=True)
+class _Resident:
+    """A loaded model and the requests that are in it."""
+
+    handle: int
+    engine: LoadedEngine
+    live: dict[str, bool] = field(default_factory=dict)
+    """Request id → whether it has produced anything, oldest first."""
+    failing: dict[str, tuple[FaultKind, str]] = field(default_factory=dict)
+    """Requests that were cancelled because a step failed, and what to say when their end comes."""
+    failed_steps: int = 0
+
+
+class Executor:
+    """Owned by the engine thread, but for `cancel_load`, `activity`, `progress` and `report`."""
+
+    def __init__(self, device: DeviceAddress, engine: str, outbox: Outbox) -> None:
+        """`engine` names the load function as `module:attribute`; it is imported by `run`, which takes seconds."""
+        self.inbox: queue.SimpleQueue[list[Command]] = queue.SimpleQueue()
+        self.activity: Activity = "start"
+        self.progress = 0
+        self._device = device
+        self._engine = engine
+        self._outbox = outbox
+        self._residents: dict[int, _Resident] = {}
+        self._jobs: deque[Command] = deque()
+        self._cancelled_loads: set[int] = set()
+        self._stats: dict[int, EngineStats] = {}
+        self._stats_at_s = 0.0
+        self._exiting = False
+
+    def cancel_load(self, handle: int) -> None:
+        """Called by the reader thread, so that a load in progress sees it."""
+        self._cancelled_loads.add(handle)
+
+    def report(self) -> Report:
+        """The heartbeat; called by the writer thread, reads only values that are replaced whole."""
+        return Report(self.activity, self.progress, self._stats)
+
+    def run(self) -> None:
+        """Until `Exit`, or until a DeviceFault leaves it."""
+        self._load_engine = resolve_loader(self._engine)
+        while not self._exiting:
+            self.activity = "idle"
+            self._receive(wait=not self._jobs and not self._has_work())
+            while self._jobs and not self._exiting:
+                self._execute(self._jobs.popleft())
+            self._step_all()
+
+    def _has_work(self) -> bool:
+        return any(resident.engine.has_work for resident in self._residents.values())
+
+    def _receive(self, *, wait: bool) -> None:
+        if wait:
+            self._publish_stats()
+            self._jobs.extend(self.inbox.get())
+        while True:
+            try:
+                self._jobs.extend(self.inbox.get_nowait())
+            except queue.Empty:
+                return
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel():
+                if (resident := self._residents.get(command.handle)) is not None:
+                    resident.engine.cancel(command.request_id)
+            case Load():
+                self._load(command)
+            case Unload():
+                self._unload(command.handle)
+            case QueryMemory():
+                self._outbox.put(Memory(command.query, memoryprobe.measure(self._device)))
+            case Exit():
+                self._exiting = True
+            case CancelLoad():
+                pass  # the reader thread has set the flag already
+        self.progress += 1
+
+    # Requests
+
+    def _submit(self, command: Submit) -> None:
+        request_id = command.request.id
+        resident = self._residents.get(command.handle)
+        if resident is None:
+            self._fail(command.handle, request_id, FaultKind.REQUEST, "the model was unloaded before the request began")
+            return
+        try:
+            resident.engine.submit(command.request)
+        except Exception as error:  # noqa: BLE001 - classified: nothing but a device fault may end more than this request
+            kind = self._judge(error, "submit")
+            message = str(error) if kind is FaultKind.REQUEST else explain(error)
+            self._fail(command.handle, request_id, kind, message)
+        else:
+            resident.live[request_id] = False
+
+    def _step_all(self) -> None:
+        for resident in list(self._residents.values()):
+            if resident.engine.has_work:
+                self.activity = "step"
+                self._step(resident)
+        if time.monotonic() - self._stats_at_s >= STATS_INTERVAL_S:
+            self._publish_stats()
+
+    def _step(self, resident: _Resident) -> None:
+        try:
+            outputs = resident.engine.step()
+        except Exception as error:  # noqa: BLE001 - classified: the worker must outlive whatever a model does
+            self._step_failed(resident, error)
+            return
+        resident.failed_steps = 0
+        self.progress += 1
+        spoken = [output for output in outputs if not self._ended_by_fault(resident, output)]
+        for output in spoken:
+            if output.finish is not None:
+                resident.live.pop(output.request_id, None)
+            elif output.tokens and output.request_id in resident.live:
+                resident.live[output.request_id] = True
+        if spoken:
+            self._outbox.put(Outputs(resident.handle, tuple(spoken)))
+
+    def _ended_by_fault(self, resident: _Resident, output: StepOutput) -> bool:
+        """Whether `output` belongs to a request that a failed step took down; its end is told as a failure."""
+        if output.request_id not in resident.failing:
+            return False
+        if output.finish is not None:
+            kind, message = resident.failing.pop(output.request_id)
+            resident.live.pop(output.request_id, None)
+            self._fail(resident.handle, output.request_id, kind, message)
+        return True
+
+    def _step_failed(self, resident: _Resident, error: Exception) -> None:
+        kind = self._judge(error, "step")
+        message = explain(error)
+        log.error("a step of model %d failed (%s): %s", resident.handle, kind, message, exc_info=error)
+        remaining = [request_id for request_id in resident.live if request_id not in resident.failing]
+        victims = choose_victims(kind, {request_id: resident.live[request_id] for request_id in remaining})
+        if not victims:
+            resident.failed_steps += 1
+        for request_id in victims:
+            resident.failing[request_id] = (kind, message)
+            resident.engine.cancel(request_id)
+        if resident.failed_steps >= MAX_FAILED_STEPS:
+            self._give_up(resident, message)
+
+    def _give_up(self, resident: _Resident, message: str) -> None:
+        for request_id, (kind, reason) in resident.failing.items():
+            self._fail(resident.handle, request_id, kind, reason)
+        resident.live.clear()
+        self._close(resident)
+        self._outbox.put(ModelBroken(resident.handle, message))
+
+    def _fail(self, handle: int, request_id: str, kind: FaultKind, message: str) -> None:
+        self._outbox.put(RequestFailed(handle, request_id, kind, message))
+
+    # Models
+
+    def _load(self, command: Load) -> None:
+        handle = command.handle
+        self.activity = "load"
+        before = memoryprobe.measure(self._device)
+        try:
+            engine = self._load_engine(
+                command.spec,
+                self._device.torch_device,
+                _Progress(self, handle),
+                lambda: handle in self._cancelled_loads,
+            )
+        except LoadCancelled as error:
+            memoryprobe.give_back(self._device)
+            self._outbox.put(LoadFailed(handle, FaultKind.REQUEST, str(error), cancelled=True))
+        except LoadError as error:
+            memoryprobe.give_back(self._device)
+            self._outbox.put(LoadFailed(handle, FaultKind.REQUEST, str(error)))
+        except Exception as error:
+            kind = self._judge(error, "load")
+            log.error("loading %s failed: %s", command.spec.path, explain(error), exc_info=error)
+            error.__traceback__ = None  # its frames hold half-loaded weights
+            memoryprobe.give_back(self._device)
+            self._outbox.put(LoadFailed(handle, kind, explain(error)))
+        else:
+            self._residents[handle] = _Resident(handle, engine)
+            self._outbox.put(Loaded(handle, engine.info, before, memoryprobe.measure(self._device)))
+        finally:
+            self._cancelled_loads.discard(handle)
+
+    def load_progressed(self, handle: int, stage: str, done_bytes: int, total_bytes: int, *, tell: bool) -> None:
+        self.progress += 1
+        if tell:
+            self._outbox.put(LoadProgress(handle, stage, done_bytes, total_bytes))
+
+    def serve_during_load(self) -> None:
+        """One turn for the models that serve; only requests are taken from the queue of jobs."""
+        self._receive(wait=False)
+        postponed: deque[Command] = deque()
+        while self._jobs:
+            command = self._jobs.popleft()
+            if isinstance(command, Submit | Cancel | QueryMemory | CancelLoad):
+                self._execute(command)
+            else:
+                postponed.append(command)
+        self._jobs = postponed
+        self._step_all()
+        self.activity = "load"
+
+    def _unload(self, handle: int) -> None:
+        self.activity = "unload"
+        before = memoryprobe.measure(self._device)
+        if (resident := self._residents.get(handle)) is not None:
+            for request_id in resident.live:
+                self._fail(handle, request_id, FaultKind.REQUEST, "the model was unloaded while it answered")
+            self._close(resident)
+            del resident
+        memoryprobe.give_back(self._device)
+        self._outbox.put(Unloaded(handle, before, memoryprobe.measure(self._device)))
+
+    def _close(self, resident: _Resident) -> None:
+        self._residents.pop(resident.handle, None)
+        self._stats = {handle: stats for handle, stats in self._stats.items() if handle != resident.handle}
+        try:
+            resident.engine.close()
+        except Exception as error:
+            self._judge(error, "close")
+            log.error("closing model %d failed: %s", resident.handle, explain(error), exc_info=error)
+
+    def _publish_stats(self) -> None:
+        self._stats = {handle: resident.engine.stats() for handle, resident in self._residents.items()}
+        self._stats_at_s = time.monotonic()
+
+    def _judge(self, error: Exception, where: str) -> FaultKind:
+        """The kind of fault `error` is; raises DeviceFault where nothing on this device can go on."""
+        kind = classify(error)
+        if kind is FaultKind.DEVICE:
+            raise DeviceFault(f"device fault in {where}: {explain(error)}") from error
+        return kind
+
+
+class _Progress:
+    """The progress callback of one load: tells the daemon, and lets the serving models have their turn."""
+
+    def __init__(self, executor: Executor, handle: int) -> None:
+        self._executor = executor
+        self._handle = handle
+        self._stage: str | None = None
+        self._told_at_s = 0.0
+        self._resumed_at_s = time.monotonic()
+        self._served_s = 0.0
+
+    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        tell = stage != self._stage or done_bytes >= total_bytes or now_s - self._told_at_s >= PROGRESS_INTERVAL_S
+        if tell:
+            self._stage, self._told_at_s = stage, now_s
+        self._executor.load_progressed(self._handle, stage, done_bytes, total_bytes, tell=tell)
+        if now_s - self._resumed_at_s >= self._served_s:
+            self._executor.serve_during_load()
+            self._resumed_at_s = time.monotonic()
+            self._served_s = self._resumed_at_s - now_s
+
+
+def choose_victims(kind: FaultKind, live: dict[str, bool]) -> list[str]:
+    """Which of the live requests (id → has produced, oldest first) a failed step ends.
+
+    Out of memory: the newest of those still in their prompt, else the newest of all. Anything else cannot
+    be pinned on one request: all of them.
+    """
+    if kind is not FaultKind.OUT_OF_MEMORY:
+        return list(live)
+    in_prompt = [request_id for request_id, has_produced in live.items() if not has_produced]
+    return (in_prompt or list(live))[-1:]
+
+
+def resolve_loader(name: str) -> EngineLoader:
+    """`module:attribute` → the loader itself, imported here and now."""
+    module_name, _, attributes = name.partition(":")
+    target: Any = importlib.import_module(module_name)
+    for attribute in attributes.split("."):
+        target = getattr(target, attribute)
+    loader: EngineLoader = target
+    return loader

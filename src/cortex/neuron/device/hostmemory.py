@@ -1,0 +1,83 @@
+"""How much memory this host, or the container it is in, has and has left; and what a process holds of it.
+
+Reads a few small files under /proc and /sys, never anything else; both cgroup generations are understood.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes "no limit" as a number near 2^63."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    total_bytes: int
+    free_bytes: int
+    """What a new allocation can count on: free pages and the page cache that can be dropped."""
+
+
+def read_host_memory(root: Path = Path("/")) -> HostMemory:
+    """The host's memory, cut to the tightest cgroup limit above this process. `root` is for tests."""
+    fields = _fields(root / "proc/meminfo")
+    total_bytes = fields["MemTotal:"] * 1024
+    free_bytes = fields.get("MemAvailable:", fields.get("MemFree:", 0)) * 1024
+    for limit_bytes, used_bytes in _cgroup_limits(root):
+        total_bytes = min(total_bytes, limit_bytes)
+        free_bytes = min(free_bytes, max(0, limit_bytes - used_bytes))
+    return HostMemory(total_bytes, free_bytes)
+
+
+def resident_bytes(process_id: int | None = None) -> int:
+    """The resident set of a process, this one by default; 0 when it is gone."""
+    try:
+        statm = Path(f"/proc/{process_id or 'self'}/statm").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(statm.split()[1]) * _PAGE_BYTES
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, unreclaimable use) of every cgroup this process is under that has a limit."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for membership in memberships:
+        _, controllers, path = membership.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Inside a container the path may name folders of the host that are not mounted here: skip those.
+        folder = base / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            if (limit := _number(level / names[0])) is not None and limit < _UNLIMITED_BYTES:
+                used = _number(level / names[1]) or 0
+                yield limit, max(0, used - _fields(level / "memory.stat").get(names[2], 0))
+            if level == base:
+                break
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for line in lines if len(words := line.split()) >= 2 and words[1].isdigit()}

@@ -1,0 +1,344 @@
+"""One device seen from the daemon: models are loaded here and requests sent, whatever happens to the worker.
+
+Spawns the worker on first use, watches its progress, replaces it when it faults. A lost worker takes its
+models with it: each is told once through its `ModelSink` and decides for itself whether to come back.
+Everything here runs on the daemon's loop and never waits for the device except where it is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from cortex.neuron.device.address import DeviceAddress
+from cortex.neuron.device.faults import FaultKind
+from cortex.neuron.device.process import ENGINE, WorkerProcess
+from cortex.neuron.device.protocol import (
+    Cancel,
+    CancelLoad,
+    Command,
+    DeviceMemory,
+    Event,
+    Hello,
+    Load,
+    Loaded,
+    LoadFailed,
+    LoadProgress,
+    Memory,
+    ModelBroken,
+    Outputs,
+    QueryMemory,
+    Report,
+    RequestFailed,
+    Submit,
+    Unload,
+    Unloaded,
+)
+from cortex.neuron.device.reclaim import Reclaimed, is_reclaimed
+from cortex.neuron.device.watchdog import Patience, Watch
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.5
+RECLAIM_INTERVAL_S = 0.05
+
+T = TypeVar("T")
+WorkerState = Literal["none", "starting", "running", "faulted"]
+
+
+class WorkerLost(Exception):
+    """The worker ended before it answered; the message says how."""
+
+
+class LoadRefused(Exception):
+    """The worker could not load the model; the message is the engine's own."""
+
+    def __init__(self, kind: FaultKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A model in a worker's memory. Opaque but for its facts."""
+
+    handle: int
+    info: EngineInfo
+    measured_bytes: int
+    """What loading it took: the allocator's own count, never less than the engine's."""
+    process_bytes: int
+    """By how much the worker grew; what must come back when it is unloaded."""
+
+
+class ModelSink(Protocol):
+    """Who is told about a model in a worker. Called on the loop; must not raise, must not block."""
+
+    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None: ...
+    def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None: ...
+    def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None: ...
+    def on_stats(self, stats: EngineStats) -> None: ...
+    def on_lost(self, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Model:
+    sink: ModelSink
+    loading: asyncio.Future[Resident]
+    live: set[str]
+
+
+class Supervisor:
+    def __init__(self, device: DeviceAddress, *, patience: Patience | None = None, engine: str = ENGINE) -> None:
+        self.device = device
+        self.state: WorkerState = "none"
+        self._patience = patience or Patience()
+        self._engine = engine
+        self._worker: WorkerProcess | None = None
+        self._spawning = asyncio.Lock()
+        self._models: dict[int, _Model] = {}
+        self._unloads: dict[int, asyncio.Future[Unloaded]] = {}
+        self._queries: dict[int, asyncio.Future[DeviceMemory]] = {}
+        self._numbers = itertools.count(1)
+        self._watch = Watch.begin(0.0)
+        self._watchdog: asyncio.Task[None] | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        return self._worker.process_id if self._worker is not None else None
+
+    @property
+    def has_models(self) -> bool:
+        return bool(self._models)
+
+    # Models
+
+    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
+        """Loads a model. Cancelling this call calls the load off and returns when nothing of it is left.
+
+        Raises LoadRefused (the engine said no; nothing is left) or WorkerLost (the device faulted).
+        """
+        worker = await self._ensure_worker()
+        handle = next(self._numbers)
+        loading: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
+        self._models[handle] = _Model(sink, loading, set())
+        worker.send(Load(handle, spec))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            await self._call_off(worker, handle, loading)
+            raise
+
+    async def _call_off(self, worker: WorkerProcess, handle: int, loading: asyncio.Future[Resident]) -> None:
+        worker.send(CancelLoad(handle))
+        await asyncio.wait({loading}, timeout=self._patience.unload_s)
+        if not loading.done():
+            worker.kill(f"a cancelled load did not stop within {self._patience.unload_s:.0f} s")
+            await asyncio.wait({loading})
+        if loading.exception() is None:  # it had just finished
+            await self.unload(loading.result())
+
+    async def unload(self, resident: Resident) -> Reclaimed:
+        """Frees a model and waits, within bounds, until its memory is back. Never fails: where the worker
+        does not give the memory back and serves nothing else, the worker is replaced."""
+        model = self._models.get(resident.handle)
+        worker = self._worker
+        if model is None or worker is None:
+            return Reclaimed(resident.process_bytes, resident.process_bytes)
+        answer: asyncio.Future[Unloaded] = asyncio.get_running_loop().create_future()
+        self._unloads[resident.handle] = answer
+        worker.send(Unload(resident.handle))
+        try:
+            unloaded = await answer
+            reclaimed = await self._await_memory(resident, unloaded)
+        except WorkerLost:
+            return Reclaimed(resident.process_bytes, resident.process_bytes)
+        if not reclaimed.is_complete:
+            log.warning("%s: after an unload %s", self.device.thread_name, reclaimed)
+            if not self._models:
+                await self.recycle()
+        return reclaimed
+
+    async def _await_memory(self, resident: Resident, unloaded: Unloaded) -> Reclaimed:
+        deadline_s = _now_s() + self._patience.reclaim_s
+        memory = unloaded.after
+        while True:
+            freed_bytes = unloaded.before.process_bytes - memory.process_bytes
+            if is_reclaimed(resident.process_bytes, freed_bytes) or self._models or _now_s() >= deadline_s:
+                # With other models at work in the same process its size says nothing about this one any more.
+                return Reclaimed(resident.process_bytes, freed_bytes, others_at_work=bool(self._models))
+            await asyncio.sleep(RECLAIM_INTERVAL_S)
+            memory = await self.memory()
+
+    async def memory(self) -> DeviceMemory:
+        """The worker's view of the device, taken between two steps. Raises WorkerLost."""
+        if self._worker is None:
+            raise WorkerLost("no worker runs on this device")
+        query = next(self._numbers)
+        answer: asyncio.Future[DeviceMemory] = asyncio.get_running_loop().create_future()
+        self._queries[query] = answer
+        self._worker.send(QueryMemory(query))
+        try:
+            return await answer
+        finally:
+            self._queries.pop(query, None)
+
+    # Requests
+
+    def submit(self, resident: Resident, request: EngineRequest) -> None:
+        """Hands a request over. What becomes of it reaches the model's sink; a lost worker does too."""
+        if (model := self._models.get(resident.handle)) is not None:
+            model.live.add(request.id)
+            self._send(Submit(resident.handle, request))
+
+    def cancel(self, resident: Resident, request_id: str) -> None:
+        """Asks for the end of a request; its final output follows. Unknown ids are ignored."""
+        if (model := self._models.get(resident.handle)) is not None and request_id in model.live:
+            self._send(Cancel(resident.handle, request_id))
+
+    # The worker
+
+    async def recycle(self) -> bool:
+        """Replaces an idle worker, which gives the device everything back. False while models are in it."""
+        if self._models:
+            return False
+        if self._worker is not None:
+            await self._worker.stop(self._patience.exit_s)
+        return True
+
+    async def close(self) -> None:
+        """Ends the worker and whatever is in it; returns when the process is gone."""
+        if self._worker is not None:
+            await self._worker.stop(self._patience.exit_s)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watchdog
+
+    def kill(self, reason: str) -> None:
+        """Ends the worker at once; its models are told `reason`."""
+        if self._worker is not None:
+            self._worker.kill(reason)
+
+    def _send(self, command: Command) -> None:
+        if self._worker is not None:
+            self._worker.send(command)
+
+    async def _ensure_worker(self) -> WorkerProcess:
+        async with self._spawning:
+            if self._worker is None:
+                self.state = "starting"
+                try:
+                    self._worker = await WorkerProcess.spawn(
+                        self.device, on_event=self._received, on_lost=self._lost, engine=self._engine
+                    )
+                except OSError as error:
+                    self.state = "faulted"
+                    raise WorkerLost(f"the worker cannot be started: {error}") from error
+                self._watch = Watch.begin(_now_s())
+                if self._watchdog is None:
+                    self._watchdog = asyncio.create_task(self._keep_watch())
+            return self._worker
+
+    def _received(self, event: Event) -> None:
+        match event:
+            case Outputs():
+                self._outputs(event)
+            case Report():
+                self._watch = self._watch.reported(event.activity, event.progress, _now_s())
+                for handle, stats in event.stats.items():
+                    if (model := self._models.get(handle)) is not None:
+                        model.sink.on_stats(stats)
+            case RequestFailed():
+                if (model := self._models.get(event.handle)) is not None:
+                    model.live.discard(event.request_id)
+                    model.sink.on_request_failed(event.request_id, event.kind, event.message)
+            case LoadProgress():
+                if (model := self._models.get(event.handle)) is not None:
+                    model.sink.on_progress(event.stage, event.done_bytes, event.total_bytes)
+            case Loaded():
+                self._models[event.handle].loading.set_result(_resident(event))
+            case LoadFailed():
+                refusal = LoadRefused(event.kind, event.message)
+                _fail(self._models.pop(event.handle).loading, refusal)
+            case Unloaded():
+                self._models.pop(event.handle, None)
+                if (answer := self._unloads.pop(event.handle, None)) is not None and not answer.done():
+                    answer.set_result(event)
+            case Memory():
+                if (query := self._queries.get(event.query)) is not None and not query.done():
+                    query.set_result(event.memory)
+            case ModelBroken():
+                if (model := self._models.pop(event.handle, None)) is not None:
+                    model.sink.on_lost(event.message)
+            case Hello():
+                self.state = "running"
+
+    def _outputs(self, event: Outputs) -> None:
+        model = self._models.get(event.handle)
+        if model is None:
+            return
+        for output in event.outputs:
+            if output.finish is not None:
+                model.live.discard(output.request_id)
+        model.sink.on_outputs(event.outputs)
+
+    def _lost(self, reason: str) -> None:
+        """The process is gone: everything that waited for it is told, once."""
+        self._worker = None
+        models, self._models = self._models, {}
+        unloads, self._unloads = self._unloads, {}
+        queries, self._queries = self._queries, {}
+        self.state = "faulted" if models else "none"
+        for unload in unloads.values():
+            _fail(unload, WorkerLost(reason))
+        for query in queries.values():
+            _fail(query, WorkerLost(reason))
+        for model in models.values():
+            if model.loading.done():
+                model.sink.on_lost(reason)
+            else:
+                _fail(model.loading, WorkerLost(reason))
+
+    async def _keep_watch(self) -> None:
+        limits_s = (self._patience.start_s, self._patience.step_s, self._patience.load_s, self._patience.unload_s)
+        interval_s = min(WATCH_INTERVAL_S, min(limits_s) / 4)
+        while True:
+            await asyncio.sleep(interval_s)
+            if not self._has_pending_work():
+                self._watch = self._watch.at_rest(_now_s())
+            elif (verdict := self._watch.verdict(_now_s(), self._patience)) is not None and self._worker is not None:
+                log.error("%s: %s; the worker is replaced", self.device.thread_name, verdict)
+                self._worker.kill(verdict)
+                self._watch = self._watch.at_rest(_now_s())
+
+    def _has_pending_work(self) -> bool:
+        return (
+            bool(self._unloads)
+            or bool(self._queries)
+            or any(model.live or not model.loading.done() for model in self._models.values())
+        )
+
+
+def _resident(event: Loaded) -> Resident:
+    grown_bytes = max(0, event.after.process_bytes - event.before.process_bytes)
+    return Resident(
+        handle=event.handle,
+        info=event.info,
+        measured_bytes=max(grown_bytes, event.info.weight_bytes + event.info.kv_bytes),
+        process_bytes=grown_bytes,
+    )
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # read once, so that an answer nobody waits for any more makes no noise
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

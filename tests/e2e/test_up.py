@@ -1,0 +1,207 @@
+"""`cortex up` from start to end: ready line, second start, signals, and every fault in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cortex.cli.demo import SMOLLM2
+
+if TYPE_CHECKING:
+    from .conftest import Run, Start
+
+pytestmark = pytest.mark.e2e
+
+SECOND_START_S = 8.0
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.load(response)
+
+
+def chat(url: str) -> str:
+    body = {
+        "model": SMOLLM2.id,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 16,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return str(json.load(response)["choices"][0]["message"]["content"])
+
+
+def assert_one_line_fault(run: Run, *expected: str, code: int | None = None) -> None:
+    """The run ended by itself with one readable line and left nothing behind."""
+    ended = run.wait_end()
+    assert ended not in (0, -signal.SIGKILL), run.output
+    if code is not None:
+        assert ended == code, run.output
+    fault = run.lines[-1]
+    assert fault.startswith("cortex: "), run.output
+    for part in expected:
+        assert part in fault, run.output
+    assert "; " in fault, "no remedy in: " + fault
+    assert "Traceback" not in run.output
+    run.assert_nothing_left()
+
+
+def test_the_printed_curl_line_works_as_it_is(up: Run) -> None:
+    command = next(line for line in up.lines if line.strip().startswith("curl "))
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(result.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_three_ports_answer(up: Run) -> None:
+    entry = next(model for model in get(f"{up.url}/v1/models")["data"] if model["id"] == SMOLLM2.id)
+    assert entry["loaded"] is True
+    assert get(f"http://127.0.0.1:{up.neuron_port}/health")["status"] == "ok"
+    with urllib.request.urlopen(f"http://127.0.0.1:{up.metrics_port}/metrics", timeout=30) as response:
+        assert "cortex_requests_total" in response.read().decode()
+
+
+def test_the_second_start_answers_quickly_and_without_network(up: Run, start: Start) -> None:
+    # `up` was the first start: the model is in the cache. An index that cannot be reached proves it is not asked.
+    run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
+    run.wait_ready()
+    assert "Paris" in chat(run.url)
+    assert time.monotonic() - run.started < SECOND_START_S
+    assert run.stop(signal.SIGTERM) == 0
+    run.assert_nothing_left()
+
+
+def test_ctrl_c_during_an_answer_leaves_no_process(start: Start) -> None:
+    run = start()
+    run.wait_ready()
+    with socket.create_connection(("127.0.0.1", run.port)) as client:
+        body = json.dumps(
+            {"model": SMOLLM2.id, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert client.recv(1)
+        pressed = time.monotonic()
+        assert run.stop(signal.SIGINT) == 0
+        assert time.monotonic() - pressed < 12
+    run.assert_nothing_left()
+
+
+def test_ctrl_c_while_it_loads_leaves_no_process(start: Start) -> None:
+    run = start()
+    time.sleep(1.0)
+    assert run.stop(signal.SIGINT) in (0, 130)
+    run.assert_nothing_left()
+
+
+def test_killing_the_supervisor_leaves_no_process(start: Start) -> None:
+    run = start()
+    run.wait_ready()
+    run.stop(signal.SIGKILL)
+    deadline = time.monotonic() + 15
+    while (left := run.processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+@pytest.mark.parametrize("name", ["gateway", "neuron"])
+def test_a_program_that_dies_ends_everything_with_a_line(start: Start, name: str) -> None:
+    run = start()
+    run.wait_ready()
+    victim = next(line for line in run.processes() if f"-m cortex.{name}" in line)
+    os.kill(int(victim.split()[0]), signal.SIGKILL)
+    assert_one_line_fault(run, name, code=1)
+
+
+@pytest.mark.parametrize("option", ["--port", "--metrics-port", "--neuron-port"])
+def test_a_port_in_use_names_port_and_option(start: Start, option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_one_line_fault(start(option, str(port)), f"port {port}", option, code=7)
+
+
+def test_a_missing_config_is_named(start: Start, tmp_path: Path) -> None:
+    assert_one_line_fault(start("--config", str(tmp_path / "none.toml")), "none.toml", code=3)
+
+
+def test_a_broken_config_names_the_line_and_the_nearest_key(start: Start, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[gateway]\nlissten = "127.0.0.1:1"\n')
+    run = start("--config", str(config))
+    assert run.wait_end() == 3
+    assert "line 2" in run.lines[-1]
+    assert "listen" in run.lines[-1]
+    run.assert_nothing_left()
+
+
+def test_a_missing_model_path_is_a_usage_error(start: Start) -> None:
+    assert_one_line_fault(start("./not-there.gguf"), "not-there.gguf", code=2)
+
+
+def test_an_unreadable_model_file_is_named(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "secret.gguf"
+    path.write_bytes(b"GGUF")
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user can read every file")
+    assert_one_line_fault(start(str(path)), "secret.gguf", code=2)
+
+
+def test_a_truncated_model_file_is_explained(start: Start, tmp_path: Path, demo_model: Path) -> None:
+    path = tmp_path / "truncated.gguf"
+    with demo_model.open("rb") as whole, path.open("wb") as part:
+        part.write(whole.read(20_000_000))
+    assert_one_line_fault(start(str(path)), "truncated", code=1)
+
+
+def test_a_file_that_is_no_gguf_is_explained(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "letter.gguf"
+    path.write_text("Dear reader, " * 100)
+    assert_one_line_fault(start(str(path)), "letter", code=1)
+
+
+def test_an_unsupported_architecture_is_named(start: Start, tmp_path: Path, demo_model: Path) -> None:
+    path = tmp_path / "strange.gguf"
+    shutil.copyfile(demo_model, path)
+    content = path.read_bytes()[:1_000_000]
+    key = b"general.architecture"
+    at = content.index(key) + len(key) + 4
+    length = struct.unpack("<Q", content[at : at + 8])[0]
+    with path.open("r+b") as file:
+        file.seek(at + 8)
+        file.write(b"zebra"[:length].ljust(length, b"x"))
+    assert_one_line_fault(start(str(path)), "zebra", code=1)
+
+
+def test_no_network_for_the_demo_model_is_explained(start: Start, tmp_path: Path) -> None:
+    environment = {"CORTEX_CACHE": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    run = start(**environment, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_EXTRA_INDEX_URL="")
+    assert_one_line_fault(run, "demo model", code=4)
+
+
+def test_no_network_for_a_hub_model_is_explained(start: Start, tmp_path: Path) -> None:
+    run = start("nobody/no-such-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert_one_line_fault(run, "nobody/no-such-model")
+
+
+def test_a_full_disk_is_explained(start: Start) -> None:
+    full = Path("/sys/fs/cgroup")  # a filesystem without a free byte that is always there
+    if not full.is_dir() or shutil.disk_usage(full).free:
+        pytest.skip("no full filesystem on this machine")
+    run = start(CORTEX_CACHE=str(full / "cortex"))
+    assert run.wait_end() != 0
+    assert "CORTEX_CACHE" in run.lines[-1]
+    assert "Traceback" not in run.output

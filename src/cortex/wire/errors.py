@@ -92,6 +92,26 @@ class BodyTooLarge(_InvalidRequest):
     anthropic_type = "request_too_large"
 
 
+class MalformedHTTP(_InvalidRequest):
+    """The bytes are not an HTTP/1.1 request, or one whose extent is open to interpretation."""
+
+    code = "malformed_http"
+
+
+class HeadersTooLarge(_InvalidRequest):
+    """The request line and headers are over the limit."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class RequestTimeout(_InvalidRequest):
+    """The client began a request and did not finish sending it."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class InvalidAPIKey(CortexError):
     """No key, or one that nobody issued."""
 

@@ -79,7 +79,7 @@ class ToolCallStop(Event, frozen=True, tag="tool_stop"):
 
 
 class Logprobs(Event, frozen=True, tag="logprobs"):
-    """Log-probabilities of the tokens whose text the following or preceding deltas carry."""
+    """Log-probabilities of the tokens whose text the next delta of the choice begins to carry."""
 
     tokens: tuple[TokenLogprob, ...]
 

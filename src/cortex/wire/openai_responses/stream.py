@@ -1,0 +1,175 @@
+"""Telling an answer as a response object: event by event, or as one body.
+
+Every streamed payload has its `type` and a `sequence_number` that rises by one. Items are added when their first
+piece comes and done when the next one begins, so output indices are dense and items never interleave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from cortex.wire.answer import Block, gather
+from cortex.wire.errors import CortexError
+from cortex.wire.events import (
+    AnyEvent,
+    Failure,
+    Finish,
+    Logprobs,
+    ReasoningDelta,
+    Start,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    ToolCallStop,
+)
+from cortex.wire.openai_chat.stream import logprobs_body
+from cortex.wire.openai_responses.response import (
+    failed,
+    finished,
+    item_body,
+    item_id,
+    response_body,
+)
+from cortex.wire.requests import GenerateRequest, Reasoning, Text, ToolCall
+from cortex.wire.sse import frame
+
+_AFTER_ALL = 2**31 - 1
+"""A sequence number above any that a stream reaches, for an error told by someone who did not count along."""
+
+
+def stream_error(error: CortexError) -> bytes:
+    """The last event of a stream that failed outside its encoder."""
+    payload = {
+        "type": "error",
+        "sequence_number": _AFTER_ALL,
+        "code": error.code,
+        "message": error.message,
+        "param": error.param,
+    }
+    return frame(msgspec.json.encode(payload), "error")
+
+
+class Encoder:
+    """Events to response events. One per answer, which has one choice."""
+
+    def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
+        self.response = response_body(request, id=id, created=created, model=model)
+        """The response object as the last status event told it."""
+        self._id = id
+        self._sequence_number = 0
+        self._done_items: list[dict[str, Any]] = []
+        self._open: ToolCallStart | type[Text] | type[Reasoning] | None = None
+        self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._waiting_logprobs: tuple[TokenLogprob, ...] = ()
+
+    def encode(self, event: AnyEvent) -> bytes:
+        match event:
+            case TextDelta(text=text):
+                opened = b"" if self._open is Text else self._begin(Text)
+                logprobs = logprobs_body(self._take_logprobs())["content"]
+                return opened + self._piece("response.output_text.delta", text, content_index=0, logprobs=logprobs)
+            case ReasoningDelta(text=text):
+                self._waiting_logprobs = ()
+                opened = b"" if self._open is Reasoning else self._begin(Reasoning)
+                return opened + self._piece("response.reasoning_text.delta", text, content_index=0)
+            case ToolCallStart():
+                self._waiting_logprobs = ()
+                return self._begin(event)
+            case ToolCallDelta(arguments=arguments):
+                self._waiting_logprobs = ()
+                return self._piece("response.function_call_arguments.delta", arguments)
+            case ToolCallStop():
+                return self._end()
+            case Start():
+                created = self._event("response.created", response=self.response)
+                return created + self._event("response.in_progress", response=self.response)
+            case Logprobs(tokens=tokens):
+                self._waiting_logprobs += tokens
+                return b""
+            case Finish():
+                self._take_logprobs()
+                ended = self._end()
+                self.response = finished(self.response, self._done_items, event)
+                return ended + self._event(f"response.{self.response['status']}", response=self.response)
+            case Failure(code=code, message=message):
+                ended = self._end()
+                self.response = failed(self.response, self._done_items, code, message)
+                return ended + self._event("response.failed", response=self.response)
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        payload = {"type": kind, "sequence_number": self._sequence_number, **values}
+        self._sequence_number += 1
+        return frame(msgspec.json.encode(payload), kind)
+
+    def _item_event(self, kind: str, **values: Any) -> bytes:
+        position = len(self._done_items)
+        return self._event(kind, item_id=self._item_id(), output_index=position, **values)
+
+    def _item_id(self) -> str:
+        kind = ToolCall if isinstance(self._open, ToolCallStart) else self._open
+        assert kind is not None, "only an open item has an id"
+        return item_id(kind, self._id, len(self._done_items))
+
+    def _piece(self, kind: str, text: str, **values: Any) -> bytes:
+        self._pieces.append(text)
+        return self._item_event(kind, delta=text, **values)
+
+    def _take_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Those that came before the text which is told now."""
+        taken, self._waiting_logprobs = self._waiting_logprobs, ()
+        self._logprobs += taken
+        return taken
+
+    def _block(self) -> Block:
+        text = "".join(self._pieces)
+        if isinstance(self._open, ToolCallStart):
+            return ToolCall(id=self._open.id, name=self._open.name, arguments=text)
+        return Reasoning(text=text) if self._open is Reasoning else Text(text=text)
+
+    def _begin(self, opened: ToolCallStart | type[Text] | type[Reasoning]) -> bytes:
+        told = self._end()
+        self._open, self._pieces, self._logprobs = opened, [], []
+        item = item_body(self._block(), self._item_id(), (), status="in_progress")
+        parts, item = item.get("content", []), item | ({"content": []} if "content" in item else {})
+        told += self._event("response.output_item.added", output_index=len(self._done_items), item=item)
+        for part in parts:
+            told += self._item_event("response.content_part.added", content_index=0, part=part)
+        return told
+
+    def _end(self) -> bytes:
+        if self._open is None:
+            return b""
+        item = item_body(self._block(), self._item_id(), self._logprobs, status="completed")
+        if isinstance(self._open, ToolCallStart):
+            told = self._item_event(
+                "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
+            )
+        else:
+            (part,) = item["content"]
+            kind, values = "response.reasoning_text.done", {"text": part["text"]}
+            if self._open is Text:
+                kind, values = "response.output_text.done", {"text": part["text"], "logprobs": part["logprobs"]}
+            told = self._item_event(kind, content_index=0, **values)
+            told += self._item_event("response.content_part.done", content_index=0, part=part)
+        told += self._event("response.output_item.done", output_index=len(self._done_items), item=item)
+        self._done_items.append(item)
+        self._open = None
+        return told
+
+
+def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
+    """The whole answer as one response object: the one that the stream's last event would carry.
+
+    Raises the error a `Failure` tells of.
+    """
+    told = list(events)
+    gather(told)  # raises for an answer that failed or was cut
+    encoder = Encoder(request, id=id, created=created, model=model)
+    for event in told:
+        encoder.encode(event)
+    return msgspec.json.encode(encoder.response)

@@ -43,7 +43,7 @@ def parse_header(file: MappedFile) -> dict[str, StoredTensor]:
     data_start = 8 + header_bytes
     if header_bytes > _MAX_HEADER_BYTES or data_start > file.num_bytes:
         raise Malformed(
-            f"{file.path} is not a sound safetensors file: it claims a header of {header_bytes} bytes; download it again"
+            f"{file.path} is no sound safetensors file: it claims a header of {header_bytes} bytes; download it again"
         )
     table = parse_json_object(file.buffer[8:data_start], file.path)
     tensors = {name: _tensor(file, data_start, name, entry) for name, entry in table.items() if name != "__metadata__"}

@@ -5,11 +5,19 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from cortex.gateway.http.call import Call
+from cortex.gateway.http.events import EventBoundary
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.faults import UpstreamFault
 from cortex.gateway.http.request import Headers
 from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.http.upstream import Pool
+
+TAIL_BYTES = 2048
+_LATE_ANSWER_BYTES = 1024 * 1024
+_EVENT_STREAM = b"text/event-stream"
+_UNBUFFERED = (b"x-accel-buffering", b"no")
+_STREAM_HEADERS = ((b"content-type", _EVENT_STREAM), (b"cache-control", b"no-cache"), _UNBUFFERED)
 
 
 class Outcome(Enum):
@@ -20,7 +28,7 @@ class Outcome(Enum):
     REFUSED = "refused"
     """The caller answered with `Relay.refuse`."""
     INTERRUPTED = "interrupted"
-    """The node died after its first byte."""
+    """The node died after its first byte had been passed on."""
     CLIENT_LEFT = "client_left"
 
 
@@ -30,8 +38,6 @@ class Keepalive(NamedTuple):
     payload: bytes
     """Bytes that are harmless between two events: an SSE comment or a `ping` event, with its blank line."""
     interval_s: float
-    headers: Headers = ()
-    """Extra headers for a stream that starts with a keepalive, before the node has answered (a request id, say)."""
 
 
 class Translation(Protocol):
@@ -41,7 +47,7 @@ class Translation(Protocol):
         """The head the client gets."""
 
     def push(self, data: bytes) -> bytes:
-        """What the client gets for these bytes; may be empty. Raises `UpstreamFault` on nonsense."""
+        """What the client gets for these bytes, in whole events; may be empty. Raises `UpstreamFault` on nonsense."""
 
     def finish(self) -> bytes:
         """What the client gets last. Raises `UpstreamFault` when the answer is not complete."""
@@ -52,17 +58,17 @@ class Observer(Protocol):
 
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:
         """The node answered; nothing of it was sent yet. True to go on; False to drop this answer, after having called
-        `send` or `refuse` (now or later)."""
+        `send` or `refuse` (or to do so later)."""
 
     def on_first_data(self, relay: Relay, data: bytes) -> None:
-        """The first body bytes, just before they go to the client."""
+        """The first bytes of the node's body, just before they go to the client."""
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
-        """The node failed before its first body byte: call `send` again (another node) or `refuse`, now or later."""
+        """The node failed before anything of it was passed on: `send` again (to another) or `refuse`, now or later."""
 
     def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:
-        """Events that tell a node's refusal (or any answer that is not an event stream) inside a stream that a keepalive
-        has already started."""
+        """Events that tell a node's refusal (or any answer that is not an event stream) inside a stream that a
+        keepalive has already started."""
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:
         """Events that end a stream whose node died after the first byte."""
@@ -71,21 +77,54 @@ class Observer(Protocol):
         """Exactly once, last. `relay.tail` holds the end of the node's answer."""
 
 
+class _Mode(Enum):
+    """What is being done with the node's body."""
+
+    WAITING = "waiting"
+    PLAIN = "plain"
+    EVENTS = "events"
+    LATE = "late"
+
+
+class _Head(NamedTuple):
+    """A node's head, held until there is something to send with it."""
+
+    status: int
+    headers: Headers
+    content_length: int | None
+    is_stream: bool
+
+
 class Relay:
     """Answers one exchange from one node after another until one starts to answer.
 
-    Create it as soon as the request has to wait: a `keepalive` (streaming requests only) counts from here. Then `send`, as
-    often as `Observer.on_fault` wants to try, or `refuse`. When the client leaves, the call is aborted within a loop turn.
+    Create it as soon as the request has to wait: a `keepalive` (streaming requests only) counts from here. Then `send`,
+    as often as `Observer.on_fault` wants to try, or `refuse`. When the client leaves, the call is aborted within a loop
+    turn.
 
-    The head goes out with the first body bytes or the first keepalive, whichever comes first, so a node that dies between
-    its head and its first byte can still be replaced. In an event stream only whole events are passed on, so a keepalive
-    or an error never lands inside one.
+    The head goes out with the first body bytes or the first keepalive, whichever comes first, so a node that dies
+    between its head and its first byte can still be replaced. In an event stream only whole events are passed on, so a
+    keepalive or an error never lands inside one.
     """
 
-    exchange: Exchange
-    tail: bytes
-    """The last bytes (up to `TAIL_BYTES`) of the node's body, where usage is reported."""
-    num_body_bytes: int
+    __slots__ = (
+        "_boundary",
+        "_call",
+        "_extra_headers",
+        "_head",
+        "_keepalive",
+        "_late",
+        "_loop",
+        "_mode",
+        "_observer",
+        "_spoke_at",
+        "_ticker",
+        "_translation",
+        "closed",
+        "exchange",
+        "num_body_bytes",
+        "tail",
+    )
 
     def __init__(
         self,
@@ -94,16 +133,37 @@ class Relay:
         ticker: Ticker,
         *,
         keepalive: Keepalive | None = None,
-        translation: Translation | None = None,
         extra_headers: Headers = (),
     ) -> None:
-        """`extra_headers` are added to whatever answer is relayed, refused or started by a keepalive."""
-        raise NotImplementedError
+        """`extra_headers` are added to whatever answer is relayed, refused or started by a keepalive.
 
-    @property
-    def closed(self) -> bool:
-        """Over; `on_done` has been or is being called."""
-        raise NotImplementedError
+        When the client has already left, `Observer.on_done` is called from here.
+        """
+        self.exchange = exchange
+        self.closed = False
+        """Over; `Observer.on_done` has been or is being called."""
+        self.tail = b""
+        """The last bytes (up to `TAIL_BYTES`) of the node's body, where usage is reported."""
+        self.num_body_bytes = 0
+        """Bytes of the node's body so far."""
+        self._observer = observer
+        self._ticker = ticker
+        self._keepalive = keepalive
+        self._extra_headers = extra_headers
+        self._call: Call | None = None
+        self._translation: Translation | None = None
+        self._boundary: EventBoundary | None = None
+        self._head: _Head | None = None
+        self._mode = _Mode.WAITING
+        self._late = b""
+        self._loop = ticker.loop
+        self._spoke_at = self._loop.time()
+        if keepalive is not None:
+            ticker.add(self)
+        exchange.on_flow(self._pause, self._resume)
+        exchange.on_close(self._client_left)
+
+    # --- for the caller
 
     def send(
         self,
@@ -113,11 +173,185 @@ class Relay:
         headers: Headers,
         body: bytes,
         *,
+        translation: Translation | None = None,
         silence_s: float | None = None,
     ) -> None:
-        """Ask a node. Only while no other call is under way; a no-op when the client has left."""
-        raise NotImplementedError
+        """Ask a node. Only while no other call is under way; a no-op when the client has left.
+
+        `translation` (a fresh one for each attempt) rewrites the answer on its way.
+        """
+        if self.closed:
+            return
+        if self._call is not None:
+            raise RuntimeError("a call is already under way")
+        self._head = None
+        self._boundary = None
+        self._translation = translation
+        self.tail = b""
+        self.num_body_bytes = 0
+        self._call = pool.send(method, target, headers, body, self, silence_s=silence_s)
+        if self.exchange.paused:
+            self._call.pause()
 
     def refuse(self, status: int, headers: Headers, body: bytes, events: bytes) -> None:
         """Answer without a node: `status, headers, body`, or `events` inside the stream if one has been started."""
-        raise NotImplementedError
+        if self.closed:
+            return
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+        if self.exchange.started:
+            self.exchange.write(events)
+            self.exchange.finish(keep_alive=False)
+        else:
+            self.exchange.respond(status, [*headers, *self._extra_headers], body)
+        self._done(Outcome.REFUSED)
+
+    # --- the node's answer
+
+    def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:
+        """The node began to answer: hold the head until there is something to send with it."""
+        call, self._call = self._call, None
+        if not self._observer.on_head(self, status, headers):
+            if call is not None:
+                call.abort()
+            return
+        self._call = call
+        if self._translation is not None:
+            status, headers = self._translation.head(status, headers)
+            content_length = None
+        is_stream = _is_event_stream(headers)
+        if is_stream:
+            headers = [*headers, _UNBUFFERED]
+            content_length = None  # keepalives and errors may make it longer
+            self._boundary = EventBoundary() if self._translation is None else None
+        self._head = _Head(status, headers, content_length, is_stream)
+
+    def on_data(self, data: bytes) -> None:
+        """The node goes on: pass on what is whole."""
+        self.num_body_bytes += len(data)
+        self.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (self.tail + data)[-TAIL_BYTES:]
+        if self._boundary is not None:
+            data = self._boundary.push(data)
+        elif self._translation is not None:
+            try:
+                data = self._translation.push(data)
+            except UpstreamFault as fault:
+                self._give_up_on_node(fault)
+                return
+        if data:
+            self._pass_on(data)
+
+    def on_end(self) -> None:
+        """The node has said everything."""
+        self._call = None
+        try:
+            rest = self._rest()
+        except UpstreamFault as fault:
+            self.on_fault(fault)
+            return
+        if self._mode is _Mode.WAITING:
+            head = self._head
+            if head is not None and not self.exchange.started:
+                if rest:
+                    self._observer.on_first_data(self, rest)
+                self.exchange.respond(head.status, [*head.headers, *self._extra_headers], rest)
+                self._done(Outcome.COMPLETE)
+                return
+            self._begin(rest)
+        if rest:
+            self._pass_on(rest)
+        if self._mode is _Mode.LATE and self._head is not None:
+            self.exchange.write(self._observer.late_answer(self, self._head.status, self._late))
+        self.exchange.finish()
+        self._done(Outcome.COMPLETE)
+
+    def on_fault(self, fault: UpstreamFault) -> None:
+        """The node failed. Before anything of it was passed on, another may be tried; afterwards we can only say so."""
+        self._call = None
+        if self._mode is _Mode.WAITING:
+            self._head = None
+            self._boundary = None
+            self._observer.on_fault(self, fault)
+            return
+        if self._mode is _Mode.PLAIN:
+            self.exchange.abort()
+        else:
+            escape = self._boundary.escape() if self._boundary is not None else b""
+            self.exchange.write(escape + self._observer.interruption(self, fault))
+            self.exchange.finish(keep_alive=False)
+        self._done(Outcome.INTERRUPTED)
+
+    # --- inside
+
+    def _rest(self) -> bytes:
+        if self._translation is not None:
+            return self._translation.finish()
+        return self._boundary.flush() if self._boundary is not None else b""
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._mode is _Mode.WAITING:
+            self._begin(data)
+        if self._mode is _Mode.LATE:
+            if len(self._late) < _LATE_ANSWER_BYTES:
+                self._late += data
+            return
+        self._spoke_at = self._loop.time()
+        self.exchange.write(data)
+
+    def _begin(self, data: bytes) -> None:
+        """The first bytes are about to be passed on: no other node can take over from here."""
+        head = self._head
+        if head is None:
+            raise RuntimeError("a body without a head")
+        self._observer.on_first_data(self, data)
+        if self.exchange.started:
+            self._mode = _Mode.EVENTS if head.is_stream and head.status == 200 else _Mode.LATE
+            return
+        self._mode = _Mode.EVENTS if head.is_stream else _Mode.PLAIN
+        self.exchange.start(head.status, [*head.headers, *self._extra_headers], head.content_length)
+
+    def _give_up_on_node(self, fault: UpstreamFault) -> None:
+        if self._call is not None:
+            self._call.abort()
+        self.on_fault(fault)
+
+    def on_tick(self, now: float) -> None:
+        """Say that we are still here, if nothing was said for a while and this is a place to say it."""
+        keepalive = self._keepalive
+        if keepalive is None or now - self._spoke_at < keepalive.interval_s or self.exchange.paused:
+            return
+        head = self._head
+        if head is not None and not (head.is_stream and head.status == 200):
+            return  # a whole answer is on its way, or an answer that is not a stream
+        if self._boundary is not None and self._boundary.inside:
+            return
+        if not self.exchange.started:
+            status, headers = (head.status, head.headers) if head is not None else (200, _STREAM_HEADERS)
+            self.exchange.start(status, [*headers, *self._extra_headers])
+        self.exchange.write(keepalive.payload)
+        self._spoke_at = now
+
+    def _pause(self) -> None:
+        if self._call is not None:
+            self._call.pause()
+
+    def _resume(self) -> None:
+        if self._call is not None:
+            self._call.resume()
+
+    def _client_left(self) -> None:
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+        self._done(Outcome.CLIENT_LEFT)
+
+    def _done(self, outcome: Outcome) -> None:
+        self.closed = True
+        if self._keepalive is not None:
+            self._ticker.discard(self)
+        self._observer.on_done(self, outcome)
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.lower().startswith(_EVENT_STREAM) for name, value in headers)

@@ -2,62 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
-from collections.abc import Callable
-from typing import NamedTuple
 
-from cortex.gateway.http.exchange import Exchange
+from cortex.gateway.http.connection import Answer, Connection, Handler, Refuse
 from cortex.gateway.http.limits import ClientLimits
-from cortex.gateway.http.request import Headers
 from cortex.gateway.http.ticker import Ticker
-from cortex.wire.errors import CortexError
 
+__all__ = ["Answer", "Handler", "Refuse", "Server"]
 
-class Answer(NamedTuple):
-    """A whole response."""
-
-    status: int
-    headers: Headers
-    body: bytes
-
-
-Handler = Callable[[Exchange], None]
-"""Called synchronously, on the loop's thread, when a request's body is complete; it may start a task.
-
-An exception that leaves it is logged and becomes `Refuse`'s answer to a `CortexError`, or an abort if an answer had started.
-"""
-
-Refuse = Callable[[CortexError, bytes], Answer]
-"""Words the answer to a request that never became an exchange: (what was wrong, its path or `b""`) -> answer."""
+_BACKLOG = 1024
+_DRAIN_CHECK_S = 0.02
 
 
 class Server:
     """The listener. Serial per connection: pipelined requests are answered one after the other."""
 
     def __init__(self, handler: Handler, refuse: Refuse, ticker: Ticker, limits: ClientLimits | None = None) -> None:
-        raise NotImplementedError
+        self.handler = handler
+        self.refuse = refuse
+        self.ticker = ticker
+        self.limits = limits or ClientLimits()
+        self.connections: set[Connection] = set()
+        """Kept by the connections themselves."""
+        self.num_exchanges = 0
+        """Requests being answered now; kept by the connections."""
+        self._listeners: list[asyncio.Server] = []
 
     @property
     def num_connections(self) -> int:
         """Client connections open now."""
-        raise NotImplementedError
-
-    @property
-    def num_exchanges(self) -> int:
-        """Requests being answered now."""
-        raise NotImplementedError
+        return len(self.connections)
 
     async def listen(
         self, host: str, port: int, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None
     ) -> tuple[str, int]:
         """Bind and accept; returns the bound address (port 0 picks one). May be called for several addresses."""
-        raise NotImplementedError
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(
+            lambda: Connection(self, loop), host, port, reuse_port=reuse_port or None, ssl=tls, backlog=_BACKLOG
+        )
+        return self._bound(listener)
 
     async def listen_on(self, sock: socket.socket, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Accept on a socket that is already bound."""
-        raise NotImplementedError
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(lambda: Connection(self, loop), sock=sock, ssl=tls, backlog=_BACKLOG)
+        return self._bound(listener)
+
+    def _bound(self, listener: asyncio.Server) -> tuple[str, int]:
+        self._listeners.append(listener)
+        address = listener.sockets[0].getsockname()
+        return str(address[0]), int(address[1])
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop accepting, close idle connections, let running exchanges end within `grace_s`, then cut the rest."""
-        raise NotImplementedError
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        for connection in tuple(self.connections):
+            connection.retire()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        while self.connections and loop.time() < deadline:
+            await asyncio.sleep(_DRAIN_CHECK_S)
+        for connection in tuple(self.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)

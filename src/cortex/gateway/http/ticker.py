@@ -21,7 +21,7 @@ class Ticker:
     """Calls `on_tick` of every member at a fixed interval; sleeps while it has no member. One per event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float = 0.25) -> None:
-        self._loop = loop
+        self.loop = loop
         self._interval_s = interval_s
         self._members: set[Ticking] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -33,14 +33,14 @@ class Ticker:
         """Start calling `member`; adding it twice changes nothing."""
         self._members.add(member)
         if self._timer is None:
-            self._timer = self._loop.call_later(self._interval_s, self._tick)
+            self._timer = self.loop.call_later(self._interval_s, self._tick)
 
     def discard(self, member: Ticking) -> None:
         """Stop calling `member`; unknown members are fine."""
         self._members.discard(member)
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._interval_s, self._tick) if self._members else None
-        now = self._loop.time()
+        self._timer = self.loop.call_later(self._interval_s, self._tick) if self._members else None
+        now = self.loop.time()
         for member in tuple(self._members):
             member.on_tick(now)

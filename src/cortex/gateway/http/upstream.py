@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import asyncio
+import ssl
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from cortex.gateway.http.faults import UpstreamFault
+from cortex.gateway.http.call import Call, Sink
+from cortex.gateway.http.faults import ConnectFailed, MalformedResponse, UpstreamFault, UpstreamSilent
+from cortex.gateway.http.head import NOT_FOR_NODES, encode_head, passing
 from cortex.gateway.http.limits import UpstreamLimits
 from cortex.gateway.http.request import Headers
 from cortex.gateway.http.ticker import Ticker
+from cortex.gateway.http.upstream_connection import UpstreamConnection
+
+__all__ = ["Call", "Pool", "Response", "Sink"]
 
 
 class Response(NamedTuple):
@@ -18,57 +26,34 @@ class Response(NamedTuple):
     body: bytes
 
 
-class Sink(Protocol):
-    """Receives one answer: `on_head`, then `on_data` any number of times, then `on_end`; or `on_fault` at any point.
-
-    Called on the loop's thread, never from inside `Pool.send`, and never again after `on_end`, `on_fault` or `Call.abort`.
-    """
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        """The final head (1xx are skipped), hop-by-hop headers removed."""
-
-    def on_data(self, data: bytes) -> None:
-        """Body bytes: whatever one read brought, chunk framing removed; never empty."""
-
-    def on_end(self) -> None:
-        """The answer is complete."""
-
-    def on_fault(self, fault: UpstreamFault) -> None:
-        """The answer will not come, or not to its end."""
-
-
-class Call:
-    """One request on its way to a node."""
-
-    def pause(self) -> None:
-        """Stop reading from the node; its silence is not counted meanwhile. Idempotent."""
-        raise NotImplementedError
-
-    def resume(self) -> None:
-        """Read on. Idempotent."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Give up: the connection is cut at once, so that the node notices. No-op when the answer is complete."""
-        raise NotImplementedError
-
-
 class Pool:
     """The connections to one origin, such as `http://beast:13131` or `https://api.example/base/path`."""
 
     def __init__(self, origin: str, ticker: Ticker, limits: UpstreamLimits | None = None) -> None:
         """Raises ValueError when `origin` is not an http(s) URL. Connects nowhere yet."""
-        raise NotImplementedError
-
-    @property
-    def num_calls(self) -> int:
-        """Calls under way now, connecting ones included."""
-        raise NotImplementedError
+        parts = urlsplit(origin)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError(f"{origin!r} is not a node's address; write it like http://host:13131")
+        self.origin = origin
+        self.ticker = ticker
+        self.limits = limits or UpstreamLimits()
+        self.num_calls = 0
+        """Calls under way now, connecting ones included; kept by the calls."""
+        self.connections: set[UpstreamConnection] = set()
+        """All that are open; kept by the connections."""
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host_line = b"host: %b\r\n" % parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
+        self._base_path = parts.path.rstrip("/").encode()
+        self._idle: list[UpstreamConnection] = []
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @property
     def num_idle(self) -> int:
         """Connections kept for reuse."""
-        raise NotImplementedError
+        return len(self._idle)
 
     def send(
         self,
@@ -82,18 +67,106 @@ class Pool:
     ) -> Call:
         """Send a request on a kept connection (the most recently used) or a new one. HEAD is not supported.
 
-        `host`, `content-length` and hop-by-hop headers are this class's business and are removed from `headers`. When a
-        reused connection turns out to be dead before a byte came back, the request is sent once more on a new one.
-        `silence_s` overrides the limit for this call.
+        `host`, `content-length`, `accept-encoding` and hop-by-hop headers end here and are left out of what is sent.
+        When a reused connection turns out to be dead before a byte came back, the request is sent once more on a new
+        one. `silence_s` overrides the limit for this call. Raises ValueError when the request cannot be written.
         """
-        raise NotImplementedError
+        if method == b"HEAD" or b" " in method or b" " in target:
+            raise ValueError(f"cannot send {method!r} {target!r} to a node")
+        framing = b"%bcontent-length: %d\r\n" % (self._host_line, len(body))
+        start_line = b"%b %b%b HTTP/1.1" % (method, self._base_path, target)
+        head = encode_head(start_line, passing(headers, NOT_FOR_NODES), framing)
+        call = Call(head, body, sink, self.limits.silence_s if silence_s is None else silence_s, self)
+        if self._idle:
+            self._idle.pop().carry(call)
+        else:
+            self.send_anew(call)
+        return call
 
     async def fetch(
         self, method: bytes, target: bytes, headers: Headers = (), body: bytes = b"", *, timeout_s: float
     ) -> Response:
-        """A whole answer within `timeout_s`, for control traffic. Raises `UpstreamFault`; cancelling aborts the call."""
-        raise NotImplementedError
+        """A whole answer within `timeout_s`, for control traffic. Raises `UpstreamFault`; cancelling aborts it."""
+        collector = _Collector(self.origin, self.limits.fetch_body_bytes)
+        call = self.send(method, target, headers, body, collector, silence_s=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await collector.response
+        except TimeoutError:
+            raise UpstreamSilent(f"{self.origin} did not answer {target.decode()} within {timeout_s:g} s") from None
+        finally:
+            call.abort()
 
     def close(self) -> None:
         """Close the unused connections and keep none from now on; calls under way run to their end."""
-        raise NotImplementedError
+        self._closed = True
+        for connection in self._idle:
+            connection.transport.abort()
+        self._idle.clear()
+
+    # --- for the connections
+
+    def keep(self, connection: UpstreamConnection) -> None:
+        """The connection is free for another call."""
+        if self._closed or len(self._idle) >= self.limits.num_kept:
+            connection.transport.abort()
+        else:
+            connection.kept = True
+            self._idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """The connection is gone."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def send_anew(self, call: Call) -> None:
+        """Send `call` on a new connection."""
+        task = asyncio.get_running_loop().create_task(self._connect(call))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, call: Call) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.limits.connect_s):
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(self, loop), self._host, self._port, ssl=self._tls
+                )
+        except TimeoutError:
+            call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))
+        except OSError as error:
+            call.fail(ConnectFailed(f"no connection to {self.origin}: {error}"))
+        else:
+            if call.done:
+                self.keep(connection)
+            else:
+                connection.carry(call)
+
+
+class _Collector:
+    """The sink of `fetch`: a future of the whole answer."""
+
+    def __init__(self, origin: str, max_body_bytes: int) -> None:
+        self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._origin = origin
+        self._max_body_bytes = max_body_bytes
+        self._status = 0
+        self._headers: Headers = ()
+        self._body = bytearray()
+
+    def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:  # noqa: ARG002 - Sink's shape
+        self._status = status
+        self._headers = headers
+
+    def on_data(self, data: bytes) -> None:
+        self._body += data
+        if len(self._body) > self._max_body_bytes:
+            self.on_fault(MalformedResponse(f"{self._origin} sent more than {self._max_body_bytes} bytes"))
+
+    def on_end(self) -> None:
+        if not self.response.done():
+            self.response.set_result(Response(self._status, self._headers, bytes(self._body)))
+
+    def on_fault(self, fault: UpstreamFault) -> None:
+        if not self.response.done():
+            self.response.set_exception(fault)

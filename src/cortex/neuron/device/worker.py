@@ -31,6 +31,7 @@ HEARTBEAT_S = 0.5
 EXIT_FAULTED = 70
 """EX_SOFTWARE: the device faulted or the engine cannot be imported."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
 def main() -> None:
@@ -76,6 +77,7 @@ def _serve(channel: BlockingChannel, device: DeviceAddress, engine: str) -> int:
         os._exit(0)
 
     def execute() -> None:
+        _name_thread(device.thread_name)
         try:
             executor.run()
         except DeviceFault as fault:
@@ -105,9 +107,18 @@ def _serve(channel: BlockingChannel, device: DeviceAddress, engine: str) -> int:
 
 def _die_with_parent() -> None:
     """Asks the kernel to kill this process when the daemon dies; the channel's end is the portable second way."""
-    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _name_thread(name: str) -> None:
+    """Lets `top -H` and debuggers show the calling thread under the name Python knows it by."""
+    _prctl(_PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(option, argument)
 
 
 if __name__ == "__main__":

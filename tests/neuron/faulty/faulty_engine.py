@@ -1,0 +1,140 @@
+"""An engine that fails on demand. Workers in tests run it in place of the real one.
+
+How a load behaves is written in `faulty.json` beside the model's files; how a request behaves is its first
+prompt token. Everything else is the engine's contract, kept honestly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from cortex.neuron.engine.errors import LoadCancelled, LoadError, RequestError
+from cortex.neuron.engine.request import EngineInfo, EngineStats, StepOutput
+
+PLAIN = 1
+REFUSED = 100
+OUT_OF_MEMORY = 101
+BUG = 102
+DEVICE_FAULT = 103
+HANG = 104
+SEGFAULT = 105
+EXIT = 106
+CONTEXT_TOKENS = 4096
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's own, which is how the classifier knows it."""
+
+
+class FaultyEngine:
+    def __init__(self, behaviour: dict) -> None:
+        self._step_s = behaviour.get("step_s", 0.001)
+        self._ballast = bytearray(os.urandom(1024) * (behaviour.get("bytes", 0) // 1024))
+        self._requests: dict = {}
+        self._produced: dict = {}
+        self._cancelled: set = set()
+        self._steps = 0
+        self._completion_tokens = 0
+        self.info = EngineInfo(
+            family="faulty",
+            dtype="float32",
+            context_tokens=CONTEXT_TOKENS,
+            vocab_size=1000,
+            weight_bytes=len(self._ballast),
+            kv_bytes=0,
+            page_tokens=16,
+            num_pages=64,
+        )
+
+    @classmethod
+    def load(cls, spec, device, progress, cancelled):
+        path = Path(spec.path) / "faulty.json"
+        behaviour = json.loads(path.read_text()) if path.exists() else {}
+        for piece in range(behaviour.get("pieces", 4)):
+            if cancelled():
+                raise LoadCancelled("the load was called off")
+            progress("read", piece, 4)
+            time.sleep(behaviour.get("piece_s", 0.0))
+        match behaviour.get("load"):
+            case "refuse":
+                raise LoadError("these files are of no use")
+            case "bug":
+                raise KeyError("model.embed_tokens.weight")
+            case "fault":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            case "hang":
+                time.sleep(3600)
+            case "exit":
+                os._exit(3)
+        return cls(behaviour)
+
+    def submit(self, request):
+        if request.prompt[0] == REFUSED:
+            raise RequestError("top_k of -7 is out of range")
+        self._requests[request.id] = request
+        self._produced[request.id] = 0
+
+    def cancel(self, request_id):
+        if request_id in self._requests:
+            self._cancelled.add(request_id)
+
+    @property
+    def has_work(self):
+        return bool(self._requests)
+
+    def step(self):
+        self._steps += 1
+        time.sleep(self._step_s)
+        outputs = [self._end(request_id, "cancelled") for request_id in sorted(self._cancelled)]
+        self._cancelled.clear()
+        for request in self._requests.values():
+            misbehave(request.prompt[0])
+        for request in list(self._requests.values()):
+            produced = self._produced[request.id] = self._produced[request.id] + 1
+            self._completion_tokens += 1
+            first = 0 if produced == 1 else None
+            if produced >= request.max_tokens:
+                outputs.append(self._end(request.id, "length", (produced,), first))
+            else:
+                outputs.append(StepOutput(request.id, (produced,), cached_tokens=first))
+        return outputs
+
+    def _end(self, request_id, finish, tokens=(), cached_tokens=None):
+        del self._requests[request_id], self._produced[request_id]
+        return StepOutput(request_id, tokens, cached_tokens=cached_tokens, finish=finish)
+
+    def stats(self):
+        return EngineStats(
+            running=len(self._requests),
+            num_pages=64,
+            used_pages=len(self._requests),
+            steps=self._steps,
+            completion_tokens=self._completion_tokens,
+        )
+
+    def close(self):
+        self._ballast = bytearray()
+
+
+def misbehave(token: int) -> None:
+    match token:
+        case 101:
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        case 102:
+            raise RuntimeError("The size of tensor a (8) must match the size of tensor b (7)")
+        case 103:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        case 104:
+            time.sleep(3600)
+        case 105:
+            ctypes.string_at(0)
+        case 106:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+load = FaultyEngine.load

@@ -45,6 +45,8 @@ def decode(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
     can; quantised ones become float32.
     """
     dtype = DENSE.get(stored.format)
+    if not stored.num_elements:
+        return torch.empty(stored.shape, dtype=dtype or torch.float32, device=raw.device)
     if dtype is not None:
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()

@@ -1,0 +1,214 @@
+"""One loaded model and everything that runs on it. See the package's docstring for the contract."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
+from cortex.neuron.engine.pages import PagePool
+from cortex.neuron.engine.request import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    LoadSpec,
+    StepOutput,
+    TokenLogprobs,
+)
+from cortex.neuron.engine.runner import Launched, Runner
+from cortex.neuron.engine.sampler import Draw
+from cortex.neuron.engine.scheduler import Limits, Scheduler, StepPlan
+from cortex.neuron.engine.sequence import Sequence
+
+STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
+MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A launched step and the sequences that draw in it, in order."""
+
+    launched: Launched
+    drawing: tuple[Sequence, ...]
+
+
+class Engine:
+    """Belongs to the engine thread of its device's worker; nothing here may be called from another."""
+
+    def __init__(self, loaded: LoadedModel, spec: LoadSpec) -> None:
+        device = loaded.model.parameters.device
+        self._overlaps = device.type == "cuda"
+        max_rows = spec.max_num_seqs
+        pool = PagePool(loaded.num_pages, loaded.page_tokens)
+        step_tokens = max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], max_rows)
+        limits = Limits(
+            max_rows=max_rows,
+            step_tokens=step_tokens,
+            mixed_prefill_tokens=min(step_tokens, MIXED_PREFILL_TOKENS[device.type]),
+            context_tokens=loaded.context_tokens,
+        )
+        self._scheduler = Scheduler(pool, limits)
+        self._runner = Runner(loaded.model, loaded.page_tokens, max_rows, loaded.context_tokens)
+        self._sequences: dict[str, Sequence] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._pending: list[StepOutput] = []
+        self._steps = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self.info = EngineInfo(
+            family=str(loaded.model.raw["model_type"]),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            context_tokens=loaded.context_tokens,
+            vocab_size=loaded.model.config.vocab,
+            weight_bytes=loaded.weight_bytes,
+            kv_bytes=loaded.kv.num_bytes,
+            page_tokens=loaded.page_tokens,
+            num_pages=pool.num_pages,
+            notes=loaded.notes,
+        )
+
+    @classmethod
+    def load(
+        cls, spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]
+    ) -> Engine:
+        """Raises LoadError or LoadCancelled, and then leaves nothing on the device."""
+        engine = cls(load_model(spec, device, progress, cancelled), spec)
+        progress("warm", 0, 0)
+        engine.warm_up()
+        return engine
+
+    def warm_up(self) -> None:
+        """Runs one short prompt, so that the first request does not pay for what is built on first use."""
+        token = min(1, self.info.vocab_size - 1)
+        self.submit(EngineRequest("warm-up", (token,) * min(4, self.info.context_tokens - 2), max_tokens=2))
+        while self.has_work:
+            self.step()
+        self._steps = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> None:
+        """Raises RequestError when it can never be served."""
+        if request.id in self._sequences:
+            raise RequestError(f"request id {request.id!r} is already running")
+        if any(not 0 <= token < self.info.vocab_size for token in request.prompt):
+            raise RequestError(f"the prompt has token ids outside the model's vocabulary of {self.info.vocab_size}")
+        self._sequences[request.id] = self._scheduler.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request; what it held is free at once. Unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, StepOutput(request_id, finish="cancelled"))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._in_flight or self._pending)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Launches the next step and reports the last finished one: on a GPU the one before, on a CPU the same."""
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._launch(plan)
+        if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
+            self._collect(self._in_flight.popleft())
+        outputs, self._pending = self._pending, []
+        return outputs
+
+    def _launch(self, plan: StepPlan) -> None:
+        by_row = {sequence.row: sequence for sequence in self._scheduler.running}
+        drawing = tuple(by_row[row.row] for row in plan.rows if row.draws)
+        # The plan counts this draw already.
+        draws = [Draw(sequence.row, sequence.num_drawn - 1) for sequence in drawing]
+        self._in_flight.append(_InFlight(self._runner.launch(plan, draws), drawing))
+        self._steps += 1
+        self._prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
+
+    def _collect(self, step: _InFlight) -> None:
+        result = step.launched.read()
+        for index, sequence in enumerate(step.drawing):
+            if sequence.finished:
+                continue  # ended after this step was launched
+            logprobs = None if result.logprobs is None else result.logprobs[index]
+            self._deliver(sequence, result.tokens[index], result.healthy[index], logprobs)
+
+    def _deliver(self, sequence: Sequence, token: int, healthy: bool, logprobs: TokenLogprobs | None) -> None:
+        request = sequence.request
+        if not healthy:
+            self._scheduler.distrust(sequence)
+            message = "the model produced numbers that are not finite for this prompt; the request was ended"
+            self._finish(sequence, StepOutput(request.id, finish="error", error=message))
+            return
+        self._scheduler.token_drawn(sequence, token)
+        self._completion_tokens += 1
+        num_drawn = len(sequence.tokens) - len(request.prompt)
+        finish: FinishReason | None = None
+        if token in request.stop_token_ids and num_drawn > request.min_tokens:
+            finish = "stop"
+        elif num_drawn >= request.max_tokens:
+            finish = "length"
+        cached = None
+        if not sequence.reported_cached:
+            sequence.reported_cached = True
+            cached = sequence.cached or 0
+            self._cached_tokens += cached
+        output = StepOutput(
+            request.id,
+            (token,),
+            () if logprobs is None or request.sampling.top_logprobs is None else (_trimmed(logprobs, request),),
+            cached,
+            finish,
+        )
+        if finish is None:
+            self._pending.append(output)
+        else:
+            self._finish(sequence, output)
+
+    def _finish(self, sequence: Sequence, last: StepOutput) -> None:
+        sequence.finished = True
+        self._scheduler.drop(sequence)
+        del self._sequences[sequence.request.id]
+        self._pending.append(last)
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            used_pages=scheduler.pool.num_held,
+            cached_pages=scheduler.pool.num_idle,
+            num_pages=scheduler.pool.num_pages,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            preemptions=scheduler.preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every row and page is accounted for."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Frees everything; the object is dead afterwards."""
+        self._in_flight.clear()
+        self._sequences.clear()
+        on_gpu = self._overlaps
+        del self._runner, self._scheduler
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _trimmed(logprobs: TokenLogprobs, request: EngineRequest) -> TokenLogprobs:
+    """As many alternatives as this request asked for; the batch may have asked for more."""
+    count = request.sampling.top_logprobs or 0
+    return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count])

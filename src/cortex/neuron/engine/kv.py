@@ -1,0 +1,35 @@
+"""The memory behind the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cortex.neuron.layers.attention import Attention, LayerCache
+
+
+def page_bytes(attentions: Sequence[Attention], page_tokens: int, dtype: torch.dtype) -> int:
+    """What one page costs over all layers."""
+    per_token = sum(2 * attention.config.kv_heads * attention.config.head_dim for attention in attentions)
+    return per_token * page_tokens * dtype.itemsize
+
+
+class KVCache:
+    """Allocates the pages of every layer and gives each attention its own."""
+
+    def __init__(
+        self,
+        attentions: Sequence[Attention],
+        num_pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_bytes = num_pages * page_bytes(attentions, page_tokens, dtype)
+        for attention in attentions:
+            shape = (num_pages, page_tokens, attention.config.kv_heads, attention.config.head_dim)
+            # Zeros rather than garbage: padding rows read the padding page, and masked scores must stay finite.
+            attention.cache = LayerCache(
+                torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+            )

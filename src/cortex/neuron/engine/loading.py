@@ -1,0 +1,113 @@
+"""From a checkpoint to a model in memory: sizes first, then the memory, then the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cortex.neuron.engine.errors import LoadCancelled, LoadError
+from cortex.neuron.engine.kv import KVCache, page_bytes
+from cortex.neuron.engine.memory import device_memory, numeric_format
+from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.registry import UnsupportedModel, family_of
+from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
+from cortex.neuron.weights.errors import Cancelled, CheckpointError
+from cortex.neuron.weights.transfer import Placement, load_into
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, bytes done, bytes in all)."""
+
+PAGE_TOKENS = 32
+MAX_CACHED_CONTEXTS = 8
+"""On a CPU the pages hold at most this many full contexts: memory there is shared with everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Decoder
+    dtype: torch.dtype
+    context_tokens: int
+    weight_bytes: int
+    kv: KVCache
+    num_pages: int
+    page_tokens: int
+    notes: tuple[str, ...]
+
+
+def load_model(
+    spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]
+) -> LoadedModel:
+    """Raises LoadError or LoadCancelled; when it raises, nothing it allocated is referenced any more."""
+    progress("resolve", 0, 0)
+    try:
+        checkpoint = open_checkpoint(Path(spec.path))
+    except CheckpointError as error:
+        raise LoadError(str(error)) from error
+    try:
+        return _load(checkpoint, spec, device, progress, cancelled)
+    except UnsupportedModel as error:
+        raise LoadError(str(error)) from error
+    except Cancelled as error:
+        raise LoadCancelled(f"loading {spec.path} was called off") from error
+    except CheckpointError as error:
+        raise LoadError(str(error)) from error
+    finally:
+        checkpoint.close()
+
+
+def _load(
+    checkpoint: Checkpoint,
+    spec: LoadSpec,
+    device: torch.device,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+) -> LoadedModel:
+    family = family_of(checkpoint.config)
+    dtype = numeric_format(spec.dtype, device)
+    sized = family(checkpoint.config, Parameters(torch.device("meta"), dtype), num_positions=1)
+    weight_bytes = sized.parameters.num_bytes
+    context, num_pages, notes = _plan_pages(sized, spec, device, dtype)
+    parameters = Parameters(device, dtype)
+    model = family(checkpoint.config, parameters, num_positions=context)
+    placements = [
+        Placement(binding.source, binding.destination, transform=binding.transform)
+        for binding in parameters.bindings
+    ]
+    load_into(
+        checkpoint, placements, progress=lambda done, total: progress("read", done, total), cancelled=cancelled
+    )
+    progress("place", 0, 0)
+    kv = KVCache(model.attentions, num_pages, PAGE_TOKENS, dtype, device)
+    return LoadedModel(model, dtype, context, weight_bytes, kv, num_pages, PAGE_TOKENS, (*model.notes, *notes))
+
+
+def _plan_pages(
+    model: Decoder, spec: LoadSpec, device: torch.device, dtype: torch.dtype
+) -> tuple[int, int, tuple[str, ...]]:
+    """How long a sequence may be and how many pages there are, given what is free. Raises LoadError with the numbers."""
+    own_context = min(spec.context_tokens or model.config.context_tokens, model.config.context_tokens)
+    cost = page_bytes(model.attentions, PAGE_TOKENS, dtype)
+    memory = device_memory(device)
+    have = memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes
+    if spec.memory_bytes is not None:
+        have = min(have, spec.memory_bytes)
+    for_pages = have - model.parameters.num_bytes
+    num_pages = for_pages // cost
+    if device.type == "cpu":
+        num_pages = min(num_pages, MAX_CACHED_CONTEXTS * -(-own_context // PAGE_TOKENS) + 1)
+    if num_pages < 2:
+        need = model.parameters.num_bytes + 2 * cost
+        raise LoadError(
+            f"the model needs {need / 1e9:.2f} GB on {device} (weights {model.parameters.num_bytes / 1e9:.2f} GB and "
+            f"at least one page of KV) but {max(have, 0) / 1e9:.2f} GB can be used; unload something, "
+            "or choose a smaller or more strongly quantised model"
+        )
+    held = (num_pages - 1) * PAGE_TOKENS
+    if held >= own_context:
+        return own_context, num_pages, ()
+    return held, num_pages, (f"context limited to {held} of {own_context} tokens by memory",)

@@ -1,0 +1,132 @@
+"""KV pages: who holds which, and which of them hold a prefix that a later request can use again.
+
+Pure bookkeeping over page numbers; the memory itself belongs to `kv.KVCache`. A page is in one of three places:
+held (reference count > 0), idle (nobody holds it, but its contents are a known prefix) or blank.
+Allocation takes blank pages first, then the idle ones that went unused longest.
+
+Full pages are named by a digest of everything up to and including them, so equal digests mean equal prefixes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+Digest = bytes
+ROOT: Digest = b""
+PADDING_PAGE = 0
+"""Never handed out: padding rows of a captured graph read and write here."""
+
+
+def page_digest(parent: Digest, tokens: Sequence[int]) -> Digest:
+    """Names a full page by its tokens and by every page before it."""
+    return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
+
+
+class PagePool:
+    """Owns the state of every page of one model. Not thread-safe: it belongs to the engine thread."""
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        if num_pages < 2:
+            raise ValueError("a page pool needs the padding page and at least one more")
+        self.page_tokens = page_tokens
+        self.num_pages = num_pages - 1
+        """Pages that can be handed out."""
+        self._references = [0] * num_pages
+        self._blank: deque[int] = deque(range(1, num_pages))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._digest_of: dict[int, Digest] = {}
+        self._page_of: dict[Digest, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had at once: blank ones and idle ones."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - self.num_free
+
+    def match(self, digests: Iterable[Digest]) -> list[int]:
+        """The pages of the longest known prefix. Takes nothing: follow with `hold` before anything else runs."""
+        pages = []
+        for digest in digests:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Takes a reference on pages that `match` returned."""
+        for page in pages:
+            if self._references[page] == 0:
+                del self._idle[page]
+            self._references[page] += 1
+
+    def num_idle_among(self, pages: Iterable[int]) -> int:
+        """How many of `pages` would leave the free set if held."""
+        return sum(self._references[page] == 0 for page in pages)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages with unknown contents, each held once; None, and nothing changes, if there are too few."""
+        if count > self.num_free:
+            return None
+        pages = []
+        for _ in range(count):
+            if self._blank:
+                page = self._blank.popleft()
+            else:
+                page, _ = self._idle.popitem(last=False)
+                self._forget(page)
+            self._references[page] = 1
+            pages.append(page)
+        return pages
+
+    def commit(self, page: int, digest: Digest) -> None:
+        """Says that a held page now contains the prefix `digest`. The first page of a digest keeps the name."""
+        if digest not in self._page_of and page not in self._digest_of:
+            self._page_of[digest] = page
+            self._digest_of[page] = digest
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives one reference back. Later pages go idle first, so a prefix is eaten from its end."""
+        for page in reversed(pages):
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if page in self._digest_of:
+                    self._idle[page] = None
+                else:
+                    self._blank.append(page)
+
+    def disown(self, pages: Iterable[int]) -> None:
+        """Forgets what these held pages contain: their contents cannot be trusted."""
+        for page in pages:
+            self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        digest = self._digest_of.pop(page, None)
+        if digest is not None:
+            del self._page_of[digest]
+
+    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
+        """Raises AssertionError unless the books agree with the pages that `holders` say they hold."""
+        expected = [0] * len(self._references)
+        for pages in holders:
+            for page in pages:
+                expected[page] += 1
+        assert expected == self._references, "reference counts differ from what sequences hold"
+        blank, idle = set(self._blank), set(self._idle)
+        assert len(blank) == len(self._blank), "a blank page is listed twice"
+        assert not blank & idle, "a page is both blank and idle"
+        free = {page for page in range(1, len(expected)) if expected[page] == 0}
+        assert blank | idle == free, "a free page is missing or a held page is listed as free"
+        assert idle <= set(self._digest_of), "an idle page has no digest"
+        assert not blank & set(self._digest_of), "a blank page has a digest"
+        assert {page: digest for digest, page in self._page_of.items()} == self._digest_of, "digest maps disagree"

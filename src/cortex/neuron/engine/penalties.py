@@ -1,0 +1,70 @@
+"""Penalties on tokens that were seen before: counted on the device, so that a step needs nothing from the host.
+
+Presence and frequency look at what was drawn; repetition looks at prompt and output, or at the last `window` of them.
+Memory is taken when the first request asks for a penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.engine.request import SamplingParams
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+class Penalties:
+    """Per row: how often each token was drawn, and every token in order."""
+
+    def __init__(self, max_rows: int, vocab: int, context_tokens: int, device: torch.device) -> None:
+        self._shape = (max_rows, vocab)
+        self._context_tokens = context_tokens
+        self._device = device
+        self._counts: Tensor | None = None  # [rows, vocab] int32, drawn tokens
+        self._history: Tensor | None = None  # [rows, context] int64, prompt and drawn tokens by position
+
+    def assign(self, row: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+        """Starts a row afresh. Rows of requests without penalties are not kept up to date."""
+        if not is_penalised(params):
+            return
+        if self._counts is None or self._history is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._history = torch.zeros(self._shape[0], self._context_tokens, dtype=torch.int64, device=self._device)
+        self._counts[row].zero_()
+        self._history[row, : len(prompt)] = torch.tensor(prompt, device=self._device)
+
+    def apply(self, logits: Tensor, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+        """`positions` are those of each row's latest token: the history up to and including it counts."""
+        if self._counts is None or self._history is None or not any(map(is_penalised, params)):
+            return logits
+        logits = logits.float()
+        counts = self._counts[rows]
+        presence = torch.tensor([param.presence_penalty for param in params], device=self._device)
+        frequency = torch.tensor([param.frequency_penalty for param in params], device=self._device)
+        logits = logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+        if any(param.repetition_penalty != 1.0 for param in params):
+            logits = self._without_repetition(logits, self._history[rows], positions, params)
+        return logits
+
+    def _without_repetition(
+        self, logits: Tensor, history: Tensor, positions: Tensor, params: Sequence[SamplingParams]
+    ) -> Tensor:
+        windows = torch.tensor([param.repetition_window or self._context_tokens for param in params])
+        position = torch.arange(self._context_tokens, device=self._device)
+        recent = (position <= positions[:, None]) & (position > positions[:, None] - windows.to(self._device)[:, None])
+        seen = torch.zeros_like(logits).scatter_reduce_(1, history, recent.to(logits.dtype), "amax") > 0
+        penalty = torch.tensor([param.repetition_penalty for param in params], device=self._device)[:, None]
+        return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+    def count(self, rows: Tensor, positions: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> None:
+        """Remembers what was drawn after `positions`."""
+        if self._counts is None or self._history is None or not any(map(is_penalised, params)):
+            return
+        ones = torch.ones_like(tokens, dtype=torch.int32)
+        self._counts.index_put_((rows, tokens), ones, accumulate=True)
+        self._history.index_put_((rows, (positions + 1).clamp(max=self._context_tokens - 1)), tokens)

@@ -1,0 +1,274 @@
+"""Decides what the next step computes. Pure: no tensors, no clock, no I/O.
+
+Every step is made of decode rows (sequences that need exactly their last drawn token computed) and a bounded chunk of
+prefill. Decode rows go first, so that running streams keep their pace; what is left of the budget prefills, oldest
+first. When pages run out the youngest sequence gives its pages back and is computed again later; the oldest always
+advances, so nothing deadlocks. A step may be planned before the previous one's tokens are known to the host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.pages import Digest, PagePool
+from cortex.neuron.engine.queue import FairQueue
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.sequence import NO_ROW, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_rows: int
+    """Sequences that run at once."""
+    step_tokens: int
+    """Most tokens one step computes, decode rows included."""
+    mixed_prefill_tokens: int
+    """Most prefill tokens in a step that also decodes: what keeps running streams at their pace."""
+    context_tokens: int
+    """Longest sequence, prompt and output together."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """What a step computes for one sequence: positions `start` up to `start + count`.
+
+    `tokens` is None for a decode row: its token was drawn by an earlier step and never left the device.
+    """
+
+    row: int
+    start: int
+    count: int
+    tokens: tuple[int, ...] | None
+    draws: bool
+    """Whether a token is drawn after the last position."""
+    writes: bool = True
+    """False when the KV of these positions is already in the pages (a prompt that was wholly cached)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, as plain values: everything another rank would need to run it too. Decode rows come first."""
+
+    rows: tuple[RowPlan, ...]
+    num_decodes: int
+    new_rows: tuple[tuple[int, EngineRequest], ...]
+    """Rows given to a sequence with this step."""
+    new_pages: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """(row, first index, pages): additions to the rows' page tables."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class Scheduler:
+    """Owns the sequences of one engine and their pages. Belongs to the engine thread."""
+
+    def __init__(self, pool: PagePool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting = FairQueue()
+        self.running: list[Sequence] = []
+        """In order of admission: the first is the oldest."""
+        self.preemptions = 0
+        self._free_rows = list(range(limits.max_rows - 1, -1, -1))
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> Sequence:
+        """Puts a request in line. Raises RequestError for one that could never run."""
+        if not request.prompt:
+            raise RequestError("the prompt is empty: send at least one token")
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.max_tokens}: ask for at least one token")
+        longest = len(request.prompt) + request.max_tokens
+        if longest > self.limits.context_tokens:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens and asks for {request.max_tokens} more, "
+                f"but this model holds {self.limits.context_tokens} in all"
+            )
+        sequence = Sequence.of(request)
+        self.waiting.push(sequence)
+        return sequence
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and gives back what it holds. Steps in flight may still compute it;
+        their results are to be ignored. The device runs in order, so its pages can be given away at once."""
+        if sequence.row == NO_ROW:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._give_back(sequence)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Makes sure nothing this sequence computed is used again."""
+        self.pool.disown(sequence.pages[(sequence.cached or 0) // self.pool.page_tokens :])
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.computed = sequence.committed = 0
+        sequence.drew_in_row = False
+        self._free_rows.append(sequence.row)
+        sequence.row = NO_ROW
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now."""
+        draft = _Draft()
+        self._plan_decodes(draft)
+        num_decodes = len(draft.rows)
+        budget = self.limits.step_tokens - num_decodes
+        if num_decodes:
+            budget = min(budget, self.limits.mixed_prefill_tokens)
+        budget = self._continue_prefills(draft, budget)
+        self._admit(draft, budget)
+        if not draft.rows:
+            return None
+        # A prefill of one token is as cheap as a decode, but it brings its own token: it stays behind the decodes.
+        return StepPlan(tuple(draft.rows), num_decodes, tuple(draft.new_rows), tuple(draft.new_pages))
+
+    def _plan_decodes(self, draft: _Draft) -> None:
+        for sequence in list(self.running):
+            if sequence.row == NO_ROW or not sequence.is_decoding or not sequence.wants_more:
+                continue
+            if len(draft.rows) == self.limits.step_tokens:
+                break
+            if self._make_room(sequence, sequence.computed + 1, draft):
+                draft.rows.append(RowPlan(sequence.row, sequence.computed, 1, None, draws=True))
+                self._advance(sequence, 1, draws=True)
+
+    def _continue_prefills(self, draft: _Draft, budget: int) -> int:
+        for sequence in list(self.running):
+            if budget == 0:
+                break
+            if sequence.row != NO_ROW and not sequence.is_decoding and sequence.wants_more:
+                budget -= self._prefill(sequence, draft, budget)
+        return budget
+
+    def _admit(self, draft: _Draft, budget: int) -> None:
+        while budget > 0 and self._free_rows and self.waiting:
+            shares = Counter(sequence.request.principal for sequence in self.running)
+            admitted = next((head for head in self.waiting.heads(shares) if self._try_admit(head, draft)), None)
+            if admitted is None:
+                return
+            budget -= self._prefill(admitted, draft, budget)
+
+    def _try_admit(self, sequence: Sequence, draft: _Draft) -> bool:
+        if sequence.in_flight:
+            return False  # preempted while a step was in flight: its last token is not known yet
+        digests = sequence.digests_of_full_pages(self.pool.page_tokens)
+        known = self.pool.match(digests)
+        if len(known) < len(digests) and digests[len(known)] in draft.being_computed:
+            return False  # another sequence computes this very page in this step: share it in the next
+        needed = -(-(len(sequence.tokens) + 1) // self.pool.page_tokens) - len(known)
+        headroom = len(self.running)  # a page for each running sequence, so that admission does not cause preemption
+        if needed + self.pool.num_idle_among(known) + headroom > self.pool.num_free:
+            return False
+        self.waiting.remove(sequence)
+        self.pool.hold(known)
+        sequence.pages = known
+        sequence.committed = len(known)
+        # The last token is computed even when it is cached: its logits are what the next token is drawn from.
+        sequence.computed = min(len(known) * self.pool.page_tokens, len(sequence.tokens) - 1)
+        if sequence.cached is None:
+            sequence.cached = sequence.computed
+        sequence.row = self._free_rows.pop()
+        self.running.append(sequence)
+        draft.new_rows.append((sequence.row, sequence.request))
+        if known:
+            draft.new_pages.append((sequence.row, 0, tuple(known)))
+        return True
+
+    def _prefill(self, sequence: Sequence, draft: _Draft, budget: int) -> int:
+        """Adds the next chunk of `sequence` to the draft; returns the tokens it took (0 when no page is to be had)."""
+        count = min(budget, sequence.remaining)
+        start, end = sequence.computed, sequence.computed + count
+        if not self._make_room(sequence, end, draft):
+            return 0
+        draws = end == len(sequence.tokens)
+        writes = start >= sequence.committed * self.pool.page_tokens
+        draft.rows.append(RowPlan(sequence.row, start, count, tuple(sequence.tokens[start:end]), draws, writes))
+        self._advance(sequence, count, draws)
+        draft.being_computed.update(sequence.digests[start // self.pool.page_tokens : end // self.pool.page_tokens])
+        return count
+
+    def _advance(self, sequence: Sequence, count: int, draws: bool) -> None:
+        sequence.computed += count
+        self._commit(sequence)
+        sequence.in_flight += draws
+        sequence.drew_in_row |= draws
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Names the pages that the launched steps have filled with known tokens."""
+        digests = sequence.digests_of_full_pages(self.pool.page_tokens)
+        full = min(len(digests), sequence.computed // self.pool.page_tokens)
+        for index in range(sequence.committed, full):
+            self.pool.commit(sequence.pages[index], digests[index])
+        sequence.committed = max(sequence.committed, full)
+
+    def _make_room(self, sequence: Sequence, length: int, draft: _Draft) -> bool:
+        """Extends the sequence's pages to hold `length` positions, preempting younger sequences if it must."""
+        missing = -(-length // self.pool.page_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        pages = self.pool.allocate(missing)
+        while pages is None:
+            victim = self._youngest_after(sequence, draft)
+            if victim is None:
+                if self.running[0] is not sequence:
+                    self._preempt(sequence)
+                return False
+            self._preempt(victim)
+            pages = self.pool.allocate(missing)
+        draft.new_pages.append((sequence.row, len(sequence.pages), tuple(pages)))
+        sequence.pages.extend(pages)
+        return True
+
+    def _youngest_after(self, sequence: Sequence, draft: _Draft) -> Sequence | None:
+        """The youngest running sequence that came after `sequence` and that this step does not compute."""
+        planned = {row.row for row in draft.rows}
+        for candidate in reversed(self.running):
+            if candidate is sequence:
+                return None
+            if candidate.row not in planned:
+                return candidate
+        return None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        self.waiting.push_front(sequence)
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def token_drawn(self, sequence: Sequence, token: int) -> None:
+        """Records the token that a launched step drew, now that the host has read it."""
+        sequence.in_flight -= 1
+        sequence.tokens.append(token)
+        if sequence.row != NO_ROW:
+            self._commit(sequence)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless rows and pages are accounted for exactly once."""
+        self.pool.check_integrity([sequence.pages for sequence in self.running])
+        rows = [sequence.row for sequence in self.running] + self._free_rows
+        assert sorted(rows) == list(range(self.limits.max_rows)), "a row is lost or used twice"
+        for sequence in self.running:
+            held = len(sequence.pages) * self.pool.page_tokens
+            assert sequence.computed <= held, "a sequence has computed past its pages"
+        assert all(not sequence.pages and sequence.row == NO_ROW for sequence in self.waiting), "a waiter holds memory"
+
+
+class _Draft:
+    """The step being planned."""
+
+    def __init__(self) -> None:
+        self.rows: list[RowPlan] = []
+        self.new_rows: list[tuple[int, EngineRequest]] = []
+        self.new_pages: list[tuple[int, int, tuple[int, ...]]] = []
+        self.being_computed: set[Digest] = set()

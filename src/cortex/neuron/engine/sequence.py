@@ -1,0 +1,72 @@
+"""A request while it runs: its tokens, its pages, and how far its KV has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cortex.neuron.engine.pages import ROOT, Digest, page_digest
+from cortex.neuron.engine.request import EngineRequest
+
+NO_ROW = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable state of one request. The scheduler is the only writer.
+
+    `tokens` are those the host knows. A step that was launched but not yet read back has drawn one more, which
+    exists only on the device: `in_flight` counts those. `computed` counts positions whose KV is written by the
+    steps launched so far; the device runs them in order, so later steps may rely on it.
+    """
+
+    request: EngineRequest
+    tokens: list[int]
+    row: int = NO_ROW
+    pages: list[int] = field(default_factory=list)
+    digests: list[Digest] = field(default_factory=list)
+    computed: int = 0
+    in_flight: int = 0
+    drew_in_row: bool = False
+    """Its last token was drawn since it got its row, so the device has it."""
+    committed: int = 0
+    """Leading pages whose contents the pool knows by name."""
+    cached: int | None = None
+    """Prompt tokens that came from the prefix cache at first admission."""
+    reported_cached: bool = False
+    cancelled: bool = False
+    finished: bool = False
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> Sequence:
+        return cls(request, list(request.prompt))
+
+    @property
+    def length(self) -> int:
+        """Tokens drawn or given so far, including those only the device knows."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def num_drawn(self) -> int:
+        return self.length - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Positions whose KV is still to be computed before the next token can be drawn."""
+        return self.length - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the token drawn last is left to compute, and the device has it."""
+        return self.drew_in_row
+
+    @property
+    def wants_more(self) -> bool:
+        return not self.finished and not self.cancelled and self.num_drawn < self.request.max_tokens
+
+    def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
+        """Digests of every full page of the known tokens, extended as tokens arrive."""
+        while (len(self.digests) + 1) * page_tokens <= len(self.tokens):
+            start = len(self.digests) * page_tokens
+            parent = self.digests[-1] if self.digests else ROOT
+            self.digests.append(page_digest(parent, self.tokens[start : start + page_tokens]))
+        return self.digests

@@ -1,0 +1,42 @@
+"""One step's tensors, as layers and kernels read them.
+
+Tokens of decode rows come first, one each; then the prefill rows' tokens, row after row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A prefill row as the host knows it: `count` tokens from position `start`, beginning at `offset` in the step."""
+
+    row: int
+    start: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    tokens: Tensor
+    """[tokens] int64"""
+    positions: Tensor
+    """[tokens] int64"""
+    slots: Tensor
+    """[tokens] int64: where in the pages each token's KV goes, page · page_tokens + offset. What must not be written goes to the padding page"""
+    rows: Tensor
+    """[rows] int64: each row's place in the page table"""
+    lengths: Tensor
+    """[rows] int32: positions each row attends to, its own tokens included"""
+    page_table: Tensor
+    """[max rows, max pages] int32"""
+    num_decodes: int
+    max_length: int
+    """No row is longer; an upper bound where a captured graph serves many steps."""
+    prefills: tuple[PrefillRow, ...] = ()
+    prefill_offsets: Tensor | None = None
+    """[prefills + 1] int32: where each prefill row's tokens begin, counted from the first prefill token"""

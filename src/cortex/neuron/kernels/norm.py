@@ -1,0 +1,42 @@
+"""Root-mean-square normalisation over the last dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import jit, tl, triton
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [..., size], any strides but the last dimension dense → same shape, contiguous."""
+    if not x.is_cuda:
+        return rms_norm_reference(x, weight, eps)
+    size = x.shape[-1]
+    rows = x.reshape(-1, size)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(len(rows),)](
+        rows, weight, out, rows.stride(0), size, eps, BLOCK=block, num_warps=max(1, min(8, block // 512))
+    )
+    return out.view(x.shape)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
+
+
+@jit
+def _rms_norm_kernel(x: Any, weight: Any, out: Any, stride: Any, size: Any, eps: Any, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, (values * scale * gain).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,99 @@
+"""Self-attention over paged KV: projections, optional q/k norms and output gate, rotation, cache, attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.attention import paged_attention
+from cortex.neuron.kernels.rotate import rotate_and_store
+from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.layers.linear import Linear
+from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.rope import RopeTable
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    bias: bool = False
+    """Biases on q, k and v."""
+    output_bias: bool = False
+    qk_norm: bool = False
+    zero_centred_norm: bool = False
+    gated: bool = False
+    """The q projection also gives a gate that the output is multiplied by, after a sigmoid."""
+    window: int | None = None
+    """Positions a token looks back on, itself included; None: all."""
+
+
+class LayerCache:
+    """One layer's share of the KV pages."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys  # [pages, page tokens, kv heads, head dim]
+        self.values = values
+
+
+class Attention:
+    """Reads and writes the pages given by `cache`, which the engine sets before the first step."""
+
+    cache: LayerCache
+
+    def __init__(self, parameters: Parameters, config: AttentionConfig, rope: RopeTable, prefix: str) -> None:
+        self.config = config
+        self.rope = rope
+        self.scale = config.head_dim**-0.5
+        q = config.heads * config.head_dim
+        kv = config.kv_heads * config.head_dim
+        self.qkv = Linear(
+            parameters,
+            config.hidden,
+            {f"{prefix}.q_proj": q * (2 if config.gated else 1), f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv},
+            bias=config.bias,
+        )
+        self.output = Linear(parameters, q, {f"{prefix}.o_proj": config.hidden}, bias=config.output_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(
+                    parameters,
+                    config.head_dim,
+                    config.norm_eps,
+                    f"{prefix}.{name}.weight",
+                    zero_centred=config.zero_centred_norm,
+                )
+                for name in ("q_norm", "k_norm")
+            )
+
+    def __call__(self, hidden: Tensor, norm: RMSNorm, batch: Batch) -> Tensor:
+        """hidden: [tokens, hidden] → hidden + attention(norm(hidden))"""
+        config = self.config
+        q, k, v = self.qkv(hidden, norm=norm).split(self.qkv.splits, dim=-1)
+        gate = None
+        if config.gated:
+            q, gate = q.view(-1, config.heads, 2 * config.head_dim).chunk(2, dim=-1)
+        q = rotate_and_store(
+            q.view(-1, config.heads, config.head_dim) if gate is None else q,
+            k.view(-1, config.kv_heads, config.head_dim),
+            v.view(-1, config.kv_heads, config.head_dim),
+            q_scale=self.q_norm and self.q_norm.weight,
+            k_scale=self.k_norm and self.k_norm.weight,
+            eps=config.norm_eps,
+            positions=batch.positions,
+            rope=self.rope.table,
+            slots=batch.slots,
+            key_pages=self.cache.keys,
+            value_pages=self.cache.values,
+        )
+        out = paged_attention(q, self.cache.keys, self.cache.values, batch, self.scale, config.window)
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
+        return self.output(out.reshape(len(out), -1), residual=hidden)

@@ -1,0 +1,61 @@
+"""Matrices. A linear layer knows which rows of which checkpoint tensors it holds, and how they are stored.
+
+Several projections of the same input are one matrix here (q, k and v; gate and up): one read of the input, one launch.
+The norm before a matrix and the addition after it are arguments rather than layers of their own, so that the
+small-batch kernels can do all three in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.matvec import MATVEC_ROWS, gated_matvec, matvec
+from cortex.neuron.kernels.silu import silu_mul
+from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.parameters import Parameters
+
+
+class Linear:
+    """`y = norm(x) Wᵀ + b + residual`, each part but the matrix optional. Stored dense, in the model's dtype."""
+
+    def __init__(self, parameters: Parameters, inputs: int, outputs: Mapping[str, int], *, bias: bool = False) -> None:
+        """`outputs` maps each checkpoint prefix (without `.weight`) to its number of rows, in order."""
+        self.inputs = inputs
+        self.splits = list(outputs.values())
+        self.weight = parameters.empty(sum(self.splits), inputs)  # [out, in]
+        self.bias = parameters.empty(sum(self.splits)) if bias else None
+        row = 0
+        for prefix, rows in outputs.items():
+            parameters.bind(f"{prefix}.weight", self.weight[row : row + rows])
+            if self.bias is not None:
+                parameters.bind(f"{prefix}.bias", self.bias[row : row + rows])
+            row += rows
+
+    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, in] → [tokens, out]"""
+        if x.is_cuda and x.shape[0] <= MATVEC_ROWS:
+            return matvec(x, self.weight, self.bias, norm and norm.weight, norm.eps if norm else 0.0, residual)
+        if norm is not None:
+            x = norm(x)
+        if residual is not None and self.bias is None and x.is_cuda:
+            return residual.addmm(x, self.weight.t())
+        y = F.linear(x, self.weight, self.bias)
+        return y if residual is None else y.add_(residual)
+
+
+class GatedLinear:
+    """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)`: the first half of a gated feed-forward block."""
+
+    def __init__(
+        self, parameters: Parameters, inputs: int, outputs: int, gate: str, up: str, *, bias: bool = False
+    ) -> None:
+        self.gate_up = Linear(parameters, inputs, {gate: outputs, up: outputs}, bias=bias)
+
+    def __call__(self, x: Tensor, *, norm: RMSNorm) -> Tensor:
+        """x: [tokens, in] → [tokens, out]"""
+        if x.is_cuda and x.shape[0] <= MATVEC_ROWS and self.gate_up.bias is None:
+            return gated_matvec(x, self.gate_up.weight, norm.weight, norm.eps)
+        return silu_mul(self.gate_up(x, norm=norm))

@@ -1,0 +1,51 @@
+"""Where a model's tensors live and which tensor of the checkpoint fills each.
+
+Layers allocate through `Parameters` as they are built. On the `meta` device nothing is allocated: that is how a
+model is sized before a byte of memory is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A tensor of the checkpoint and the memory it belongs in."""
+
+    source: str
+    destination: Tensor
+    """A view into a parameter, of the source's shape (after `transform`)."""
+    transform: Callable[[Tensor], Tensor] | None = None
+    """Applied to the source before it is copied, where the checkpoint's layout is not ours."""
+
+
+class Parameters:
+    """Allocates a model's tensors on one device and keeps the list of what fills them."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.bindings: list[Binding] = []
+        self.num_bytes = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for a parameter, contents undefined until its bindings are loaded."""
+        tensor = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def bind(
+        self, source: str, destination: Tensor, transform: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.bindings.append(Binding(source, destination, transform))
+
+    def load(self, source: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter filled by one tensor of the checkpoint, as it is."""
+        tensor = self.empty(*shape, dtype=dtype)
+        self.bind(source, tensor)
+        return tensor

@@ -1,0 +1,94 @@
+"""Rotary position embedding: the frequencies of each scaling rule, and the table of cosines and sines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUPPORTED_SCALING = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How positions are rotated. `dims` of each head's dimensions take part, the rest pass through."""
+
+    dims: int
+    theta: float = 10_000.0
+    scaling: str = "default"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The scaling rule's own numbers, under the names the checkpoints use."""
+    trained_tokens: int = 0
+    """Positions the model was trained on; yarn falls back to it."""
+
+
+def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
+    """Radians per position for each pair of dimensions [dims / 2], and the factor cosines and sines are scaled by."""
+    exponents = torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims
+    frequencies = rope.theta**-exponents
+    if rope.scaling == "linear":
+        return frequencies / rope.settings["factor"], 1.0
+    if rope.scaling == "llama3":
+        return _llama3(frequencies, rope.settings), 1.0
+    if rope.scaling == "yarn":
+        return _yarn(frequencies, rope)
+    return frequencies, 1.0
+
+
+def _llama3(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    factor = settings["factor"]
+    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
+    turns = settings["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / factor
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
+    """Dimensions that turn often are kept, those that turn seldom stretched, with a linear ramp between."""
+    settings = rope.settings
+    trained = settings.get("original_max_position_embeddings") or rope.trained_tokens
+    factor = settings["factor"]
+
+    def dimension_turning(turns: float) -> float:
+        return rope.dims * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = dimension_turning(settings.get("beta_fast") or 32)
+    high = dimension_turning(settings.get("beta_slow") or 1)
+    if settings.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dims - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(rope.dims // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    stretched = frequencies / factor * ramp + frequencies * (1 - ramp)
+    return stretched, _yarn_attention_factor(settings, factor)
+
+
+def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
+    given = settings.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    every_dim, all_dims = settings.get("mscale"), settings.get("mscale_all_dim")
+    if every_dim and all_dims:
+        return magnitude(every_dim) / magnitude(all_dims)
+    return magnitude(1.0)
+
+
+class RopeTable:
+    """Cosines and sines for every position a model may see, shared by its layers."""
+
+    def __init__(self, rope: RopeConfig, num_positions: int, device: torch.device) -> None:
+        self.dims = rope.dims
+        frequencies, scale = inverse_frequencies(rope)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+        table = torch.cat((angles.cos(), angles.sin()), dim=1) * scale
+        self.table = table.to(device)  # [positions, dims]: cosines, then sines

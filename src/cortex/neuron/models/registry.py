@@ -1,0 +1,37 @@
+"""The families this engine runs. Adding one is a file in this folder and a line here: docs/adding-a-model.md.
+
+Imports no torch: the daemon reads the names without loading an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cortex.neuron.models.decoder import Decoder
+
+FAMILIES: Mapping[str, str] = {
+    "llama": "cortex.neuron.models.llama:Llama",
+    "qwen3": "cortex.neuron.models.qwen3:Qwen3",
+}
+"""`model_type` in a model's config → module and class."""
+
+SUPPORTED: tuple[str, ...] = tuple(FAMILIES)
+
+
+class UnsupportedModel(Exception):
+    """The checkpoint is of a family, or uses an option, that this engine does not run."""
+
+
+def family_of(config: Mapping[str, Any]) -> type[Decoder]:
+    """The class for a checkpoint's config. Raises UnsupportedModel and says what it saw."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)} "
+            "(docs/adding-a-model.md shows how to add one)"
+        )
+    module, name = FAMILIES[model_type].split(":")
+    return getattr(import_module(module), name)  # type: ignore[no-any-return]

@@ -1,0 +1,179 @@
+"""What the operator offers: the types of `models.toml`, and how a name in a request becomes a model.
+
+A catalogue is optional: nodes list models of their own, and those get a spec of defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Collection, Iterable
+from typing import Annotated, Literal
+
+import msgspec
+
+from cortex.settings import Section
+from cortex.wire.errors import ModelNotFound
+
+MEBIBYTE = 1024 * 1024
+
+LoadPolicy = Literal["on_demand", "pinned", "manual"]
+Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings"]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[int, msgspec.Meta(ge=0)]
+Price = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Cost(Section, frozen=True):
+    """What a million tokens cost, in whatever currency the operator counts in; shown, and used by budgets."""
+
+    input: Price = 0.0
+    cached_input: Price = 0.0
+    output: Price = 0.0
+
+
+class ModelSpec(Section, frozen=True):
+    """A model of the fleet. Only `id` is needed when nodes can find the rest themselves."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1)]
+    """The name clients use."""
+    harness: str = "torch"
+    """What runs it on the node."""
+    source: str | None = None
+    """Hub id, directory or file on the node; the id itself when absent."""
+    quant: str | None = None
+    """Quantisation to load with, such as `q8_0`; as stored when absent."""
+    vram_mb: Count | None = None
+    """Expected size over all devices; the node's own estimate when absent. Measured bytes replace it after a load."""
+    min_devices: Count = 1
+    """Fewest devices to spread over; more are used where one share would not fit."""
+    min_device_vram_mb: Amount = 0
+    """Devices smaller than this are not considered."""
+    pinned_on: tuple[str, ...] = ()
+    """Nodes that always keep it; they are preferred, and never evict it."""
+    load: LoadPolicy | None = None
+    """`on_demand`: by the first request. `pinned`: at start, and kept. `manual`: only by hand.
+    When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
+    priority: int = 0
+    """A model never displaces one of higher priority."""
+    ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Unloaded after this long without a request; kept until room is needed when absent."""
+    context: Count | None = None
+    """Context length to load with, in tokens; as much as the model and memory allow when absent."""
+    cost: Cost = Cost()
+    capabilities: tuple[Capability, ...] = ()
+    """What it can do, for clients to read; as the node reports when empty."""
+
+    @property
+    def policy(self) -> LoadPolicy:
+        return self.load or ("pinned" if self.pinned_on else "on_demand")
+
+    @property
+    def vram_bytes(self) -> int | None:
+        return None if self.vram_mb is None else self.vram_mb * MEBIBYTE
+
+    def is_pinned_on(self, node: str) -> bool:
+        """Whether `node` must keep it. A pinned model without named nodes is kept wherever it is."""
+        return node in self.pinned_on or (self.policy == "pinned" and not self.pinned_on)
+
+
+class Alias(Section, frozen=True):
+    """Another name for a model."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    """The id it stands for."""
+    background: bool = False
+    """For chores that an agent runs beside its main model: such requests never evict anything."""
+
+
+class Resolution(msgspec.Struct, frozen=True, kw_only=True):
+    """The model a requested name means."""
+
+    spec: ModelSpec
+    alias: str | None = None
+    """The alias or pattern it went through."""
+    background: bool = False
+
+    @property
+    def model_id(self) -> str:
+        return self.spec.id
+
+
+class Catalogue(Section, frozen=True):
+    """`models.toml`: the models on offer and their other names."""
+
+    models: tuple[ModelSpec, ...] = ()
+    aliases: dict[str, str | Alias] = msgspec.field(default_factory=dict)
+    """Exact names or patterns with `*` and `?`, such as `"claude-*haiku*" = "…"`; the most specific pattern wins.
+    A table `{ model = "…", background = true }` marks a name whose requests never evict."""
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for spec in self.models:
+            if spec.id in seen:
+                raise ValueError(f"model id `{spec.id}` is given twice; remove one of them")
+            seen.add(spec.id)
+        for name in self.aliases:
+            if name in seen:
+                raise ValueError(f"alias `{name}` is also the id of a model; rename one of them")
+
+    def spec(self, model_id: str) -> ModelSpec:
+        """The operator's spec, or one of defaults for a model that only nodes know."""
+        return next((spec for spec in self.models if spec.id == model_id), None) or ModelSpec(id=model_id)
+
+    def has(self, model_id: str) -> bool:
+        return any(spec.id == model_id for spec in self.models)
+
+    def resolve(self, name: str, live: Collection[str] = ()) -> Resolution:
+        """The model that `name` means; `live` are the ids that nodes list beyond the catalogue.
+
+        Exact names win over patterns, the operator's word over a node's. An alias is followed once.
+        Raises `ModelNotFound` with near misses.
+        """
+        if self.has(name):
+            return Resolution(spec=self.spec(name))
+        if (target := self.aliases.get(name)) is not None:
+            return self._through(name, target)
+        if name in live:
+            return Resolution(spec=ModelSpec(id=name))
+        for pattern in _most_specific_first(self.aliases):
+            if fnmatch.fnmatchcase(name, pattern):
+                return self._through(pattern, self.aliases[pattern])
+        raise _not_found(name, self._names() | set(live))
+
+    def _through(self, name: str, target: str | Alias) -> Resolution:
+        alias = Alias(model=target) if isinstance(target, str) else target
+        return Resolution(spec=self.spec(alias.model), alias=name, background=alias.background)
+
+    def _names(self) -> set[str]:
+        return {spec.id for spec in self.models} | {name for name in self.aliases if not _is_pattern(name)}
+
+
+def near_misses(name: str, known: Iterable[str], limit: int = 3) -> tuple[str, ...]:
+    """Known names that a person may have meant: close in spelling, with or without the owner part."""
+    short: dict[str, str] = {}
+    for candidate in sorted(known):
+        short.setdefault(candidate.lower(), candidate)
+        short.setdefault(candidate.lower().rpartition("/")[2], candidate)
+    wanted = name.lower()
+    close = difflib.get_close_matches(wanted, short, n=limit)
+    close += difflib.get_close_matches(wanted.rpartition("/")[2], short, n=limit)
+    return tuple(dict.fromkeys(short[match] for match in close))[:limit]
+
+
+def _not_found(name: str, known: set[str]) -> ModelNotFound:
+    misses = near_misses(name, known)
+    if misses:
+        advice = f"did you mean {' or '.join(f'`{miss}`' for miss in misses)}?"
+    else:
+        advice = "GET /v1/models lists what there is." if known else "no node lists any model yet."
+    return ModelNotFound(f"There is no model `{name}`: {advice}", param="model", details={"near_misses": list(misses)})
+
+
+def _is_pattern(name: str) -> bool:
+    return any(character in name for character in "*?[")
+
+
+def _most_specific_first(names: Iterable[str]) -> list[str]:
+    """Patterns by how many characters they fix; equals stay in file order."""
+    return sorted(filter(_is_pattern, names), key=lambda pattern: -sum(character not in "*?" for character in pattern))

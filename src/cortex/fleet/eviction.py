@@ -1,0 +1,140 @@
+"""Who makes room. A model goes only when nobody is harmed by it, and every refusal to go has its reason.
+
+Never displaced: a busy model, a pinned one, one younger than `min_residency_s`, one of higher priority than
+the newcomer; and nothing at all for a background request. Equal priorities may displace each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from cortex.wire.node import ModelState
+
+from .catalogue import ModelSpec
+from .rules import EvictionRules
+from .topology import ON_DEVICE, Fleet, Node, Residency
+
+
+class Protection(StrEnum):
+    """Why a model stays."""
+
+    BUSY = "busy"
+    YOUNG = "young"
+    CHANGING = "changing"
+    """Loading, recovering or unloading; its bytes are not ours to give."""
+    PINNED = "pinned"
+    PRIORITY = "priority"
+    BACKGROUND = "background"
+    """The newcomer is a background request."""
+    UNMANAGED = "unmanaged"
+    """The node cannot be told to unload."""
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether waiting will end it; the others last until the operator decides otherwise."""
+        return self in (Protection.BUSY, Protection.YOUNG, Protection.CHANGING)
+
+
+class Occupant(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that holds memory on a node, as a possible victim."""
+
+    model_id: str
+    priority: int
+    last_used: float
+    device_bytes: dict[int, int]
+    """What it would give back, by device index."""
+    protection: Protection | None = None
+    """`None`: it may be displaced."""
+    reason: str | None = None
+    """The protection in words and numbers."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.device_bytes.values())
+
+
+def protection(
+    held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float, *, background: bool
+) -> tuple[Protection, str] | None:
+    """Why `held` may not be displaced for `newcomer`; `None` when it may. Lasting reasons come before passing ones."""
+    spec = fleet.catalogue.spec(held.model_id)
+    if not node.has_lifecycle:
+        return Protection.UNMANAGED, "its node does not take unload orders"
+    if held.pinned or spec.is_pinned_on(node.name):
+        return Protection.PINNED, f"pinned on {node.name}"
+    if spec.priority > newcomer.priority:
+        return Protection.PRIORITY, f"its priority {spec.priority} is above {newcomer.priority}"
+    if background:
+        return Protection.BACKGROUND, "a background request displaces nothing"
+    if held.state is not ModelState.READY:
+        return Protection.CHANGING, f"{held.state} for {now - held.state_since:.0f} s"
+    if held.is_busy:
+        running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
+        return Protection.BUSY, f"busy with {running} request{'' if running == 1 else 's'}"
+    age_s = now - held.state_since
+    if age_s < fleet.rules.min_residency_s:
+        return Protection.YOUNG, f"loaded {age_s:.0f} s ago, stays at least {fleet.rules.min_residency_s:.0f} s"
+    return None
+
+
+def choose(
+    occupants: Sequence[Occupant], shortfall: Mapping[int, int], rules: EvictionRules
+) -> tuple[Occupant, ...] | None:
+    """The displaceable occupants that cover `shortfall` (bytes by device), or `None` when they cannot.
+
+    Coldest first (`lru`), or lowest priority and then coldest (`priority`), until it fits; then whoever turns
+    out not to be needed is spared, the largest first. No victim in the result can be left out.
+    """
+
+    def reluctance(occupant: Occupant) -> tuple[float, ...]:
+        cold_and_small = (occupant.last_used, occupant.num_bytes)
+        return (occupant.priority, *cold_and_small) if rules.strategy == "priority" else cold_and_small
+
+    victims: list[Occupant] = []
+    for occupant in sorted(occupants, key=reluctance):
+        if _covers(victims, shortfall):
+            break
+        if occupant.protection is None and any(occupant.device_bytes.get(index) for index in shortfall):
+            victims.append(occupant)
+    if not _covers(victims, shortfall):
+        return None
+    for victim in sorted(victims, key=lambda occupant: -occupant.num_bytes):
+        others = [other for other in victims if other is not victim]
+        if _covers(others, shortfall):
+            victims = others
+    return tuple(victims)
+
+
+def expired(fleet: Fleet, now: float) -> tuple[tuple[str, str], ...]:
+    """The (node, model) pairs whose `ttl_s` has run out: idle on-demand models that nobody pinned."""
+    found = []
+    for node in fleet.nodes:
+        if not (node.healthy and node.has_lifecycle):
+            continue
+        for held in node.residencies.values():
+            spec = fleet.catalogue.spec(held.model_id)
+            if spec.ttl_s is None or held.state not in (ModelState.READY, ModelState.ASLEEP):
+                continue
+            unused_s = now - max(held.last_used, held.state_since)
+            if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name) and unused_s >= spec.ttl_s:
+                found.append((node.name, held.model_id))
+    return tuple(found)
+
+
+def due_for_recycling(node: Node, rules: EvictionRules) -> bool:
+    """Whether the node's workers should be recycled: enough loads since the last time, and nothing going on."""
+    return 0 < rules.defrag_after_cycles <= node.num_loads and node.has_lifecycle and node.healthy and node.is_idle
+
+
+def occupies(held: Residency) -> bool:
+    """Whether it holds device memory, or is about to."""
+    return held.state in ON_DEVICE
+
+
+def _covers(victims: Sequence[Occupant], shortfall: Mapping[int, int]) -> bool:
+    return all(
+        sum(victim.device_bytes.get(index, 0) for victim in victims) >= missing for index, missing in shortfall.items()
+    )

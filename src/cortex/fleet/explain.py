@@ -1,0 +1,171 @@
+"""A decision for people: table rows, JSON, text, and the error a client gets. One wording everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cortex.wire.errors import (
+    CortexError,
+    InsufficientCapacity,
+    LoadFailed,
+    ModelNotFound,
+    Overloaded,
+    UpstreamUnavailable,
+)
+
+from .decision import Assessment, Decision, Verdict
+from .eviction import Protection
+from .units import gib
+
+HEADER = ("node", "device", "total", "have", "need", "verdict", "why")
+
+
+def rows(decision: Decision) -> tuple[tuple[str, ...], ...]:
+    """One row per node and device, under `HEADER`; verdict and reason stand in a node's first row."""
+    return tuple(row for assessment in decision.assessments for row in _rows(assessment))
+
+
+def text(decision: Decision) -> str:
+    """A plain table, then the outcome in one line."""
+    table = (HEADER, *rows(decision))
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([*lines, outcome(decision)])
+
+
+def outcome(decision: Decision) -> str:
+    """What was decided, in one sentence."""
+    model_id, node = decision.model_id, decision.node
+    match decision.action:
+        case "route":
+            return f"{model_id} is ready on {node}."
+        case "join":
+            return f"{model_id} is starting on {node}."
+        case "wake" | "load":
+            verb = "wake" if decision.action == "wake" else "load"
+            victims = f" after unloading {', '.join(decision.victims)}" if decision.victims else ""
+            devices = f" (device {', '.join(map(str, decision.devices))})" if decision.devices else ""
+            return f"{verb} {model_id} on {node}{devices}{victims}."
+        case "wait":
+            first = decision.assessments[0]
+            return f"{model_id} waits for room on {first.node}: {first.reason}."
+        case "refuse":
+            return refusal(decision).message
+
+
+def as_json(decision: Decision) -> dict[str, Any]:
+    """The decision as plain data, for `/fleet/decisions` and the details of an error."""
+    return {
+        "model": decision.model_id,
+        "at": decision.at,
+        "origin": decision.origin,
+        "action": decision.action,
+        "node": decision.node,
+        "devices": list(decision.devices),
+        "victims": list(decision.victims),
+        "outcome": outcome(decision),
+        "nodes": [_assessment_json(assessment) for assessment in decision.assessments],
+    }
+
+
+def refusal(decision: Decision) -> CortexError:
+    """The error for a client whose model cannot be had. Meant for `refuse`, and for a `wait` that took too long."""
+    error = _ERRORS.get(_decisive(decision), InsufficientCapacity)
+    background = any(
+        occupant.protection is Protection.BACKGROUND
+        for assessment in decision.assessments
+        for occupant in assessment.occupants
+    )
+    if error is InsufficientCapacity and background:
+        error = Overloaded
+    details = {"nodes": [_assessment_json(assessment) for assessment in decision.assessments]}
+    return error(_refusal_message(decision, error), details=details)
+
+
+_ERRORS: dict[Verdict | None, type[CortexError]] = {
+    None: UpstreamUnavailable,
+    Verdict.BLOCKED: Overloaded,
+    Verdict.CROWDED: Overloaded,
+    Verdict.DRAINING: UpstreamUnavailable,
+    Verdict.UNHEALTHY: UpstreamUnavailable,
+    Verdict.FAILED: LoadFailed,
+    Verdict.EXCLUDED: LoadFailed,
+    Verdict.MANUAL: UpstreamUnavailable,
+    Verdict.NOT_LISTED: ModelNotFound,
+}
+
+
+def _decisive(decision: Decision) -> Verdict | None:
+    """The verdict that names the error: the most hopeful one, since assessments come best first."""
+    return decision.assessments[0].verdict if decision.assessments else None
+
+
+def _refusal_message(decision: Decision, error: type[CortexError]) -> str:
+    if not decision.assessments:
+        return f"{decision.model_id} cannot run: the fleet has no nodes; add one under [[neurons]]."
+    per_node = "; ".join(f"{assessment.node}: {_why(assessment)}" for assessment in decision.assessments)
+    lead = {
+        Overloaded: f"there is no room for {decision.model_id} now",
+        LoadFailed: f"{decision.model_id} could not be loaded",
+        UpstreamUnavailable: f"no node can serve {decision.model_id} now",
+        ModelNotFound: f"no node knows {decision.model_id}",
+    }.get(error, f"{decision.model_id} fits nowhere in the fleet")
+    return f"{lead}. {per_node}."
+
+
+def _why(assessment: Assessment) -> str:
+    have = max((row.available_bytes for row in assessment.rows), default=None)
+    share = next((row.need_bytes for row in assessment.rows if row.need_bytes is not None), None)
+    if have is None or share is None or assessment.verdict is Verdict.TOO_SMALL:
+        return assessment.reason
+    return f"{assessment.reason} (need {gib(share)}, have {gib(have)})"
+
+
+def _rows(assessment: Assessment) -> Iterator[tuple[str, ...]]:
+    if not assessment.rows:
+        yield (assessment.node, "", "", "", gib(assessment.need_bytes), assessment.verdict.value, assessment.reason)
+    for number, row in enumerate(assessment.rows):
+        verdict, reason = (assessment.verdict.value, assessment.reason) if number == 0 else ("", "")
+        mark = "*" if row.chosen else ""
+        yield (
+            assessment.node if number == 0 else "",
+            f"{row.index}{mark} {row.name}",
+            gib(row.total_bytes),
+            gib(row.available_bytes),
+            gib(row.need_bytes),
+            verdict,
+            reason,
+        )
+
+
+def _assessment_json(assessment: Assessment) -> dict[str, Any]:
+    return {
+        "node": assessment.node,
+        "verdict": assessment.verdict.value,
+        "reason": assessment.reason,
+        "pinned": assessment.pinned,
+        "need_bytes": assessment.need_bytes,
+        "victims": [victim.model_id for victim in assessment.victims],
+        "devices": [
+            {
+                "index": row.index,
+                "name": row.name,
+                "total_bytes": row.total_bytes,
+                "other_programs_bytes": row.foreign_bytes,
+                "have_bytes": row.available_bytes,
+                "need_bytes": row.need_bytes,
+                "chosen": row.chosen,
+            }
+            for row in assessment.rows
+        ],
+        "occupants": [
+            {
+                "model": occupant.model_id,
+                "bytes": occupant.num_bytes,
+                "may_leave": occupant.protection is None,
+                "reason": occupant.reason,
+            }
+            for occupant in assessment.occupants
+        ],
+    }

@@ -1,0 +1,197 @@
+"""Whether a model fits a node's devices: as they are, after eviction, later, or never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+
+import msgspec
+
+from .catalogue import MEBIBYTE, ModelSpec
+from .decision import Assessment, DeviceRow, Origin, Verdict
+from .eviction import Occupant, choose, occupies, protection
+from .memory import DeviceLedger, ledger
+from .topology import Fleet, Node
+from .units import gib
+
+
+class _Room(msgspec.Struct, frozen=True):
+    """Devices to use, and who has to leave them."""
+
+    devices: tuple[DeviceLedger, ...]
+    victims: tuple[Occupant, ...] = ()
+
+
+def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, size: int | None, origin: Origin) -> Assessment:
+    """The verdict of `node`'s memory on `spec`, of `size` bytes over all devices (`None`: not known)."""
+    books = ledger(node)
+    occupants = _occupants(spec, node, books, fleet, now, origin)
+    eligible = _eligible(spec, books)
+    count = _device_count(spec, eligible, size)
+    share = None if size is None else -(-size // (count or spec.min_devices))
+    verdict, reason, room = _judge(spec, node, eligible, occupants, fleet, count=count, share=share)
+    chosen = frozenset(device.index for device in room.devices)
+    return Assessment(
+        node=node.name,
+        verdict=verdict,
+        reason=reason,
+        pinned=node.name in spec.pinned_on,
+        need_bytes=size,
+        devices=tuple(sorted(chosen)),
+        victims=room.victims,
+        rows=tuple(_row(device, share, device.index in chosen) for device in books),
+        occupants=occupants,
+    )
+
+
+def _judge(
+    spec: ModelSpec,
+    node: Node,
+    eligible: Sequence[DeviceLedger],
+    occupants: tuple[Occupant, ...],
+    fleet: Fleet,
+    *,
+    count: int | None,
+    share: int | None,
+) -> tuple[Verdict, str, _Room]:
+    nowhere = _Room(())
+    if len(eligible) < spec.min_devices:
+        return Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)), nowhere
+    if count is None:
+        largest = max(device.total_bytes for device in eligible)
+        return Verdict.TOO_SMALL, f"needs {gib(share)} per device, the largest has {gib(largest)}", nowhere
+    if share is None:
+        emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
+        return _awake(spec, node), "size not known, the node will see", _Room(tuple(emptiest))
+    if devices := _tightest(eligible, count, share):
+        return _awake(spec, node), f"needs {gib(share)} per device, and has it", _Room(devices)
+
+    wide_enough = [device for device in eligible if device.total_bytes >= share]
+    sets = list(combinations(wide_enough, count))
+
+    def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> _Room | None:
+        rooms = _rooms(sets, candidates, fleet, share, have)
+        return min(rooms, key=_harm, default=None)
+
+    if room := cheapest(occupants, lambda device: device.available_bytes):
+        names = ", ".join(victim.model_id for victim in room.victims)
+        return Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", room
+    in_time = [_if_patient(occupant) for occupant in occupants]
+    if room := cheapest(in_time, lambda device: device.available_bytes):
+        return Verdict.BLOCKED, _waits_for(room.victims, occupants), nowhere
+    if room := cheapest(in_time, lambda device: device.available_bytes + device.foreign_bytes):
+        foreign = sum(device.foreign_bytes for device in room.devices)
+        return Verdict.CROWDED, f"other programs hold {gib(foreign)} of its memory", nowhere
+    kept = [occupant for occupant in occupants if occupant.protection and not occupant.protection.is_passing]
+    reasons = "; ".join(f"{occupant.model_id}: {occupant.reason}" for occupant in kept)
+    return Verdict.HELD, f"room could only come from models that stay ({reasons})", nowhere
+
+
+def _occupants(
+    spec: ModelSpec, node: Node, books: Sequence[DeviceLedger], fleet: Fleet, now: float, origin: Origin
+) -> tuple[Occupant, ...]:
+    found = []
+    for held in node.residencies.values():
+        if held.model_id == spec.id or not occupies(held):
+            continue
+        kept = protection(held, node, spec, fleet, now, background=origin == "background")
+        found.append(
+            Occupant(
+                model_id=held.model_id,
+                priority=fleet.catalogue.spec(held.model_id).priority,
+                last_used=held.last_used,
+                device_bytes={
+                    device.index: held_bytes for device in books if (held_bytes := device.held_by(held.model_id))
+                },
+                protection=kept[0] if kept else None,
+                reason=kept[1] if kept else None,
+            )
+        )
+    return tuple(found)
+
+
+def _eligible(spec: ModelSpec, books: Sequence[DeviceLedger]) -> list[DeviceLedger]:
+    """Devices worth considering; a host with GPUs does not run models on its CPU."""
+    kind = "cuda" if any(device.kind == "cuda" for device in books) else "cpu"
+    smallest = spec.min_device_vram_mb * MEBIBYTE
+    return [device for device in books if device.kind == kind and device.total_bytes >= smallest]
+
+
+def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None) -> int | None:
+    """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it."""
+    count = spec.min_devices
+    while count <= len(eligible):
+        if size is None or sum(device.total_bytes * count >= size for device in eligible) >= count:
+            return count
+        count *= 2
+    return None
+
+
+def _tightest(eligible: Sequence[DeviceLedger], count: int, share: int) -> tuple[DeviceLedger, ...]:
+    """The `count` fullest devices that still have room for `share`; empty when there are not as many."""
+    roomy = sorted(
+        (device for device in eligible if device.available_bytes >= share),
+        key=lambda device: (device.available_bytes, device.index),
+    )
+    return tuple(roomy[:count]) if len(roomy) >= count else ()
+
+
+def _rooms(
+    sets: Sequence[tuple[DeviceLedger, ...]],
+    occupants: Sequence[Occupant],
+    fleet: Fleet,
+    share: int,
+    have: Callable[[DeviceLedger], int],
+) -> Iterator[_Room]:
+    for devices in sets:
+        shortfall = {device.index: share - have(device) for device in devices if have(device) < share}
+        victims = choose(occupants, shortfall, fleet.rules)
+        if victims is not None:
+            yield _Room(devices, victims)
+
+
+def _harm(room: _Room) -> tuple[float, ...]:
+    """Fewest bytes, coldest, lowest priority."""
+    return (
+        sum(victim.num_bytes for victim in room.victims),
+        max((victim.last_used for victim in room.victims), default=0.0),
+        max((victim.priority for victim in room.victims), default=0),
+        *(device.index for device in room.devices),
+    )
+
+
+def _if_patient(occupant: Occupant) -> Occupant:
+    if occupant.protection is not None and occupant.protection.is_passing:
+        return msgspec.structs.replace(occupant, protection=None)
+    return occupant
+
+
+def _waits_for(victims: Sequence[Occupant], occupants: Sequence[Occupant]) -> str:
+    reasons = {occupant.model_id: occupant.reason for occupant in occupants}
+    waited_for = [victim.model_id for victim in victims if reasons[victim.model_id]]
+    return "; ".join(f"waits for {model_id}: {reasons[model_id]}" for model_id in waited_for)
+
+
+def _awake(spec: ModelSpec, node: Node) -> Verdict:
+    held = node.residencies.get(spec.id)
+    return Verdict.ASLEEP if held is not None and held.state == "asleep" else Verdict.FITS
+
+
+def _too_few(spec: ModelSpec, node: Node, count: int) -> str:
+    if node.problem:
+        return node.problem
+    size = f" of at least {gib(spec.min_device_vram_mb * MEBIBYTE)}" if spec.min_device_vram_mb else ""
+    return f"needs {spec.min_devices} device{'' if spec.min_devices == 1 else 's'}{size}, has {count}"
+
+
+def _row(device: DeviceLedger, share: int | None, chosen: bool) -> DeviceRow:
+    return DeviceRow(
+        index=device.index,
+        kind=device.kind,
+        name=device.name,
+        total_bytes=device.total_bytes,
+        foreign_bytes=device.foreign_bytes,
+        available_bytes=device.available_bytes,
+        need_bytes=share,
+        chosen=chosen,
+    )

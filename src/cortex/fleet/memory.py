@@ -1,0 +1,129 @@
+"""The byte ledger: who holds what on each device of a node, and what a new load may count on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cortex.wire.node import DeviceKind
+
+from .catalogue import ModelSpec
+from .topology import ON_DEVICE, Device, Fleet, Node
+
+Basis = Literal["measured", "estimated", "reserved"]
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one model holds, or is promised, on one device."""
+
+    model_id: str
+    num_bytes: int
+    basis: Basis
+
+
+class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    kind: DeviceKind
+    name: str
+    total_bytes: int
+    free_bytes: int
+    """As the device reports it."""
+    foreign_bytes: int
+    """In use by none of our models."""
+    holdings: tuple[Holding, ...]
+
+    @property
+    def committed_bytes(self) -> int:
+        """Held by our models or promised to them."""
+        return sum(holding.num_bytes for holding in self.holdings)
+
+    @property
+    def available_bytes(self) -> int:
+        """What a load may count on now. The smaller of what the device reports and what the books say:
+        a load under way has not taken all of its share yet, and an unload has not given it back."""
+        by_the_books = self.total_bytes - self.foreign_bytes - self.committed_bytes
+        return max(0, min(self.free_bytes, by_the_books))
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What there would be if every model of ours left."""
+        return max(0, self.total_bytes - self.foreign_bytes)
+
+    def held_by(self, model_id: str) -> int:
+        return sum(holding.num_bytes for holding in self.holdings if holding.model_id == model_id)
+
+
+def ledger(node: Node) -> tuple[DeviceLedger, ...]:
+    """The books of every device of `node`."""
+    holdings: dict[int, list[Holding]] = {device.index: [] for device in node.devices}
+    promised = {reservation.model_id for reservation in node.reservations}
+    for reservation in node.reservations:
+        _enter(holdings, node, reservation.model_id, reservation.devices, reservation.num_bytes, "reserved")
+    for held in node.residencies.values():
+        if held.model_id not in promised and held.state in ON_DEVICE and held.num_bytes:
+            basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"
+            _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis)
+    return tuple(_device_ledger(device, tuple(holdings[device.index])) for device in node.devices)
+
+
+def need_bytes(spec: ModelSpec, node: Node, fleet: Fleet) -> int | None:
+    """What `spec` will take on `node`: measured before estimated, the operator's estimate before the node's."""
+    held = node.residencies.get(spec.id)
+    candidates = (
+        None if held is None else held.status.measured_bytes,
+        fleet.measured.get((spec.id, spec.quant, spec.context)),
+        spec.vram_bytes,
+        None if held is None else held.status.estimate_bytes,
+        _estimate_elsewhere(spec.id, fleet),
+    )
+    return next((candidate for candidate in candidates if candidate is not None), None)
+
+
+def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
+    """What the fleet knows about real sizes, with everything that nodes have measured since."""
+    found = dict(fleet.measured)
+    for node in fleet.nodes:
+        for held in node.residencies.values():
+            if held.status.measured_bytes is not None:
+                spec = fleet.catalogue.spec(held.model_id)
+                found[(spec.id, spec.quant, spec.context)] = held.status.measured_bytes
+    return found
+
+
+def _estimate_elsewhere(model_id: str, fleet: Fleet) -> int | None:
+    """Another node's number for the same model, the largest where they differ."""
+    others = [node.residencies[model_id] for node in fleet.nodes if model_id in node.residencies]
+    return max((known for held in others if (known := held.num_bytes) is not None), default=None)
+
+
+def _enter(
+    holdings: dict[int, list[Holding]],
+    node: Node,
+    model_id: str,
+    devices: tuple[int, ...],
+    num_bytes: int,
+    basis: Basis,
+) -> None:
+    places = [index for index in devices if index in holdings] or _likely_place(node)
+    for index in places:
+        share = -(-num_bytes // len(places))
+        holdings[index].append(Holding(model_id=model_id, num_bytes=share, basis=basis))
+
+
+def _likely_place(node: Node) -> list[int]:
+    """Where a load goes whose devices are not known yet: the node picks the emptiest."""
+    emptiest = max(node.devices, key=lambda device: device.free_bytes, default=None)
+    return [] if emptiest is None else [emptiest.index]
+
+
+def _device_ledger(device: Device, holdings: tuple[Holding, ...]) -> DeviceLedger:
+    return DeviceLedger(
+        index=device.index,
+        kind=device.kind,
+        name=device.name,
+        total_bytes=device.total_bytes,
+        free_bytes=device.free_bytes,
+        foreign_bytes=device.foreign_bytes,
+        holdings=holdings,
+    )

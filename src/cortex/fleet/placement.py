@@ -1,0 +1,151 @@
+"""Where a model should run: one verdict per node, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cortex.wire.node import ModelState
+
+from .catalogue import ModelSpec
+from .decision import Action, Assessment, Decision, Origin, Verdict
+from .fitting import fit
+from .memory import need_bytes
+from .topology import STARTING, Fleet, Node, Residency
+
+_ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
+_ACTIONS: dict[Verdict, Action] = {
+    Verdict.RESIDENT: "route",
+    Verdict.STARTING: "join",
+    Verdict.ASLEEP: "wake",
+    Verdict.FITS: "load",
+    Verdict.FITS_AFTER_EVICTION: "load",
+    Verdict.BLOCKED: "wait",
+    Verdict.CROWDED: "wait",
+}
+
+
+def place(
+    model_id: str,
+    fleet: Fleet,
+    now: float,
+    *,
+    origin: Origin = "request",
+    excluded: Iterable[str] = (),
+    at_least_bytes: int = 0,
+) -> Decision:
+    """Decide where `model_id` runs.
+
+    Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes,
+    coldest, lowest priority). Nodes the model is pinned on come first within each. `excluded` are nodes that
+    were just tried in vain; `at_least_bytes` is what a failed load has shown the model to need.
+    """
+    spec = fleet.catalogue.spec(model_id)
+    tried = frozenset(excluded)
+    assessments = [
+        Assessment(node=node.name, verdict=Verdict.EXCLUDED, reason="was just tried in vain")
+        if node.name in tried
+        else assess(spec, node, fleet, now, origin=origin, at_least_bytes=at_least_bytes)
+        for node in fleet.nodes
+    ]
+    assessments.sort(key=_preference)
+    action = _ACTIONS.get(assessments[0].verdict, "refuse") if assessments else "refuse"
+    return Decision(model_id=model_id, at=now, origin=origin, action=action, assessments=tuple(assessments))
+
+
+def assess(
+    spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin, at_least_bytes: int = 0
+) -> Assessment:
+    """What can be done with `spec` on `node`."""
+    held = node.residencies.get(spec.id)
+    pinned = node.name in spec.pinned_on
+    if found := _without_memory(spec, node, held, fleet, now, origin):
+        verdict, reason = found
+        load = 0.0 if held is None else _load(held)
+        devices = () if held is None else held.status.devices
+        size = need_bytes(spec, node, fleet)
+        return Assessment(
+            node=node.name,
+            verdict=verdict,
+            reason=reason,
+            pinned=pinned,
+            need_bytes=size,
+            devices=devices,
+            load=load,
+        )
+    size = need_bytes(spec, node, fleet)
+    if at_least_bytes:
+        size = max(size or 0, at_least_bytes)
+    return fit(spec, node, fleet, now, size=size, origin=origin)
+
+
+def unmet_pins(fleet: Fleet) -> tuple[tuple[str, str | None], ...]:
+    """The (model, node) pairs that should be loaded and are not; no node where any will do."""
+    found: list[tuple[str, str | None]] = []
+    for spec in fleet.catalogue.models:
+        if spec.policy != "pinned":
+            continue
+        if spec.pinned_on:
+            named = (fleet.node(name) for name in spec.pinned_on)
+            found += [
+                (spec.id, node.name) for node in named if node is not None and node.healthy and not _stands(spec, node)
+            ]
+        elif not any(_stands(spec, node) for node in fleet.nodes if node.healthy):
+            found.append((spec.id, None))
+    return tuple(found)
+
+
+def _stands(spec: ModelSpec, node: Node) -> bool:
+    held = node.residencies.get(spec.id)
+    promised = any(reservation.model_id == spec.id for reservation in node.reservations)
+    return promised or (held is not None and (held.state is ModelState.READY or held.state in STARTING))
+
+
+def _without_memory(
+    spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
+) -> tuple[Verdict, str] | None:
+    """The verdict where no memory has to be found; `None` when it is a matter of bytes."""
+    if not node.healthy:
+        return Verdict.UNHEALTHY, node.problem or "has not answered yet"
+    if node.draining:
+        return Verdict.DRAINING, "is shutting down"
+    if held is not None and held.state is ModelState.READY:
+        return Verdict.RESIDENT, f"ready, {_load(held):.0f} requests there"
+    if held is not None and held.state in STARTING:
+        return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
+    if not node.has_lifecycle:
+        return Verdict.NOT_LISTED, "does not serve it and cannot be told to load"
+    if held is None and not fleet.catalogue.has(spec.id):
+        return Verdict.NOT_LISTED, "does not list it, and the catalogue has no source for it"
+    if spec.policy == "manual" and origin != "operator":
+        return Verdict.MANUAL, "is loaded by hand only: `cortex load`"
+    if spec.harness not in node.harnesses:
+        return Verdict.WRONG_HARNESS, f"has no harness `{spec.harness}`, only {', '.join(node.harnesses) or 'none'}"
+    if held is not None and held.state is ModelState.FAILED and origin != "operator":
+        age_s = now - held.state_since
+        if age_s < fleet.rules.retry_failed_after_s:
+            return Verdict.FAILED, held.status.reason or f"failed to load {age_s:.0f} s ago"
+    return None
+
+
+def _load(held: Residency) -> float:
+    """Requests there, with memory pressure as the tie-break."""
+    reported = held.status.load
+    return max(held.in_flight, reported.running + reported.waiting) + min(reported.kv_used_fraction, 0.99)
+
+
+def _preference(assessment: Assessment) -> tuple[float | str, ...]:
+    chosen = [row for row in assessment.rows if row.chosen]
+    left_over = sum(row.available_bytes - (row.need_bytes or 0) for row in chosen)
+    size_known = assessment.need_bytes is not None
+    return (
+        _ORDER[assessment.verdict],
+        not assessment.pinned,
+        assessment.load,
+        sum(victim.num_bytes for victim in assessment.victims),
+        max((victim.last_used for victim in assessment.victims), default=0.0),
+        max((victim.priority for victim in assessment.victims), default=0),
+        not size_known,
+        # The tightest fit keeps the large devices for large models; a model of unknown size goes where most is free.
+        left_over if size_known else -left_over,
+        assessment.node,
+    )

@@ -1,0 +1,241 @@
+"""A picture of the fleet at one moment: nodes, devices, models, and what the gateway adds from its own view.
+
+Snapshots are immutable; every poll and every change makes a new one. All times are on the caller's
+monotonic clock. A snapshot informs a decision; the node itself has the last word on its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from cortex.wire.node import Device as WireDevice
+from cortex.wire.node import DeviceHealth, DeviceKind, Dialect, Discovery, Health, ModelLoad, ModelState, ModelStatus
+
+from .catalogue import Catalogue
+from .rules import EvictionRules
+
+ON_DEVICE = frozenset(
+    {ModelState.DOWNLOADING, ModelState.LOADING, ModelState.READY, ModelState.UNLOADING, ModelState.RECOVERING}
+)
+"""States in which a model holds device memory or is about to."""
+STARTING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
+"""States that end in `ready` by themselves."""
+_SHIFTING = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
+"""States in which a device's free bytes are on the move."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    kind: DeviceKind
+    name: str
+    total_bytes: int
+    free_bytes: int
+    """As the device last reported."""
+    foreign_bytes: int = 0
+    """In use by none of our models: other programs, the display, the worker's own context.
+    Judged while nothing is loading or unloading there."""
+
+
+class Residency(msgspec.Struct, frozen=True, kw_only=True):
+    """One model on one node: what the node says, and what this gateway knows better."""
+
+    status: ModelStatus
+    seen_at: float
+    in_flight: int = 0
+    """Requests this gateway has there now. Fresher than the node's last report."""
+    pinned: bool = False
+    """Pinned by hand, beyond what the catalogue says."""
+
+    @property
+    def model_id(self) -> str:
+        return self.status.id
+
+    @property
+    def state(self) -> ModelState:
+        return self.status.state
+
+    @property
+    def is_busy(self) -> bool:
+        return self.in_flight > 0 or self.status.load.running > 0 or self.status.load.waiting > 0
+
+    @property
+    def last_used(self) -> float:
+        return self.seen_at - self.status.idle_s
+
+    @property
+    def state_since(self) -> float:
+        return self.seen_at - self.status.state_age_s
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Measured, or else expected, size over all its devices."""
+        return self.status.measured_bytes if self.status.measured_bytes is not None else self.status.estimate_bytes
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory promised to a load that this gateway has decided on and the node may not show yet."""
+
+    model_id: str
+    devices: tuple[int, ...]
+    num_bytes: int
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """One host, or one foreign server, as last seen."""
+
+    name: str
+    devices: tuple[Device, ...] = ()
+    residencies: dict[str, Residency] = msgspec.field(default_factory=dict)
+    """By model id, cold and failed models included."""
+    has_lifecycle: bool = True
+    """Whether it can be told to load and unload; foreign servers cannot."""
+    harnesses: tuple[str, ...] = ("torch",)
+    dialects: tuple[Dialect, ...] = ("openai_chat",)
+    healthy: bool = False
+    draining: bool = False
+    last_seen: float | None = None
+    missed_polls: int = 0
+    problem: str | None = None
+    """Why it is not healthy, or why its devices cannot be used."""
+    reservations: tuple[Reservation, ...] = ()
+    num_loads: int = 0
+    """Loads since its workers were last recycled."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, starts or stops there."""
+        return not self.reservations and not any(
+            held.is_busy or held.state in STARTING or held.state is ModelState.UNLOADING
+            for held in self.residencies.values()
+        )
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a decision is made from."""
+
+    nodes: tuple[Node, ...] = ()
+    catalogue: Catalogue = Catalogue()
+    rules: EvictionRules = EvictionRules()
+    measured: dict[tuple[str, str | None, int | None], int] = msgspec.field(default_factory=dict)
+    """Bytes that models really took, by id, quant and context; kept by the gateway across restarts."""
+
+    def node(self, name: str) -> Node | None:
+        return next((node for node in self.nodes if node.name == name), None)
+
+    def live_models(self) -> frozenset[str]:
+        """Every model id that some node lists."""
+        return frozenset(model_id for node in self.nodes for model_id in node.residencies)
+
+    def replicas(self, model_id: str) -> Iterator[tuple[Node, Residency]]:
+        """Where `model_id` is ready on a node that takes requests."""
+        for node in self.nodes:
+            held = node.residencies.get(model_id)
+            if held is not None and held.state is ModelState.READY and node.healthy and not node.draining:
+                yield node, held
+
+    def replacing(self, changed: Node) -> Fleet:
+        """This picture with one node redrawn, or added."""
+        if self.node(changed.name) is None:
+            return msgspec.structs.replace(self, nodes=(*self.nodes, changed))
+        nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
+        return msgspec.structs.replace(self, nodes=nodes)
+
+    def with_in_flight(self, counts: Mapping[tuple[str, str], int]) -> Fleet:
+        """This picture with the gateway's own request counts, by (node, model)."""
+        return msgspec.structs.replace(self, nodes=tuple(_count(node, counts) for node in self.nodes))
+
+    def as_if_idle(self) -> Fleet:
+        """This picture if every request had ended: what could be displaced once current work is done."""
+        return msgspec.structs.replace(self, nodes=tuple(_quiet(node) for node in self.nodes))
+
+
+def seen(
+    previous: Node | None, name: str, discovery: Discovery, health: Health, now: float, *, has_lifecycle: bool = True
+) -> Node:
+    """The node after a poll that was answered. Facts that only the gateway has are carried over."""
+    before = previous or Node(name=name)
+    pinned = {model_id for model_id, held in before.residencies.items() if held.pinned}
+    residencies = {
+        status.id: Residency(
+            status=status, seen_at=now, in_flight=_in_flight(before, status.id), pinned=status.id in pinned
+        )
+        for status in health.models
+    }
+    return msgspec.structs.replace(
+        before,
+        devices=_devices(before, discovery, health),
+        residencies=residencies,
+        has_lifecycle=has_lifecycle,
+        harnesses=discovery.harnesses,
+        dialects=discovery.dialects,
+        healthy=True,
+        draining=health.status == "draining",
+        last_seen=now,
+        missed_polls=0,
+        problem=discovery.driver_problem,
+    )
+
+
+def missed(node: Node, reason: str, *, limit: int) -> Node:
+    """The node after a poll that failed. It stays healthy until `limit` polls in a row have failed:
+    a busy node answers late, and moving its work would only make that worse."""
+    count = node.missed_polls + 1
+    if count < limit:
+        return msgspec.structs.replace(node, missed_polls=count)
+    return msgspec.structs.replace(node, missed_polls=count, healthy=False, problem=reason)
+
+
+def _in_flight(node: Node, model_id: str) -> int:
+    held = node.residencies.get(model_id)
+    return 0 if held is None else held.in_flight
+
+
+def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[Device, ...]:
+    reports = {report.index: report for report in health.devices}
+    known = {device.index: device for device in before.devices}
+    return tuple(
+        _device(device, reports.get(device.index), known.get(device.index), health.models)
+        for device in discovery.devices
+    )
+
+
+def _device(
+    device: WireDevice, report: DeviceHealth | None, known: Device | None, models: tuple[ModelStatus, ...]
+) -> Device:
+    total_bytes = report.total_bytes if report else device.total_bytes
+    free_bytes = report.free_bytes if report else device.total_bytes
+    allocating = ON_DEVICE - {ModelState.DOWNLOADING}
+    here = [status for status in models if device.index in status.devices and status.state in allocating]
+    if known is not None and any(status.state in _SHIFTING for status in here):
+        foreign_bytes = known.foreign_bytes
+    else:
+        ours = sum((status.measured_bytes or status.estimate_bytes or 0) // len(status.devices) for status in here)
+        foreign_bytes = max(0, total_bytes - free_bytes - ours)
+    return Device(
+        index=device.index,
+        kind=device.kind,
+        name=device.name,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        foreign_bytes=foreign_bytes,
+    )
+
+
+def _count(node: Node, counts: Mapping[tuple[str, str], int]) -> Node:
+    residencies = {
+        model_id: msgspec.structs.replace(held, in_flight=counts.get((node.name, model_id), 0))
+        for model_id, held in node.residencies.items()
+    }
+    return msgspec.structs.replace(node, residencies=residencies)
+
+
+def _quiet(node: Node) -> Node:
+    residencies = {
+        model_id: msgspec.structs.replace(
+            held, in_flight=0, status=msgspec.structs.replace(held.status, load=ModelLoad())
+        )
+        for model_id, held in node.residencies.items()
+    }
+    return msgspec.structs.replace(node, residencies=residencies)

@@ -17,7 +17,7 @@ from cortex.neuron.device.protocol import Command, Event, Exit, Faulted
 
 log = logging.getLogger(__name__)
 
-ENGINE = "cortex.neuron.engine.engine:Engine.load"
+ENGINE = "cortex.neuron.device.torch_harness:load"
 """The engine that workers run; tests put a faulty one in its place."""
 
 LAST_WORDS_S = 1.0

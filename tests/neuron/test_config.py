@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+
+from cortex.neuron.config import NeuronConfig, load
+from cortex.settings import SettingsError
+
+EXAMPLE = """
+port = 14000
+[[harnesses]]
+name = "torch"
+[harness.torch]
+hf_cache = "/models/hub"
+[limits]
+prefill_chunk_tokens = 512
+max_queue = 7
+[[models]]
+id = "little"
+source = "/models/little.gguf"
+[[default_models]]
+model_id = "Qwen/Qwen3-0.6B"
+harness = "torch"
+quant = "q8_0"
+tensor_parallel = 2
+devices = [0, 1]
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "neuron.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_everything_has_a_default():
+    config = load(None, {})
+    assert config == NeuronConfig()
+    assert (config.address.host, config.address.port) == ("0.0.0.0", 13131)
+
+
+def test_a_whole_file(tmp_path):
+    config = load(write(tmp_path, EXAMPLE), {"NEURON_LIMITS__MAX_QUEUE": "9"})
+    assert config.address == "0.0.0.0:14000"
+    assert config.harness.torch.hf_cache == Path("/models/hub")
+    assert (config.limits.prefill_chunk_tokens, config.limits.max_queue) == (512, 9)
+    assert config.default_models[0].devices == (0, 1)
+    assert config.models[0].source == "/models/little.gguf"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[limits]\nmax_qeue = 3", "max_queue"),
+        ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
+        ("[[default_models]]\nmodel_id = 'a'\nharness = 'vllm'", "harness"),
+    ],
+)
+def test_a_mistake_is_refused_with_a_hint(tmp_path, text, message):
+    with pytest.raises(SettingsError, match=message):
+        load(write(tmp_path, text), {})

@@ -56,6 +56,11 @@ class Gateway:
         self._host, self._port = parts.hostname, parts.port
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
+        self._api_key = api_key
+
+    def patient(self, timeout_s: float) -> Gateway:
+        """The same gateway, for calls that may take long."""
+        return Gateway(self.url, self._api_key, timeout_s)
 
     def get(self, path: str) -> Any:
         """The decoded JSON of `GET path`."""

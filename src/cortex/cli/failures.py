@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from cortex.settings import SettingsError
 
@@ -67,13 +68,16 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group whose commands all take `--verbose`."""
+    """A group whose commands all take `--verbose`, listed in the order they were added."""
 
     command_class = Command
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.append(_verbose_option())
+
+    def list_commands(self, _context: click.Context) -> list[str]:
+        return list(self.commands)
 
 
 Group.group_class = Group
@@ -101,43 +105,53 @@ def is_verbose() -> bool:
 
 def run(command: click.Command) -> None:
     """Run a program's command line and exit with its code. Never returns."""
-    sys.exit(_run(command, sys.argv[1:]))
-
-
-def _run(command: click.Command, arguments: list[str]) -> int:
+    arguments = sys.argv[1:]
     try:
-        result = command.main(args=arguments, standalone_mode=False)
-        # `standalone_mode=False` gives back what the command returned, or the code of `Context.exit`.
-        return result if isinstance(result, int) else ExitCode.OK
+        result = command.main(args=arguments, prog_name=command.name, standalone_mode=False)
+        # Without standalone mode this is what the command returned, or the code of `Context.exit`.
+        sys.exit(result if isinstance(result, int) else ExitCode.OK)
     except click.ClickException as error:
         error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED
-    except CommandError as error:
-        return _say(command, f"{error.message}; {error.remedy}", error.exit_code, arguments)
-    except SettingsError as error:
-        return _say(command, error.message, ExitCode.CONFIG, arguments)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader (`| head`) has what it wanted. Keep the interpreter from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            remedy = "free some space, or put the cache elsewhere with CORTEX_CACHE=/path"
-            return _say(
-                command,
-                f"no space left on the disk ({error.filename or 'writing'}); {remedy}",
-                ExitCode.NO_ROOM,
-                arguments,
-            )
-        return _say(command, f"{error}; run again with --verbose for where it happened", ExitCode.FAILED, arguments)
+        sys.exit(ExitCode.OK)
+    except (click.Abort, KeyboardInterrupt, CommandError, SettingsError, OSError) as error:
+        if {"-v", "--verbose"} & set(arguments):
+            traceback.print_exc()
+        if line := explanation(error):
+            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            console.print(Text.assemble((f"{command.name}: ", "red"), line))
+        sys.exit(exit_code_of(error))
 
 
-def _say(command: click.Command, line: str, code: ExitCode, arguments: list[str]) -> int:
-    if {"-v", "--verbose"} & set(arguments):
-        traceback.print_exc()
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"[red]{command.name}:[/red] ", end="")
-    console.print(line, markup=False)
-    return code
+def explanation(error: BaseException) -> str:
+    """What the user reads: what happened and what to do, in one line. Empty when they asked for the end."""
+    match error:
+        case click.Abort() | KeyboardInterrupt():
+            return ""
+        case SettingsError():
+            return error.message
+        case OSError(errno=errno.ENOSPC):
+            where = f" for {error.filename}" if error.filename else ""
+            return f"no space left on the disk{where}; free some, or put the cache elsewhere with CORTEX_CACHE=/path"
+        case OSError():
+            return f"{error}; run again with --verbose to see where it happened"
+        case _:
+            return str(error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that an error stands for."""
+    match error:
+        case CommandError() | click.ClickException():
+            return error.exit_code
+        case SettingsError():
+            return ExitCode.CONFIG
+        case OSError(errno=errno.ENOSPC):
+            return ExitCode.NO_ROOM
+        case click.Abort() | KeyboardInterrupt():
+            return ExitCode.INTERRUPTED
+        case _:
+            return ExitCode.FAILED

@@ -6,6 +6,7 @@ is told by the kernel when we die, so that even `kill -9` on us leaves no proces
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -28,11 +29,12 @@ _POLL_S = 0.05
 class Child:
     name: str
     process: subprocess.Popen[bytes]
-    log: Path
+    log: Path | None
+    """Where its output goes; None: wherever ours goes."""
 
     def last_words(self, count: int = 1) -> list[str]:
         """The last lines it logged that say something."""
-        if not self.log.exists():
+        if self.log is None:
             return []
         with self.log.open(encoding="utf-8", errors="replace") as file:
             return list(deque((line.rstrip() for line in file if line.strip()), maxlen=count))
@@ -70,9 +72,9 @@ class Supervisor:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def start(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-        """Run `command` with its output in `log`."""
-        with log.open("wb") as output:
+    def start(self, name: str, command: Sequence[str], log: Path | None, environment: Mapping[str, str]) -> Child:
+        """Run `command` with its output in `log`, or where ours goes."""
+        with contextlib.nullcontext() if log is None else log.open("wb") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

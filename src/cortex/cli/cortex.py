@@ -1,0 +1,32 @@
+"""The command `cortex`: its group, and what belongs to it."""
+
+from __future__ import annotations
+
+import click
+
+from cortex import __version__
+
+from .chat import chat
+from .doctor import doctor
+from .failures import EXIT_CODES_HELP, Group, run
+from .lifecycle import load, pin, unload, unpin
+from .models import models
+from .up import up
+
+
+@click.group(cls=Group, name="cortex", epilog=EXIT_CODES_HELP)
+@click.version_option(__version__, prog_name="cortex")
+def cortex() -> None:
+    """One OpenAI + Anthropic endpoint over a handful of mismatched GPU boxes."""
+
+
+for command in (up, models, load, unload, pin, unpin, chat, doctor):
+    cortex.add_command(command)
+
+
+def main() -> None:
+    run(cortex)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`cortex doctor`: look at everything that usually goes wrong, and say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from cortex.settings import Listen
+
+from . import checks
+from .checks import Finding, Verdict
+from .client import Gateway, gateway_options
+from .failures import Command, ExitCode
+from .output import console, json_option, print_json
+
+_MARKS = {Verdict.FINE: ("✓", "green"), Verdict.NOTE: ("!", "yellow"), Verdict.PROBLEM: ("✗", "bold red")}
+
+
+@click.command(cls=Command)
+@click.option("--config", type=click.Path(path_type=Path), help="The cortex.toml to check.")
+@gateway_options
+@json_option
+def doctor(config: Path | None, gateway: Gateway, as_json: bool) -> int:
+    """Check what usually goes wrong; say what to do.
+
+    Looks at versions, configuration, gateway, nodes, devices, ports, disk and cache. Exit code 1 when something must be
+    done.
+    """
+    findings = [
+        *checks.versions(),
+        *checks.engine(),
+        *checks.config(config),
+        *checks.gateway(gateway),
+        *checks.nodes(config),
+        *checks.devices(),
+        *checks.ports(tuple(Listen(f"127.0.0.1:{port}") for port in (31313, 31314, 13131))),
+        *checks.disk(),
+        *checks.cache(),
+    ]
+    return report(findings, as_json)
+
+
+def report(findings: Iterable[Finding], as_json: bool) -> int:
+    """Print what was found; the exit code says whether something must be done."""
+    listed = list(findings)
+    if as_json:
+        print_json([asdict(finding) for finding in listed])
+    else:
+        show(listed, console())
+    return ExitCode.FAILED if any(finding.verdict is Verdict.PROBLEM for finding in listed) else ExitCode.OK
+
+
+def show(findings: list[Finding], out: Console) -> None:
+    topic = ""
+    for finding in findings:
+        mark, style = _MARKS[finding.verdict]
+        label = finding.topic if finding.topic != topic else ""
+        topic = finding.topic
+        out.print(Text.assemble((f"{label:<10}", "bold"), (f"{mark} ", style), finding.what), soft_wrap=True)
+        if finding.remedy:
+            out.print(Text.assemble(" " * 12, ("→ ", style), finding.remedy), soft_wrap=True)
+    problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
+    out.print("\nnothing needs to be done" if not problems else f"\n{problems} to be put right", style="bold")

@@ -1,0 +1,74 @@
+"""How commands print: JSON for scripts, tables for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+
+STATE_STYLES = {
+    "ready": "green",
+    "loading": "yellow",
+    "downloading": "yellow",
+    "recovering": "yellow",
+    "unloading": "yellow",
+    "asleep": "cyan",
+    "failed": "red",
+    "unreachable": "red",
+    "cold": "dim",
+}
+
+
+def console() -> Console:
+    """Standard output; wide when nobody looks, so that pipes get whole lines."""
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=200)
+
+
+def print_json(value: Any) -> None:
+    """One indented JSON document on standard output."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table without rules; columns that start with `>` are right-aligned."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
+    for column in columns:
+        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return made
+
+
+def state(name: str) -> Text:
+    return Text(name, style=STATE_STYLES.get(name.split(":")[0], ""))
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people say them: `98 MiB`, `23.6 GiB`."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            value = num_bytes / scale
+            return f"{value:.0f} {unit}" if value >= 100 or scale <= 1 << 20 else f"{value:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `42 s`, `3 min`, `5 h`, `2 d`."""
+    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * scale:
+            return f"{seconds / scale:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def bar(fraction: float, width: int = 20, style: str = "") -> Text:
+    """`██████▌             `: a share of something, to an eighth of a character."""
+    eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    drawn = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+    chosen = style or ("red" if fraction > 0.95 else "yellow" if fraction > 0.8 else "green")
+    return Text.assemble((drawn, chosen), (" " * (width - len(drawn)), "on grey23"))

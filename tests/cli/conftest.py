@@ -1,0 +1,87 @@
+"""A gateway that says what a test tells it to, over real HTTP: the commands' own side is what is tested here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cortex.cli.cortex import cortex
+from cortex.cli.failures import ExitCode, exit_code_of
+
+
+class CannedGateway:
+    """Answers by `(method, path)`: a JSON value, `(status, value)`, or bytes sent as an event stream."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, str], Any] = {}
+        self.requests: list[tuple[str, str, Any, dict[str, str]]] = []
+        canned = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_args: object) -> None:
+                """Tests stay quiet."""
+
+            def _answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                sent = json.loads(body) if body else None
+                canned.requests.append((self.command, self.path, sent, {k.lower(): v for k, v in self.headers.items()}))
+                missing = (404, {"error": {"message": f"no route {self.path}", "code": "route_not_found"}})
+                answer = canned.answers.get((self.command, self.path), missing)
+                status, value = answer if isinstance(answer, tuple) else (200, answer)
+                content = value if isinstance(value, bytes) else json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST = do_DELETE = _answer  # noqa: N815 - the names the base class looks for
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def gateway() -> Iterator[CannedGateway]:
+    canned = CannedGateway()
+    yield canned
+    canned.close()
+
+
+class Outcome:
+    """What a command printed and how it ended, as a shell would see it."""
+
+    def __init__(self, result: Result, code: int, error: str) -> None:
+        self.stdout = result.stdout
+        self.code = ExitCode(code)
+        self.error = error
+
+
+Invoke = Callable[..., Outcome]
+
+
+@pytest.fixture
+def invoke(gateway: CannedGateway) -> Invoke:
+    """Run `cortex ARGUMENTS` against the canned gateway."""
+
+    def invoke(*arguments: str, stdin: str | None = None, env: dict[str, str] | None = None) -> Outcome:
+        runner = CliRunner()
+        result = runner.invoke(
+            cortex, arguments, input=stdin, env={"CORTEX_URL": gateway.url, **(env or {})}, standalone_mode=False
+        )
+        code = exit_code_of(result.exception) if result.exception else (result.return_value or 0)
+        return Outcome(result, code, str(result.exception or ""))
+
+    return invoke

@@ -61,6 +61,8 @@ def protection(
 ) -> tuple[Protection, str] | None:
     """Why `held` may not be displaced for `newcomer`; `None` when it may. Lasting reasons come before passing ones."""
     spec = fleet.catalogue.spec(held.model_id)
+    if held.state is ModelState.UNLOADING:
+        return Protection.CHANGING, f"unloading for {now - held.state_since:.0f} s"
     if not node.has_lifecycle:
         return Protection.UNMANAGED, "its node does not take unload orders"
     if held.pinned or spec.is_pinned_on(node.name):

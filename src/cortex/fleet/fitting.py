@@ -9,7 +9,7 @@ import msgspec
 
 from .catalogue import MEBIBYTE, ModelSpec
 from .decision import Assessment, DeviceRow, Origin, Verdict
-from .eviction import Occupant, choose, occupies, protection
+from .eviction import Occupant, Protection, choose, occupies, protection
 from .memory import DeviceLedger, ledger
 from .topology import Fleet, Node
 from .units import gib
@@ -73,13 +73,13 @@ def _judge(
         rooms = _rooms(sets, candidates, fleet, share, have)
         return min(rooms, key=_harm, default=None)
 
-    if room := cheapest(occupants, lambda device: device.available_bytes):
+    if room := cheapest(occupants, lambda device: device.balance_bytes):
         names = ", ".join(victim.model_id for victim in room.victims)
         return Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", room
     in_time = [_if_patient(occupant) for occupant in occupants]
-    if room := cheapest(in_time, lambda device: device.available_bytes):
+    if room := cheapest(in_time, lambda device: device.balance_bytes):
         return Verdict.BLOCKED, _waits_for(room.victims, occupants), nowhere
-    if room := cheapest(in_time, lambda device: device.available_bytes + device.foreign_bytes):
+    if room := cheapest(in_time, lambda device: device.balance_bytes + device.foreign_bytes):
         foreign = sum(device.foreign_bytes for device in room.devices)
         return Verdict.CROWDED, f"other programs hold {gib(foreign)} of its memory", nowhere
     kept = [occupant for occupant in occupants if occupant.protection and not occupant.protection.is_passing]
@@ -90,19 +90,25 @@ def _judge(
 def _occupants(
     spec: ModelSpec, node: Node, books: Sequence[DeviceLedger], fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Occupant, ...]:
+    """Everybody who holds memory on `node` or was promised some."""
     found = []
-    for held in node.residencies.values():
-        if held.model_id == spec.id or not occupies(held):
+    promised = {reservation.model_id for reservation in node.reservations}
+    for model_id in {**node.residencies, **dict.fromkeys(promised)}:
+        held = node.residencies.get(model_id)
+        kept: tuple[Protection, str] | None
+        if model_id in promised:
+            kept = Protection.CHANGING, "about to load"
+        elif held is not None and occupies(held):
+            kept = protection(held, node, spec, fleet, now, background=origin == "background")
+        else:
             continue
-        kept = protection(held, node, spec, fleet, now, background=origin == "background")
+        shares = {device.index: share for device in books if (share := device.held_by(model_id))}
         found.append(
             Occupant(
-                model_id=held.model_id,
-                priority=fleet.catalogue.spec(held.model_id).priority,
-                last_used=held.last_used,
-                device_bytes={
-                    device.index: held_bytes for device in books if (held_bytes := device.held_by(held.model_id))
-                },
+                model_id=model_id,
+                priority=fleet.catalogue.spec(model_id).priority,
+                last_used=now if held is None else held.last_used,
+                device_bytes=shares,
                 protection=kept[0] if kept else None,
                 reason=kept[1] if kept else None,
             )

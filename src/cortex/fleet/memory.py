@@ -39,16 +39,15 @@ class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
         return sum(holding.num_bytes for holding in self.holdings)
 
     @property
-    def available_bytes(self) -> int:
-        """What a load may count on now. The smaller of what the device reports and what the books say:
-        a load under way has not taken all of its share yet, and an unload has not given it back."""
-        by_the_books = self.total_bytes - self.foreign_bytes - self.committed_bytes
-        return max(0, min(self.free_bytes, by_the_books))
+    def balance_bytes(self) -> int:
+        """The smaller of what the device reports and what the books say: a load under way has not taken all of its
+        share yet, and an unload has not given it back. Negative while more is promised than has been given back."""
+        return min(self.free_bytes, self.total_bytes - self.foreign_bytes - self.committed_bytes)
 
     @property
-    def capacity_bytes(self) -> int:
-        """What there would be if every model of ours left."""
-        return max(0, self.total_bytes - self.foreign_bytes)
+    def available_bytes(self) -> int:
+        """What a load may count on now."""
+        return max(0, self.balance_bytes)
 
     def held_by(self, model_id: str) -> int:
         return sum(holding.num_bytes for holding in self.holdings if holding.model_id == model_id)

@@ -57,25 +57,22 @@ def assess(
 ) -> Assessment:
     """What can be done with `spec` on `node`."""
     held = node.residencies.get(spec.id)
-    pinned = node.name in spec.pinned_on
-    if found := _without_memory(spec, node, held, fleet, now, origin):
-        verdict, reason = found
-        load = 0.0 if held is None else _load(held)
-        devices = () if held is None else held.status.devices
-        size = need_bytes(spec, node, fleet)
-        return Assessment(
-            node=node.name,
-            verdict=verdict,
-            reason=reason,
-            pinned=pinned,
-            need_bytes=size,
-            devices=devices,
-            load=load,
-        )
     size = need_bytes(spec, node, fleet)
     if at_least_bytes:
         size = max(size or 0, at_least_bytes)
-    return fit(spec, node, fleet, now, size=size, origin=origin)
+    found = _without_memory(spec, node, held, fleet, now, origin)
+    if found is None:
+        return fit(spec, node, fleet, now, size=size, origin=origin)
+    verdict, reason = found
+    return Assessment(
+        node=node.name,
+        verdict=verdict,
+        reason=reason,
+        pinned=node.name in spec.pinned_on,
+        need_bytes=size,
+        devices=() if held is None else held.status.devices,
+        load=0.0 if held is None else _load(held),
+    )
 
 
 def unmet_pins(fleet: Fleet) -> tuple[tuple[str, str | None], ...]:
@@ -112,6 +109,8 @@ def _without_memory(
         return Verdict.RESIDENT, f"ready, {_load(held):.0f} requests there"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
+    if any(reservation.model_id == spec.id for reservation in node.reservations):
+        return Verdict.STARTING, "about to load"
     if not node.has_lifecycle:
         return Verdict.NOT_LISTED, "does not serve it and cannot be told to load"
     if held is None and not fleet.catalogue.has(spec.id):

@@ -44,18 +44,22 @@ class _ChoiceReader:
         self._calls: dict[Any, int] = {}
         self._open_call: int | None = None
 
-    def read(self, delta: dict[str, Any]) -> list[AnyEvent]:
+    def read(self, delta: dict[str, Any], logprobs: list[AnyEvent]) -> list[AnyEvent]:
+        """The events of one delta; `logprobs`, if any, come before its first piece, inside its block."""
         events: list[AnyEvent] = []
         if reasoning := _text_of(delta, "reasoning_content") or _text_of(delta, "reasoning"):
-            events += [*self._close_call(), ReasoningDelta(index=self.index, text=reasoning)]
+            events += [*self._close_call(), *logprobs, ReasoningDelta(index=self.index, text=reasoning)]
+            logprobs = []
         if text := _text_of(delta, "content") or _text_of(delta, "refusal"):
-            events += [*self._close_call(), TextDelta(index=self.index, text=text)]
+            events += [*self._close_call(), *logprobs, TextDelta(index=self.index, text=text)]
+            logprobs = []
+        events += logprobs
         for call in delta.get("tool_calls") or ():
             events += self._read_call(call)
         return events
 
     def _read_call(self, call: dict[str, Any]) -> list[AnyEvent]:
-        """The call's `index` tells calls apart; servers without it give an id on the first piece only."""
+        """The call's `index` tells calls apart; servers without it give an id."""
         key = call.get("index")
         if key is None:
             key = call.get("id") or self._last_key()
@@ -139,9 +143,11 @@ class _AnswerReader:
                     )
                 )
             reader = self._choices[index]
+            logprobs: list[AnyEvent] = []
             if tokens := (choice.get("logprobs") or {}).get("content"):
-                events.append(Logprobs(index=index, tokens=tuple(_token(token) for token in tokens)))
-            events += reader.read(choice.get(part) or {})
+                logprobs.append(Logprobs(index=index, tokens=tuple(_token(token) for token in tokens)))
+            said = choice.get(part) or {}
+            events += reader.read(_numbered(said) if part == "message" else said, logprobs)
             if (reason := choice.get("finish_reason")) is not None:
                 reader.reason = _FINISH_REASONS.get(reason, "stop")
                 stop = choice.get("stop_reason")
@@ -194,6 +200,12 @@ def unfold(body: bytes) -> list[AnyEvent]:
     """The events of an upstream answer that was not streamed. Raises `UpstreamInterrupted` on garbage."""
     reader = _AnswerReader()
     return [*reader.read(body, "message"), *reader.end()]
+
+
+def _numbered(message: dict[str, Any]) -> dict[str, Any]:
+    """A whole message with its calls told apart by their place, as a stream does by their index."""
+    calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
+    return {**message, "tool_calls": calls}
 
 
 def _text_of(values: dict[str, Any], name: str) -> str:

@@ -1,0 +1,175 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from cortex.wire.anthropic_messages import parse, parse_count_tokens
+from cortex.wire.errors import InvalidValue, UnsupportedModality
+from cortex.wire.requests import (
+    GenerateRequest,
+    Image,
+    Message,
+    OutputFormat,
+    Reasoning,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+
+BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=abc;"}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def body(**fields: Any) -> bytes:
+    return msgspec.json.encode({"model": "m", "max_tokens": 10, "messages": HELLO, **fields})
+
+
+def read(**fields: Any) -> GenerateRequest:
+    return parse(body(**fields))
+
+
+def test_a_conversation_with_every_kind_of_block() -> None:
+    request = read(
+        system=[
+            {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "be kind"},
+        ],
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "look", "cache_control": {"type": "ephemeral"}},
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
+                    {"type": "image", "source": {"type": "url", "url": "https://example.org/x.png"}},
+                    {"type": "document", "source": {"type": "text", "data": "a text"}},
+                ],
+            },
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "?"},
+                    {"type": "text", "text": "I call"},
+                    {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ulm"}},
+                    {"type": "server_tool_use", "id": "t9", "name": "web_search", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]},
+                    {"type": "tool_result", "tool_use_id": "t2", "content": "oops", "is_error": True},
+                    {"type": "text", "text": "and now?"},
+                ],
+            },
+            {"role": "system", "content": "a reminder"},
+        ],
+    )
+    assert request.messages == (
+        Message(role="system", parts=(Text(text="be brief"), Text(text="be kind"))),
+        Message(
+            role="user",
+            parts=(
+                Text(text="look"),
+                Image(url="data:image/png;base64,AA=="),
+                Image(url="https://example.org/x.png"),
+                Text(text="a text"),
+            ),
+        ),
+        Message(
+            role="assistant",
+            parts=(
+                Reasoning(text="hm", signature="s"),
+                Text(text="I call"),
+                ToolCall(id="t1", name="weather", arguments='{"city":"Ulm"}'),
+            ),
+        ),
+        Message(role="tool", parts=(ToolResult(call_id="t1", parts=(Text(text="rain"),)),)),
+        Message(role="tool", parts=(ToolResult(call_id="t2", parts=(Text(text="oops"),), is_error=True),)),
+        Message(role="user", parts=(Text(text="and now?"),)),
+        Message(role="system", parts=(Text(text="a reminder"),)),
+    )
+    assert request.dropped_tools == ("server_tool_use",)
+
+
+def test_the_billing_block_is_removed_and_can_be_kept() -> None:
+    system = [BILLING, {"type": "text", "text": "be brief"}]
+    assert read(system=system) == read(system=[system[1]])
+    assert read(system=[BILLING]) == read()
+    kept = parse(body(system=system), keep_billing_header=True)
+    assert kept.messages[0].parts == (Text(text=BILLING["text"]), Text(text="be brief"))
+
+
+def test_a_user_who_quotes_the_billing_header_is_left_alone() -> None:
+    assert read(messages=[{"role": "user", "content": [BILLING]}]).messages[0].parts == (Text(text=BILLING["text"]),)
+
+
+def test_tools_and_choices() -> None:
+    weather = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
+    request = read(
+        tools=[weather, {"type": "bash_20250124", "name": "bash"}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )
+    assert request.tools == (Tool(name="weather", description="d", parameters={"type": "object"}),)
+    assert request.tool_choice == ToolChoice(mode="required", parallel=False)
+    assert request.dropped_tools == ("bash_20250124",)
+    assert read(tools=[weather], tool_choice={"type": "tool", "name": "weather"}).tool_choice.name == "weather"
+    assert read(tools=[weather], tool_choice={"type": "none"}).tool_choice.mode == "none"
+    with pytest.raises(InvalidValue) as caught:
+        read(tools=[weather], tool_choice={"type": "tool", "name": "wether"})
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinking"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, Thinking(enabled=True, budget_tokens=2000)),
+        ({"thinking": {"type": "disabled"}}, Thinking(enabled=False)),
+        ({"thinking": {"type": "adaptive"}}, Thinking()),
+        ({"output_config": {"effort": "high"}}, Thinking(effort="high")),
+    ],
+)
+def test_thinking(fields: dict[str, Any], thinking: Thinking) -> None:
+    assert read(**fields).thinking == thinking
+
+
+def test_structured_output() -> None:
+    output = {"type": "json_schema", "schema": {"a": 1}}
+    expected = OutputFormat(kind="json_schema", schema={"a": 1})
+    assert read(output_config={"format": output}).output == expected
+    assert read(output_format=output).output == expected
+
+
+def test_sampling_and_identity() -> None:
+    request = read(stop_sequences=["END"], temperature=1, top_k=5, metadata={"user_id": "u"}, service_tier="auto")
+    assert (request.sampling.stop, request.sampling.max_tokens, request.user) == (("END",), 10, "u")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read(**fields)
+    assert caught.value.param == param
+
+
+def test_a_pdf_is_refused_rather_than_dropped() -> None:
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
+    with pytest.raises(UnsupportedModality):
+        read(messages=[{"role": "user", "content": [pdf]}])
+
+
+def test_counting_reads_the_same_conversation_without_max_tokens() -> None:
+    counted = parse_count_tokens(msgspec.json.encode({"model": "m", "messages": HELLO}))
+    assert counted.messages == read().messages

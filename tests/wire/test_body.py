@@ -1,0 +1,135 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cortex.wire.body import parse
+from cortex.wire.dialects import DIALECTS
+from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"nope", b"[]", b"3", b"\xff", b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a":"\xff"}', b"[" * 200_000]
+)
+def test_what_is_not_a_json_object_is_malformed(body: bytes) -> None:
+    with pytest.raises(MalformedJSON):
+        parse(body)
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"model": ""}', b'{"model": null}'])
+def test_a_missing_model_is_named(body: bytes) -> None:
+    for dialect in DIALECTS.values():
+        with pytest.raises(MissingModel) as caught:
+            dialect.parse(body)
+        assert caught.value.param == "model"
+
+
+def test_a_wrong_type_names_the_path_the_client_wrote() -> None:
+    (item,) = parse(b'{"a": [{"b": 3}]}').objects("a")
+    with pytest.raises(InvalidValue, match=r"'a\[0\]\.b': expected a string, got an integer") as caught:
+        item.text("b")
+    assert caught.value.param == "a[0].b"
+
+
+def test_true_is_not_a_number_and_a_whole_float_is_an_integer() -> None:
+    fields = parse(b'{"yes": true, "three": 3.0, "half": 0.5}')
+    assert fields.integer("three") == 3
+    for name in ("yes", "half"):
+        with pytest.raises(InvalidValue):
+            fields.integer(name)
+    with pytest.raises(InvalidValue):
+        fields.number("yes")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELD_NAMES = [
+    "model",
+    "messages",
+    "input",
+    "prompt",
+    "system",
+    "tools",
+    "tool_choice",
+    "functions",
+    "stop",
+    "stop_sequences",
+    "max_tokens",
+    "n",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "response_format",
+    "guided_json",
+    "structured_outputs",
+    "reasoning",
+    "reasoning_effort",
+    "chat_template_kwargs",
+    "stream",
+    "stream_options",
+    "thinking",
+    "metadata",
+    "output_config",
+    "text",
+    "include",
+    "instructions",
+    "parallel_tool_calls",
+    "seed",
+    "stop_token_ids",
+    "suffix",
+    "user",
+]
+INNER_NAMES = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "name",
+    "function",
+    "arguments",
+    "tool_calls",
+    "image_url",
+    "source",
+    "tool_use_id",
+    "id",
+    "call_id",
+    "output",
+    "summary",
+    "format",
+    "schema",
+    "effort",
+    "mode",
+    "allowed_tools",
+    "parameters",
+    "input_schema",
+    "input",
+    "budget_tokens",
+]
+OBJECTS = st.dictionaries(
+    st.sampled_from(INNER_NAMES),
+    JSON | st.sampled_from(["user", "assistant", "tool", "function", "image", "tool_use", "tool_result", "thinking"]),
+    max_size=5,
+)
+BODIES = st.dictionaries(st.sampled_from(FIELD_NAMES), JSON | OBJECTS | st.lists(OBJECTS, max_size=3), max_size=12).map(
+    lambda body: {"model": "m", **body}
+)
+
+
+@given(BODIES)
+def test_whatever_the_body_parsing_ends_in_a_request_or_one_of_our_errors(body: dict[str, object]) -> None:
+    try:
+        encoded = msgspec.json.encode(body)
+    except (UnicodeEncodeError, OverflowError):
+        return
+    for dialect in DIALECTS.values():
+        try:
+            dialect.parse(encoded)
+        except CortexError as error:
+            assert error.status in (400, 422)  # noqa: PT017

@@ -1,0 +1,65 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from cortex.wire.errors import InvalidValue
+from cortex.wire.events import Finish, Logprobs, Start, TextDelta, TokenLogprob, Usage
+from cortex.wire.openai_completions import Encoder, fold, parse
+from cortex.wire.requests import GenerateRequest
+from cortex.wire.sse import Parser
+
+
+def read(**fields: Any) -> GenerateRequest:
+    return parse(msgspec.json.encode({"model": "m", **fields}))
+
+
+def test_prompts() -> None:
+    assert read(prompt="hello").prompt == "hello"
+    assert read(prompt=["hello"]).prompt == "hello"
+    assert read(prompt=[1, 2]).prompt == (1, 2)
+    assert read(prompt=[[1, 2]]).prompt == (1, 2)
+    assert read(prompt="").prompt == ""
+
+
+@pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [[1], [2]], [1, "a"], [-1], [True], 3])
+def test_prompts_that_cannot_be_served(prompt: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read(prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("extra", [{"suffix": "x"}, {"best_of": 3}, {"logprobs": 21}])
+def test_options_that_cannot_be_honoured(extra: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read(prompt="x", **extra)
+    assert caught.value.param in extra
+
+
+def test_logprobs_have_offsets_into_the_whole_text() -> None:
+    request = read(prompt="x", logprobs=1, stream=True, stream_options={"include_usage": True})
+    tokens = [TokenLogprob("ab", 1, -0.5, (97, 98), (TokenLogprob("ab", 1, -0.5, (97, 98)),)),
+              TokenLogprob("c", 2, -1.0, (99,), ())]  # fmt: skip
+    events = [
+        Start(id="i", model="m", created=1),
+        Logprobs(tokens=(tokens[0],)),
+        TextDelta(text="ab"),
+        Logprobs(tokens=(tokens[1],)),
+        TextDelta(text="c"),
+        Finish(reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=2)),
+    ]
+    encoder = Encoder(request, id="cmpl-1", created=1, model="m")
+    frames = Parser().feed(b"".join(encoder.encode(event) for event in events))
+    chunks = [msgspec.json.decode(frame.data) for frame in frames[:-1]]
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks[:2]] == [[0], [2]]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["total_tokens"] == 3
+    assert frames[-1].data == "[DONE]"
+    whole = msgspec.json.decode(fold(events, request, id="cmpl-1", created=1, model="m"))
+    assert whole["choices"][0]["text"] == "abc"
+    assert whole["choices"][0]["logprobs"] == {
+        "tokens": ["ab", "c"],
+        "token_logprobs": [-0.5, -1.0],
+        "top_logprobs": [{"ab": -0.5}, {}],
+        "text_offset": [0, 2],
+    }

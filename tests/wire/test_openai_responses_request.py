@@ -1,0 +1,125 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from cortex.wire.errors import InvalidValue
+from cortex.wire.openai_responses import parse
+from cortex.wire.requests import (
+    GenerateRequest,
+    Image,
+    Message,
+    OutputFormat,
+    Reasoning,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+
+
+def read(**fields: Any) -> GenerateRequest:
+    return parse(msgspec.json.encode({"model": "m", "input": "hello", **fields}))
+
+
+def test_input_as_a_string_with_instructions() -> None:
+    assert read(instructions="be brief").messages == (
+        Message(role="system", parts=(Text(text="be brief"),)),
+        Message(role="user", parts=(Text(text="hello"),)),
+    )
+
+
+def test_items_of_one_assistant_turn_are_one_message() -> None:
+    request = read(
+        input=[
+            {"role": "developer", "content": "rules"},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "hi"},
+                    {"type": "input_image", "image_url": "https://example.org/x.png", "detail": "auto"},
+                ],
+            },
+            {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "calling"}]},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Ulm"}'},
+            {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": {"city": "Bonn"}},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
+            {"role": "assistant", "content": "done"},
+            {"role": "assistant", "content": "really"},
+            {"type": "web_search_call", "id": "ws"},
+        ]
+    )
+    assert request.messages == (
+        Message(role="developer", parts=(Text(text="rules"),)),
+        Message(role="user", parts=(Text(text="hi"), Image(url="https://example.org/x.png"))),
+        Message(
+            role="assistant",
+            parts=(
+                Reasoning(text="hm"),
+                Text(text="calling"),
+                ToolCall(id="c1", name="weather", arguments='{"city": "Ulm"}'),
+                ToolCall(id="c2", name="weather", arguments='{"city":"Bonn"}'),
+            ),
+        ),
+        Message(role="tool", parts=(ToolResult(call_id="c1", parts=(Text(text="rain"),)),)),
+        Message(role="tool", parts=(ToolResult(call_id="c2", parts=(Text(text="sun"),)),)),
+        Message(role="assistant", parts=(Reasoning(text="so"), Text(text="done"))),
+        Message(role="assistant", parts=(Text(text="really"),)),
+    )
+    assert request.dropped_tools == ("web_search_call",)
+
+
+def test_tools_that_no_local_model_runs_are_dropped_and_listed() -> None:
+    weather = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+    request = read(
+        tools=[weather, {"type": "web_search"}, {"type": "image_generation"}, {"type": "namespace"}],
+        tool_choice={"type": "function", "name": "weather"},
+    )
+    assert request.tools == (Tool(name="weather", parameters={"type": "object"}, strict=True),)
+    assert request.dropped_tools == ("web_search", "image_generation", "namespace")
+    assert request.tool_choice == ToolChoice(mode="named", name="weather")
+
+
+def test_options() -> None:
+    request = read(
+        max_output_tokens=9,
+        reasoning={"effort": "high", "summary": "auto"},
+        text={"format": {"type": "json_schema", "name": "x", "schema": {"a": 1}, "strict": True}, "verbosity": "low"},
+        include=["reasoning.encrypted_content", "message.output_text.logprobs"],
+        store=False,
+        metadata={"k": "v"},
+        top_logprobs=3,
+    )
+    assert request.sampling.max_tokens == 9
+    assert request.sampling.logprobs is True
+    assert request.output == OutputFormat(kind="json_schema", schema={"a": 1})
+    assert request.thinking.effort == "high"
+    assert request.metadata["metadata"] == {"k": "v"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("previous_response_id", "resp_1"),
+        ("conversation", "conv_1"),
+        ("background", True),
+        ("input", None),
+        ("input", []),
+        ("max_output_tokens", 0),
+        ("temperature", -1),
+    ],
+)
+def test_what_needs_stored_state_or_cannot_be_honoured_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        read(**{field: value})
+    assert caught.value.param == field
+
+
+def test_a_reference_to_a_stored_item_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="send the item itself"):
+        read(input=[{"type": "item_reference", "id": "msg_1"}])

@@ -1,0 +1,50 @@
+"""What a model's authors recommend for sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """From the model's own files; None where they do not say."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+
+def from_generation_config(config: Mapping[str, Any]) -> GenerationDefaults:
+    """From `generation_config.json`. `do_sample: false` is greedy, whatever else stands there."""
+    temperature = 0.0 if config.get("do_sample") is False else _number(config.get("temperature"))
+    return GenerationDefaults(
+        temperature=temperature,
+        top_k=_integer(config.get("top_k")),
+        top_p=_number(config.get("top_p")),
+        min_p=_number(config.get("min_p")),
+        repetition_penalty=_number(config.get("repetition_penalty")),
+        max_tokens=_integer(config.get("max_new_tokens")),
+    )
+
+
+def from_gguf(metadata: Mapping[str, Any]) -> GenerationDefaults:
+    return GenerationDefaults(
+        temperature=_number(metadata.get("general.sampling.temp")),
+        top_k=_integer(metadata.get("general.sampling.top_k")),
+        top_p=_number(metadata.get("general.sampling.top_p")),
+        min_p=_number(metadata.get("general.sampling.min_p")),
+        repetition_penalty=_number(metadata.get("general.sampling.penalty_repeat")),
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

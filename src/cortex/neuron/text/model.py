@@ -1,0 +1,162 @@
+"""Everything about a model that is text: one object, without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from cortex.neuron.text import defaults, template_source
+from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.neuron.text.detect import (
+    PYTHON_TAG,
+    TOOL_CALL_CLOSE,
+    TOOL_CALL_OPEN,
+    ThoughtMarkers,
+    ToolSyntax,
+    thought_markers,
+    tool_syntax,
+)
+from cortex.neuron.text.detokenizer import Detokenizer
+from cortex.neuron.text.grammar import Thought, build_grammar, is_constrained
+from cortex.neuron.text.output import OutputParser, call_syntax, new_call_id
+from cortex.neuron.text.prompt import Rendered, prompt_text, render_conversation, render_raw
+from cortex.neuron.text.reasoning import ReasoningSplitter, closes_thought, opens_thought
+from cortex.neuron.text.template import CHATML, ChatTemplate
+from cortex.neuron.text.template_source import TemplateSources
+from cortex.neuron.text.tokenizer import Tokenizer, gguf_file, read_json
+from cortex.neuron.text.tools.scanner import CallScanner
+from cortex.neuron.weights.gguf.metadata import read_metadata
+from cortex.wire.node import Capabilities
+from cortex.wire.requests import GenerateRequest
+
+_OUTPUT_MARKERS: Final = (PYTHON_TAG, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model's tokenizer, template and output syntax. Immutable, safe to share between threads, no torch."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    tools_template: ChatTemplate
+    """Used for requests with tools; the same one unless the model brings two."""
+    generation: GenerationDefaults
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path) -> TextModel:
+        """From a model directory or a .gguf file; raises TextModelError, or CheckpointError for a bad GGUF header."""
+        gguf = gguf_file(path)
+        if gguf is not None:
+            return cls.from_gguf(read_metadata(gguf).metadata)
+        return cls._assemble(
+            Tokenizer.load(path),
+            template_source.from_directory(path),
+            defaults.from_generation_config(read_json(path / "generation_config.json")),
+            has_vision="vision_config" in read_json(path / "config.json"),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> TextModel:
+        return cls._assemble(
+            Tokenizer.from_gguf(metadata),
+            template_source.from_gguf(metadata),
+            defaults.from_gguf(metadata),
+            has_vision=False,
+        )
+
+    @classmethod
+    def _assemble(
+        cls, tokenizer: Tokenizer, sources: TemplateSources, generation: GenerationDefaults, *, has_vision: bool
+    ) -> TextModel:
+        notes = []
+        default = sources.default or sources.with_tools
+        if default is None:
+            notes.append("the model has no chat template: conversations are written as ChatML")
+        if has_vision:
+            notes.append("images are not read: the vision tower is left out")
+        template = ChatTemplate(default or CHATML)
+        tools_template = ChatTemplate(sources.with_tools) if sources.with_tools else template
+        return cls(tokenizer, template, tools_template, generation, tuple(notes))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.tokenizer.eos_ids
+
+    @cached_property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            tools=self._tool_syntax is not None, reasoning=self._thought_markers is not None, notes=self.notes
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, control tokens in it included, nothing added."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, control tokens spelled out."""
+        return self.tokenizer.decode(ids)
+
+    def render(self, request: GenerateRequest) -> Rendered:
+        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; never a fallback."""
+        if request.prompt is not None:
+            return render_raw(request.prompt, self.tokenizer)
+        return render_conversation(request, self._template_for(request), self.tokenizer, self._thought_markers)
+
+    def detokenizer(self) -> Detokenizer:
+        """For one answer. Control tokens are not shown, but for the ones that the parser reads."""
+        return Detokenizer(self.tokenizer, self._hidden_ids)
+
+    def parser(self, request: GenerateRequest, rendered: Rendered, index: int = 0) -> OutputParser:
+        """For choice `index` of the answer. A raw prompt is continued by raw text: nothing in it is parsed."""
+        if request.prompt is not None:
+            return OutputParser(None, None, index)
+        splitter = scanner = None
+        if self._thought_markers is not None:
+            splitter = ReasoningSplitter(self._thought_markers, starts_in_thought=rendered.starts_in_reasoning)
+        if request.tools and request.tool_choice.mode != "none" and self._tool_syntax is not None:
+            scanner = CallScanner(call_syntax(self._tool_syntax, request.tools), new_call_id, index)
+        return OutputParser(splitter, scanner, index)
+
+    def grammar(self, request: GenerateRequest) -> str | None:
+        """What constrains the output, for `EngineRequest.grammar`; None: free. Raises InvalidValue."""
+        if not is_constrained(request):
+            return None
+        return build_grammar(
+            request, self.tokenizer, self._tool_syntax, self._thought_markers, self._thought_before(request)
+        )
+
+    def _thought_before(self, request: GenerateRequest) -> Thought:
+        markers = self._thought_markers
+        if markers is None or request.prompt is not None:
+            return Thought.ABSENT
+        prompt = prompt_text(request, self._template_for(request), self.tokenizer)
+        if opens_thought(prompt.generation_prompt, markers):
+            return Thought.OPENED
+        if request.thinking.enabled is False or closes_thought(prompt.generation_prompt, markers):
+            return Thought.ABSENT
+        return Thought.POSSIBLE
+
+    def _template_for(self, request: GenerateRequest) -> ChatTemplate:
+        return self.tools_template if request.tools else self.template
+
+    @cached_property
+    def _tool_syntax(self) -> ToolSyntax | None:
+        return tool_syntax(self.tools_template)
+
+    @cached_property
+    def _thought_markers(self) -> ThoughtMarkers | None:
+        return thought_markers(self.template)
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        markers = self._thought_markers
+        shown = (*_OUTPUT_MARKERS, *((markers.open, markers.close) if markers else ()))
+        return self.tokenizer.special_ids - {self.tokenizer.id_of(marker) for marker in shown}

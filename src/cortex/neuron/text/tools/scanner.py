@@ -1,0 +1,137 @@
+"""Finds tool calls in an answer as it streams.
+
+A call is announced when it is complete and sound, so that its arguments are always valid JSON and a malformed one can
+still come out as the text it is. White space next to a call is layout; nothing else is ever lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from cortex.neuron.text.stops import held_suffix
+from cortex.neuron.text.tools.call import Call, CallReader, CallSyntax, NotACall
+from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
+
+_WHITE_SPACE: Final = " \t\r\n"
+
+CallEvent = TextDelta | ToolCallStart | ToolCallDelta | ToolCallStop
+
+
+class CallScanner:
+    """One answer's text and calls. Owned by one request; the events, texts joined, do not depend on the split."""
+
+    def __init__(self, syntax: CallSyntax, new_id: Callable[[], str], index: int) -> None:
+        self._syntax = syntax
+        self._new_id = new_id
+        self._index = index
+        self._num_calls = 0
+        self._held = ""
+        """Text that may be layout before a call, or the beginning of an opening."""
+        self._has_text = False
+        """Since the start or the last call: then a bare opening is part of the text."""
+        self._reader: CallReader | None = None
+        self._gap = ""
+        """White space before the call that is being read."""
+        self._raw = ""
+        """What the reader got, opening included, in case it is no call."""
+        self._opening = ""
+
+    def push(self, text: str) -> list[CallEvent]:
+        events: list[CallEvent] = []
+        self._take(text, events)
+        return events
+
+    def finish(self) -> list[CallEvent]:
+        """What was held back when no more text comes; a call that was cut off is text."""
+        events: list[CallEvent] = []
+        if self._reader is not None:
+            try:
+                reading = self._reader.finish()
+            except NotACall:
+                reading = None
+            self._reader = None
+            if reading is not None:
+                self._announce(reading.call, events)
+            else:
+                self._emit(self._gap + self._raw, events)
+        self._emit(self._held, events)
+        self._held = ""
+        return events
+
+    def _take(self, text: str, events: list[CallEvent]) -> None:
+        while text:
+            text = self._scan(text, events) if self._reader is None else self._read(self._reader, text, events)
+
+    def _scan(self, text: str, events: list[CallEvent]) -> str:
+        """Look for an opening; returns what comes after it."""
+        text = self._held + text
+        self._held = ""
+        start, opening = self._find_opening(text)
+        if opening is not None:
+            solid = self._solid(text[:start])
+            self._emit(solid, events)
+            self._gap = text[len(solid) : start]
+            self._reader = self._syntax.reader(opening)
+            self._raw = self._opening = opening
+            return text[start + len(opening) :]
+        keep = max((held_suffix(text, marker) for marker in self._syntax.openings), default=0)
+        solid = self._solid(text[: len(text) - keep])
+        self._emit(solid, events)
+        self._held = text[len(solid) :]
+        return ""
+
+    def _solid(self, text: str) -> str:
+        """`text` without what would be layout if a call came next."""
+        if not self._has_text and not text.strip(self._layout):
+            return ""
+        return text.rstrip()
+
+    @property
+    def _layout(self) -> str | None:
+        """What may stand before the next call: white space, and separators once there was a call."""
+        return _WHITE_SPACE + self._syntax.separators if self._num_calls else None
+
+    def _find_opening(self, text: str) -> tuple[int, str | None]:
+        found = [(text.find(opening), opening) for opening in self._syntax.openings]
+        if not self._has_text:
+            start = len(text) - len(text.lstrip(self._layout))
+            found += [(start, opening) for opening in self._syntax.bare_openings if text.startswith(opening, start)]
+        return min(((start, opening) for start, opening in found if start >= 0), default=(0, None))
+
+    def _read(self, reader: CallReader, text: str, events: list[CallEvent]) -> str:
+        self._raw += text
+        try:
+            reading = reader.feed(text)
+        except NotACall:
+            # The opening is text after all; what follows it may still hold a call.
+            self._reader = None
+            rest = self._raw[len(self._opening) :]
+            self._emit(self._gap + self._opening, events)
+            return rest
+        if reading is None:
+            return ""
+        self._reader = None
+        self._announce(reading.call, events)
+        return reading.rest
+
+    def _announce(self, call: Call, events: list[CallEvent]) -> None:
+        number, index = self._num_calls, self._index
+        events += [
+            ToolCallStart(index=index, call=number, id=self._new_id(), name=call.name),
+            ToolCallDelta(index=index, call=number, arguments=call.arguments_json),
+            ToolCallStop(index=index, call=number),
+        ]
+        self._num_calls += 1
+        self._has_text = False
+
+    def _emit(self, text: str, events: list[CallEvent]) -> None:
+        if self._num_calls and not self._has_text:
+            text = text.lstrip()
+        if not text:
+            return
+        self._has_text = True
+        if events and isinstance(events[-1], TextDelta):
+            events[-1] = TextDelta(index=self._index, text=events[-1].text + text)
+        else:
+            events.append(TextDelta(index=self._index, text=text))

@@ -25,6 +25,7 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.descriptor = -1
         try:
             # Non-blocking, so that a named pipe in place of a file is refused instead of waited for.
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -44,10 +45,10 @@ class MappedFile:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         except OSError as error:
-            os.close(self.descriptor)
+            self.close()
             raise FilesMissing(f"cannot map {path}: {error.strerror}; is its file system supported?") from error
         except BaseException:
-            os.close(self.descriptor)
+            self.close()
             raise
 
     def close(self) -> None:
@@ -65,5 +66,4 @@ class MappedFile:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "descriptor", -1) >= 0:
-            self.close()
+        self.close()

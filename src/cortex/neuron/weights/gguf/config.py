@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ class _Keys:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self._wrong(name, value)
         return float(f"{value:.{_FLOAT32_DIGITS}g}")
 
@@ -51,9 +52,6 @@ class _Keys:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
             raise self._wrong(name, value)
         return value
-
-    def has(self, name: str) -> bool:
-        return f"{self._architecture}.{name}" in self._file.metadata
 
     def _get(self, name: str, default: float | None) -> Any:
         value = self._file.metadata.get(f"{self._architecture}.{name}", default)
@@ -118,7 +116,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    elif keys.has("expert_count") and keys.number("expert_count") > 0:
+    elif file.metadata.get(f"{architecture}.expert_count"):
         raise Unsupported(f"{file.path} is a {architecture} mixture of experts, which is not supported in GGUF")
     return config
 

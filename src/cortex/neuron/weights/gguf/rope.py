@@ -54,7 +54,10 @@ def _factors(file: GGUFFile, head_dim: int) -> tuple[float, ...] | None:
         raise Malformed(f"{file.path}: {ROPE_FACTORS} does not fit heads of {head_dim}; convert the model again")
     with file.path.open("rb") as raw:
         raw.seek(tensor.offset)
-        return struct.unpack(f"<{head_dim // 2}f", raw.read(tensor.num_bytes))
+        factors = struct.unpack(f"<{head_dim // 2}f", raw.read(tensor.num_bytes))
+    if not all(1 <= factor < math.inf for factor in factors):
+        raise Malformed(f"{file.path}: {ROPE_FACTORS} holds numbers that stretch nothing; convert the model again")
+    return factors
 
 
 def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: int) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: 
     matter, so the low end is set to 1.
     """
     frequencies = [theta ** (-2 * index / head_dim) for index in range(head_dim // 2)]
-    factor = round(max(factors), 4)
+    factor = float(f"{max(factors):.7g}")
     between = [
         (frequency / (2 * math.pi), (1 / divisor - 1 / factor) / (1 - 1 / factor))
         for frequency, divisor in zip(frequencies, factors, strict=True)

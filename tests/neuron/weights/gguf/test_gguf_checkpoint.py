@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cortex.neuron.weights.checkpoint import TensorInfo, open_checkpoint
+from cortex.neuron.weights.errors import CheckpointError, Malformed, TensorMissing, Unsupported
+from cortex.neuron.weights.gguf.types import GGMLType
+
+Writer = Callable[[], Any]
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS = 64, 4, 2, 16, 3
+
+
+def model(writer: Any, architecture: str = "llama") -> Any:
+    """A model of one layer; every tensor is random but reproducible."""
+    writer.add("general.architecture", architecture)
+    for key, value in {
+        "block_count": 1,
+        "context_length": 512,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": 96,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 5000.0,
+    }.items():
+        writer.add(f"{architecture}.{key}", value)
+    for kind, token in {"bos": 1, "eos": 2, "eot": 3, "padding": 2}.items():
+        writer.add(f"tokenizer.ggml.{kind}_token_id", token)
+    for name, tensor in weights().items():
+        writer.add_float(name, tensor)
+    return writer
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "token_embd.weight": (32, HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "blk.0.attn_norm.weight": (HIDDEN,),
+        "blk.0.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
+        "blk.0.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "blk.0.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "blk.0.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
+        "blk.0.ffn_norm.weight": (HIDDEN,),
+    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def write(tmp_path: Path, writer: Any, name: str = "model.gguf") -> Path:
+    path = tmp_path / name
+    path.write_bytes(writer.build())
+    return path
+
+
+def interleave(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """What converters do to Llama's q and k: rows i and i + half of a head become neighbours."""
+    rows = []
+    head_dim = tensor.shape[0] // num_heads
+    for head in range(num_heads):
+        for i in range(head_dim // 2):
+            rows += [tensor[head * head_dim + i], tensor[head * head_dim + head_dim // 2 + i]]
+    return torch.stack(rows)
+
+
+def test_the_config_is_shaped_like_the_hubs(tmp_path: Path, gguf_writer: Writer) -> None:
+    checkpoint = open_checkpoint(write(tmp_path, model(gguf_writer())))
+    assert checkpoint.config == {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": 96,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "pad_token_id": 2,
+    }
+    assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 2}
+
+
+def test_recommended_sampling_becomes_generation_defaults(tmp_path: Path, gguf_writer: Writer) -> None:
+    writer = model(gguf_writer()).add("general.sampling.temp", 0.6).add("general.sampling.top_k", 20)
+    generation = open_checkpoint(write(tmp_path, writer)).generation_config
+    assert (generation["temperature"], generation["top_k"]) == (0.6, 20)
+
+
+def test_tensors_carry_the_hubs_names(tmp_path: Path, gguf_writer: Writer) -> None:
+    checkpoint = open_checkpoint(write(tmp_path, model(gguf_writer(), "qwen3")))
+    source = weights()
+    assert checkpoint.config["model_type"] == "qwen3"
+    layer = "model.layers.0"
+    for name, original in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        f"{layer}.input_layernorm.weight": "blk.0.attn_norm.weight",
+        f"{layer}.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+        f"{layer}.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+        f"{layer}.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+        f"{layer}.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+        f"{layer}.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+    }.items():
+        assert torch.equal(checkpoint.read(name), source[original]), name
+    assert "lm_head.weight" not in checkpoint.tensors
+
+
+def test_llama_queries_and_keys_come_out_in_the_hubs_rotary_order(tmp_path: Path, gguf_writer: Writer) -> None:
+    writer = model(gguf_writer())
+    source = weights()
+    writer.tensors = [
+        entry for entry in writer.tensors if entry[0] not in ("blk.0.attn_q.weight", "blk.0.attn_k.weight")
+    ]
+    writer.add_float("blk.0.attn_q.weight", interleave(source["blk.0.attn_q.weight"], HEADS))
+    writer.add_float("blk.0.attn_k.weight", interleave(source["blk.0.attn_k.weight"], KV_HEADS))
+    bias = torch.arange(float(HEADS * HEAD_DIM))
+    writer.add_float("blk.0.attn_q.bias", interleave(bias, HEADS))
+    checkpoint = open_checkpoint(write(tmp_path, writer))
+    assert checkpoint.config["attention_bias"] is True
+    attention = "model.layers.0.self_attn"
+    assert torch.equal(checkpoint.read(f"{attention}.q_proj.weight"), source["blk.0.attn_q.weight"])
+    assert torch.equal(checkpoint.read(f"{attention}.k_proj.weight"), source["blk.0.attn_k.weight"])
+    assert torch.equal(checkpoint.read(f"{attention}.v_proj.weight"), source["blk.0.attn_v.weight"])
+    assert torch.equal(checkpoint.read(f"{attention}.q_proj.bias"), bias)
+
+
+def test_quantised_tensors_are_read_as_float32_whatever_their_size(tmp_path: Path, gguf_writer: Writer) -> None:
+    rows, random = 20_001, np.random.default_rng(1)
+    blocks = np.zeros((rows, 34), dtype=np.uint8)
+    blocks[:, 2:] = random.integers(0, 256, (rows, 32), dtype=np.uint8)
+    scales = random.normal(0, 1, rows).astype(np.float16)
+    blocks[:, :2] = scales.view(np.uint8).reshape(rows, 2)
+    writer = model(gguf_writer()).add_tensor("output.weight", (rows, 32), GGMLType.Q8_0, blocks.tobytes())
+    checkpoint = open_checkpoint(write(tmp_path, writer))
+    assert checkpoint.tensors["lm_head.weight"] == TensorInfo((rows, 32), "Q8_0", rows * 34)
+    assert checkpoint.config["tie_word_embeddings"] is False
+    expected = blocks[:, 2:].view(np.int8).astype(np.float32) * scales.astype(np.float32)[:, None]
+    read = checkpoint.read("lm_head.weight")
+    assert read.dtype == torch.float32
+    np.testing.assert_array_equal(read.numpy(), expected)
+
+
+def test_a_format_that_cannot_be_decoded_is_named_with_alternatives(tmp_path: Path, gguf_writer: Writer) -> None:
+    writer = model(gguf_writer()).add_tensor("output.weight", (1, 256), GGMLType.IQ2_XS, bytes(74))
+    checkpoint = open_checkpoint(write(tmp_path, writer))
+    with pytest.raises(Unsupported, match=r"IQ2_XS.*Q4_K"):
+        checkpoint.read("lm_head.weight")
+
+
+def mixture(writer: Any) -> tuple[Any, torch.Tensor]:
+    model(writer, "qwen3moe")
+    for key, value in {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": 32}.items():
+        writer.add(f"qwen3moe.{key}", value)
+    stack = torch.randn(EXPERTS, 32, HIDDEN)
+    writer.add_float("blk.0.ffn_gate_exps.weight", stack).add_float(
+        "blk.0.ffn_gate_inp.weight", torch.ones(EXPERTS, HIDDEN)
+    )
+    return writer, stack
+
+
+def test_experts_are_listed_one_by_one_and_readable_as_a_stack(tmp_path: Path, gguf_writer: Writer) -> None:
+    writer, stack = mixture(gguf_writer())
+    checkpoint = open_checkpoint(write(tmp_path, writer))
+    assert checkpoint.config["num_experts"] == EXPERTS
+    assert checkpoint.config["num_experts_per_tok"] == 2
+    assert checkpoint.config["moe_intermediate_size"] == 32
+    for expert in range(EXPERTS):
+        name = f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"
+        assert checkpoint.tensors[name] == TensorInfo((32, HIDDEN), "F32", 32 * HIDDEN * 4)
+        assert torch.equal(checkpoint.read(name), stack[expert])
+    assert torch.equal(checkpoint.read("model.layers.0.mlp.experts.gate_proj.weight"), stack)
+    assert "model.layers.0.mlp.experts.gate_proj.weight" not in checkpoint.tensors
+    assert checkpoint.read("model.layers.0.mlp.gate.weight").shape == (EXPERTS, HIDDEN)
+    with pytest.raises(TensorMissing):
+        checkpoint.read(f"model.layers.0.mlp.experts.{EXPERTS}.gate_proj.weight")
+
+
+def test_a_split_model_is_one_model(tmp_path: Path, gguf_writer: Writer) -> None:
+    whole = model(gguf_writer(), "qwen3").add("split.count", 2)
+    second = gguf_writer().add("split.count", 2)
+    second.tensors, whole.tensors = whole.tensors[4:], whole.tensors[:4]
+    first = write(tmp_path, whole, "m-00001-of-00002.gguf")
+    write(tmp_path, second, "m-00002-of-00002.gguf")
+    for path in (first, tmp_path):
+        checkpoint = open_checkpoint(path)
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+        assert len(checkpoint.tensors) == len(weights())
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointError, match="00002-of-00002"):
+        open_checkpoint(first)
+
+
+def test_a_later_part_alone_points_to_the_first(tmp_path: Path, gguf_writer: Writer) -> None:
+    with pytest.raises(Malformed, match="00001-of"):
+        open_checkpoint(write(tmp_path, model(gguf_writer()).add("split.count", 2), "m-00002-of-00002.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda writer: writer.add_float("blk.0.ssm_a", torch.ones(2)), "ssm_a"),
+        (lambda writer: writer.add("llama.expert_count", 8), "mixture"),
+        (lambda writer: writer.add("llama.rope.dimension_count", 8), "rotates 8 of 16"),
+        (lambda writer: writer.add("llama.attention.key_length", 12), "12"),
+        (lambda writer: writer.keys.pop(1), "block_count"),
+        (lambda writer: writer.tensors.pop(0), "token_embd"),
+    ],
+    ids=["unknown-tensor", "old-mixture", "partial-rotary", "broken-heads", "missing-key", "no-embedding"],
+)
+def test_what_cannot_be_served_right_is_refused(
+    tmp_path: Path, gguf_writer: Writer, spoil: Callable[[Any], Any], message: str
+) -> None:
+    writer = model(gguf_writer())
+    spoil(writer)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(write(tmp_path, writer))
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [([4, 4], Unsupported), ("four", Malformed), (0, Malformed), (True, Malformed)]
+)
+def test_metadata_of_the_wrong_kind_is_refused(tmp_path: Path, gguf_writer: Writer, value: Any, error: type) -> None:
+    writer = model(gguf_writer())
+    writer.keys = [(key, raw) for key, raw in writer.keys if key != "llama.attention.head_count"]
+    with pytest.raises(error, match="head_count"):
+        open_checkpoint(write(tmp_path, writer.add("llama.attention.head_count", value)))
+
+
+def test_an_unknown_architecture_names_what_is_supported(tmp_path: Path, gguf_writer: Writer) -> None:
+    with pytest.raises(Unsupported, match=r"'mamba'.*llama, qwen2, qwen3, qwen3moe"):
+        open_checkpoint(write(tmp_path, model(gguf_writer(), "mamba")))

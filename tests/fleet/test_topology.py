@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from cortex.fleet.topology import Device, Fleet, Node, Reservation, missed, seen
+from cortex.wire.node import Device as WireDevice
+from cortex.wire.node import DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
+
+DISCOVERY = Discovery(
+    host="beast",
+    os="linux",
+    version="1",
+    devices=(WireDevice(index=0, kind="cuda", name="card", total_bytes=1000),),
+)
+
+
+def health(free: int, *models: ModelStatus, status: str = "ok") -> Health:
+    devices = (DeviceHealth(index=0, total_bytes=1000, free_bytes=free),)
+    return Health(status=status, uptime_s=1, devices=devices, models=models)  # type: ignore[arg-type]
+
+
+def status(state: ModelState, measured: int | None = 300, **facts: object) -> ModelStatus:
+    return ModelStatus(id="m", state=state, devices=(0,), measured_bytes=measured, **facts)  # type: ignore[arg-type]
+
+
+def test_a_first_poll_draws_the_whole_node() -> None:
+    node = seen(None, "beast", DISCOVERY, health(600, status(ModelState.READY, idle_s=5, state_age_s=9)), 100.0)
+    assert node.healthy
+    assert node.devices == (
+        Device(index=0, kind="cuda", name="card", total_bytes=1000, free_bytes=600, foreign_bytes=100),
+    )
+    assert (node.residencies["m"].last_used, node.residencies["m"].state_since) == (95.0, 91.0)
+
+
+def test_foreign_use_is_not_judged_while_memory_is_on_the_move() -> None:
+    node = seen(None, "beast", DISCOVERY, health(900), 1.0)
+    for free in (900, 750, 620):
+        node = seen(node, "beast", DISCOVERY, health(free, status(ModelState.LOADING, None, estimate_bytes=280)), 2.0)
+        assert node.devices[0].foreign_bytes == 100
+    node = seen(node, "beast", DISCOVERY, health(600, status(ModelState.READY)), 3.0)
+    assert node.devices[0].foreign_bytes == 100
+
+
+def test_a_download_holds_no_device_memory_yet() -> None:
+    node = seen(None, "beast", DISCOVERY, health(900, status(ModelState.DOWNLOADING, None, estimate_bytes=80)), 1.0)
+    assert node.devices[0].foreign_bytes == 100
+
+
+def test_what_only_the_gateway_knows_survives_a_poll() -> None:
+    node = seen(None, "beast", DISCOVERY, health(700, status(ModelState.READY)), 1.0)
+    fleet = Fleet(nodes=(node,)).with_in_flight({("beast", "m"): 2})
+    node = fleet.nodes[0]
+    reservation = Reservation(model_id="n", devices=(0,), num_bytes=5)
+    node = Node(
+        **{f: getattr(node, f) for f in node.__struct_fields__} | {"reservations": (reservation,), "num_loads": 7}
+    )
+    again = seen(node, "beast", DISCOVERY, health(700, status(ModelState.READY)), 2.0)
+    assert again.residencies["m"].in_flight == 2
+    assert (again.reservations, again.num_loads) == ((reservation,), 7)
+
+
+def test_one_missed_poll_is_not_a_death() -> None:
+    node = seen(None, "beast", DISCOVERY, health(700), 1.0)
+    node = missed(missed(node, "timed out", limit=3), "timed out", limit=3)
+    assert node.healthy
+    node = missed(node, "timed out", limit=3)
+    assert (node.healthy, node.problem, node.missed_polls) == (False, "timed out", 3)
+    back = seen(node, "beast", DISCOVERY, health(700), 9.0)
+    assert (back.healthy, back.problem, back.missed_polls) == (True, None, 0)
+
+
+def test_replicas_are_ready_models_on_nodes_that_take_requests() -> None:
+    ready = health(700, status(ModelState.READY))
+    nodes = (
+        seen(None, "good", DISCOVERY, ready, 1.0),
+        seen(None, "loading", DISCOVERY, health(700, status(ModelState.LOADING)), 1.0),
+        seen(None, "leaving", DISCOVERY, health(700, status(ModelState.READY), status="draining"), 1.0),
+        missed(seen(None, "dead", DISCOVERY, ready, 1.0), "gone", limit=1),
+    )
+    fleet = Fleet(nodes=nodes)
+    assert [node.name for node, _ in fleet.replicas("m")] == ["good"]
+    assert fleet.live_models() == {"m"}
+
+
+def test_as_if_idle_forgets_all_requests() -> None:
+    busy = status(ModelState.READY, load=ModelLoad(running=3, waiting=1))
+    fleet = Fleet(nodes=(seen(None, "beast", DISCOVERY, health(700, busy), 1.0),)).with_in_flight({("beast", "m"): 4})
+    assert fleet.nodes[0].residencies["m"].is_busy
+    assert not fleet.nodes[0].is_idle
+    assert not fleet.as_if_idle().nodes[0].residencies["m"].is_busy
+    assert fleet.as_if_idle().nodes[0].is_idle

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shlex
-import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,6 +26,7 @@ from .client import Gateway, Refused, Unreachable
 from .demo import SMOLLM2, ensure_demo_model
 from .failures import Command, CommandError, ExitCode, is_verbose
 from .loadview import LoadView
+from .preflight import require_engine, require_free_ports
 from .runfiles import Ports
 from .sources import ModelSource, parse_source
 from .supervisor import ChildDied, Supervisor
@@ -112,7 +111,7 @@ def up(
     )
     host = host or listen.host
     require_free_ports(host, ports)
-    sources = tuple(parse_source(text) for text in models)
+    sources = distinct(parse_source(text) for text in models)
     if not sources:
         sources = (ModelSource(SMOLLM2.id, str(ensure_demo_model(console))),)
     folder = run_directory(ports.gateway)
@@ -135,49 +134,25 @@ def up(
     supervise(console, plan)
 
 
-def require_engine() -> None:
-    """Raises when only the gateway is installed."""
-    if missing := [name for name in ("torch", "aiohttp", "tokenizers") if importlib.util.find_spec(name) is None]:
-        raise CommandError(
-            f"the engine is not installed here ({', '.join(missing)} missing)",
-            "install it with: pip install 'cortex[neuron]'",
-        )
-
-
-def require_free_ports(host: str, ports: Ports) -> None:
-    """Raises for the first port that cannot be bound, with the option that changes it."""
-    wanted = (
-        (host, ports.gateway, "--port"),
-        (host, ports.metrics, "--metrics-port"),
-        ("127.0.0.1", ports.neuron, "--neuron-port"),
-    )
-    if len({ports.gateway, ports.metrics, ports.neuron}) < len(wanted):
-        raise CommandError("the three ports must differ", "choose others with --port, --metrics-port", ExitCode.USAGE)
-    for address, port, option in wanted:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            socket.create_server((address, port), family=family).close()
-        except PermissionError as error:
+def distinct(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
+    """The models, each under a name of its own."""
+    found: dict[str, ModelSource] = {}
+    for model in sources:
+        other = found.setdefault(model.id, model)
+        if other != model:
             raise CommandError(
-                f"port {port} is reserved for the system", f"choose one above 1023 with {option}", ExitCode.NO_ROOM
-            ) from error
-        except socket.gaierror as error:
-            raise CommandError(
-                f"{address} is not an address of this machine", "choose one with --host", ExitCode.USAGE
-            ) from error
-        except OSError as error:
-            raise CommandError(
-                f"port {port} cannot be used on {address} ({error.strerror})",
-                f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or choose another with {option}",
-                ExitCode.NO_ROOM,
-            ) from error
+                f"{other.source} and {model.source} would both be called {model.id}", "rename one", ExitCode.USAGE
+            )
+    return tuple(found.values())
 
 
 def overrides(settings: Config, host: str, ports: Ports) -> dict[str, str]:
-    """Settings of the gateway that must win over its file: the ports asked for, and the local node."""
+    """Settings that must win over any file and over the shell's own: the ports asked for, and the local node."""
     environment = {
         "CORTEX_GATEWAY__LISTEN": runfiles.address(host, ports.gateway),
         "CORTEX_GATEWAY__METRICS_LISTEN": runfiles.address(host, ports.metrics),
+        "NEURON_LISTEN": runfiles.address("127.0.0.1", ports.neuron),
+        "NEURON_PORT": str(ports.neuron),
     }
     endpoints = [urlsplit(neuron.endpoint) for neuron in settings.neurons]
     if settings.neurons and not any(e.hostname in _LOOPBACK and e.port == ports.neuron for e in endpoints):

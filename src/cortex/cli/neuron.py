@@ -1,0 +1,116 @@
+"""The command `neuron`: the node daemon, and a look at the machine it would run on.
+
+The engine's packages are imported by the commands that need them: a machine with only the gateway gets a remedy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cortex import __version__
+from cortex.settings import SettingsError
+
+from . import checks
+from .checks import Finding, Verdict
+from .doctor import report
+from .failures import EXIT_CODES_HELP, Group, run
+from .output import bar, console, json_option, print_json, size, table
+from .preflight import require_engine
+
+if TYPE_CHECKING:
+    from cortex.neuron.config import NeuronConfig
+
+config_option = click.option("--config", type=click.Path(path_type=Path), help="A neuron.toml; defaults without one.")
+
+
+@click.group(cls=Group, name="neuron", epilog=EXIT_CODES_HELP)
+@click.version_option(__version__, prog_name="neuron")
+def neuron() -> None:
+    """Serve models on this machine's devices."""
+
+
+@neuron.command()
+@config_option
+@click.option("--port", type=click.IntRange(1, 65535), help="Listen here instead of where the configuration says.")
+def serve(config: Path | None, port: int | None) -> int:
+    """Run the node daemon until SIGTERM or Ctrl-C."""
+    require_engine()
+    from cortex.neuron.serve import serve as serve_node
+
+    return serve_node(_load(config, {"NEURON_PORT": str(port)} if port else {}))
+
+
+@neuron.command()
+@json_option
+def discover(as_json: bool) -> None:
+    """Show the devices a neuron would use here."""
+    require_engine()
+    from cortex.neuron.device.discovery import discover as look
+
+    inventory = look()
+    if as_json:
+        print_json(inventory)
+        return
+    rows = table(">DEVICE", "NAME", "KIND", "MEMORY", ">FREE", ">TOTAL", "COMPUTE")
+    for device in inventory.devices:
+        reading = inventory.readings.get(device.index)
+        free_bytes = reading.free_bytes if reading else 0
+        rows.add_row(
+            str(device.index),
+            device.name,
+            device.kind,
+            bar(1 - free_bytes / device.total_bytes) if device.total_bytes else "",
+            size(free_bytes) if reading else "",
+            size(device.total_bytes),
+            device.compute_capability or "",
+        )
+    console().print(rows)
+    if inventory.driver:
+        console().print(f"driver {inventory.driver}")
+    if inventory.driver_problem:
+        console().print(f"no GPU is used: {inventory.driver_problem}")
+
+
+@neuron.command()
+@config_option
+@json_option
+def doctor(config: Path | None, as_json: bool) -> int:
+    """Check what usually goes wrong on a node; say what to do."""
+    require_engine()
+    return report(_findings(config), as_json)
+
+
+def _findings(path: Path | None) -> Iterator[Finding]:
+    yield from checks.versions()
+    yield from checks.engine()
+    try:
+        settings = _load(path, {})
+    except SettingsError as error:
+        yield Finding("config", Verdict.PROBLEM, error.message, "correct that line")
+    else:
+        yield Finding(
+            "config", Verdict.FINE, str(path) if path else "none given: defaults and NEURON_… variables apply"
+        )
+        yield from checks.ports((settings.address,))
+    yield from checks.devices()
+    yield from checks.disk()
+    yield from checks.cache()
+
+
+def _load(path: Path | None, overrides: dict[str, str]) -> NeuronConfig:
+    from cortex.neuron import config
+
+    return config.load(path, {**os.environ, **overrides})
+
+
+def main() -> None:
+    run(neuron)
+
+
+if __name__ == "__main__":
+    main()

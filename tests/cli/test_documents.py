@@ -1,0 +1,91 @@
+"""What we hand out works: examples load, the reference page matches the types, units and commands agree."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cortex.cli.cortex import cortex
+from cortex.cli.neuron import neuron
+from cortex.cli.reference import configuration_page
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway.config import Config
+from cortex.neuron.config import NeuronConfig
+from cortex.settings import load
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("cortex.toml", Config), ("models.toml", Catalogue), ("neuron.toml", NeuronConfig)]
+)
+def test_the_example_loads_and_sets_something(name: str, kind: type[msgspec.Struct]) -> None:
+    loaded = load(kind, ROOT / "examples" / name, env_prefix="EXAMPLE_", env={})
+    assert loaded != kind()
+
+
+def test_example_aliases_lead_to_example_models() -> None:
+    catalogue = load(Catalogue, ROOT / "examples" / "models.toml", env_prefix="EXAMPLE_", env={})
+    assert catalogue.resolve("claude-3-5-haiku-latest").model_id == "small"
+    assert catalogue.resolve("claude-3-5-haiku-latest").background
+    assert catalogue.resolve("claude-sonnet-4").model_id == "coder"
+
+
+def test_pinned_nodes_of_the_example_catalogue_exist_in_the_example_fleet() -> None:
+    catalogue = load(Catalogue, ROOT / "examples" / "models.toml", env_prefix="EXAMPLE_", env={})
+    fleet = load(Config, ROOT / "examples" / "cortex.toml", env_prefix="EXAMPLE_", env={})
+    pinned = {node for model in catalogue.models for node in model.pinned_on}
+    assert pinned <= {node.name for node in fleet.neurons}
+
+
+def test_the_configuration_page_matches_the_types() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == configuration_page(), "run `make docs`"
+
+
+def unit(name: str) -> configparser.RawConfigParser:
+    parser = configparser.RawConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(ROOT / "packaging" / "systemd" / name)
+    return parser
+
+
+@pytest.mark.parametrize(("name", "group"), [("cortex.service", cortex), ("neuron.service", neuron)])
+def test_the_unit_starts_a_command_that_exists(name: str, group: object) -> None:
+    program, command, *options = shlex.split(unit(name)["Service"]["ExecStart"])
+    assert program.endswith(f"/{group.name}")  # type: ignore[attr-defined]
+    known = {text for parameter in group.commands[command].params for text in parameter.opts}  # type: ignore[attr-defined]
+    assert {option for option in options if option.startswith("--")} <= known
+
+
+@pytest.mark.parametrize(
+    ("name", "drain_s"), [("cortex.service", Config().gateway.drain_s), ("neuron.service", NeuronConfig().drain_s)]
+)
+def test_the_unit_waits_longer_than_the_program_drains(name: str, drain_s: float) -> None:
+    assert float(unit(name)["Service"]["TimeoutStopSec"]) > drain_s + 10
+
+
+def test_the_scrape_configuration_uses_the_default_ports() -> None:
+    text = (ROOT / "packaging" / "prometheus" / "prometheus.yml").read_text()
+    ports = {int(port) for port in re.findall(r":(\d+)\"", text)}
+    metrics = Config().gateway.metrics_listen
+    assert metrics is not None
+    assert ports == {metrics.port, NeuronConfig().address.port}
+
+
+def test_every_command_in_the_readme_exists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    groups = {"cortex": cortex, "neuron": neuron}
+    for program, command in re.findall(r"`(cortex|neuron) ([a-z]+)", text):
+        assert command in groups[program].commands, f"{program} {command}"
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"

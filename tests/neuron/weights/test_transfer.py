@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cortex.neuron.weights import transfer
+from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
+from cortex.neuron.weights.errors import Cancelled, Malformed, TensorMissing
+from cortex.neuron.weights.transfer import Placement, load_into
+
+Directory = Callable[..., Path]
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+def fill(checkpoint: Checkpoint, *placements: Placement) -> list[tuple[int, int]]:
+    reports: list[tuple[int, int]] = []
+    load_into(
+        checkpoint, placements, progress=lambda done, total: reports.append((done, total)), cancelled=lambda: False
+    )
+    return reports
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that every tensor here moves in several pieces."""
+    monkeypatch.setattr(transfer, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(transfer, "_MAX_PINNED_BYTES", 400)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("device", DEVICES)
+def test_fused_destinations_are_filled_in_their_own_dtype(model_directory: Directory, device: str) -> None:
+    source = {name: torch.randn(rows, 6) for name, rows in (("q", 50), ("k", 20), ("v", 20))}
+    source |= {"norm": torch.randn(6), "scalar": torch.tensor(3.0), "empty": torch.empty(3, 0)}
+    checkpoint = open_checkpoint(model_directory(source))
+    fused = torch.full((90, 6), torch.nan, dtype=torch.bfloat16, device=device)
+    parts = dict(zip("qkv", fused.split([50, 20, 20]), strict=True))
+    others = {name: torch.empty(source[name].shape, device=device) for name in ("norm", "scalar", "empty")}
+
+    reports = fill(checkpoint, *(Placement(name, place) for name, place in (parts | others).items()))
+
+    expected = torch.cat([source[name] for name in "qkv"]).bfloat16()
+    assert torch.equal(fused.cpu(), expected)
+    for name, place in others.items():
+        assert torch.equal(place.cpu(), source[name])
+    total = sum(info.num_bytes for info in checkpoint.tensors.values())
+    assert reports[0] == (0, total)
+    assert reports[-1] == (total, total)
+    assert reports == sorted(reports)
+    assert len(reports) > 20
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "select",
+    [
+        (slice(10, 31),),
+        (slice(None), slice(2, 5)),
+        (slice(40, 50), slice(0, 3)),
+        (slice(-7, None),),
+        (slice(5, 5),),
+    ],
+    ids=str,
+)
+def test_a_share_of_a_tensor_can_be_taken(model_directory: Directory, device: str, select: tuple[slice, ...]) -> None:
+    source = torch.randn(50, 6)
+    expected = source[select]
+    # A strided destination: one of two columns of something larger.
+    place = torch.zeros(*expected.shape, 2, device=device)[..., 0]
+    fill(open_checkpoint(model_directory({"w": source})), Placement("w", place, select))
+    assert torch.equal(place.cpu(), expected)
+
+
+def test_only_the_rows_that_are_needed_are_read(model_directory: Directory) -> None:
+    checkpoint = open_checkpoint(model_directory({"w": torch.randn(100, 4)}))
+    reports = fill(checkpoint, Placement("w", torch.empty(25, 4), (slice(25, 50),)))
+    assert reports[-1] == (25 * 16, 25 * 16)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_transform_sees_whole_rows_on_the_destinations_device(model_directory: Directory, device: str) -> None:
+    source = torch.randn(40, 1, 6)
+    place = torch.empty(40, 6, device=device)
+
+    def squeeze(rows: torch.Tensor) -> torch.Tensor:
+        assert rows.device.type == device
+        assert rows.shape[1:] == (1, 6)
+        return rows.squeeze(1) + 1
+
+    fill(open_checkpoint(model_directory({"w": source})), Placement("w", place, transform=squeeze))
+    assert torch.equal(place.cpu(), source.squeeze(1) + 1)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("device", DEVICES)
+def test_quantised_and_interleaved_tensors_arrive_as_read_gives_them(
+    tmp_path: Path, gguf_writer: Callable[[], Any], device: str
+) -> None:
+    writer = gguf_writer().add("general.architecture", "llama")
+    for key, value in {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 32,
+        "feed_forward_length": 32,
+        "attention.head_count": 4,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }.items():
+        writer.add(f"llama.{key}", value)
+    writer.add_float("token_embd.weight", torch.randn(8, 32))
+    blocks = torch.randint(0, 256, (32, 18), dtype=torch.uint8)
+    blocks[:, :2] = torch.randn(32, 1).half().view(torch.uint8)
+    writer.add_tensor("blk.0.attn_q.weight", (32, 32), 2, blocks.numpy().tobytes())
+    (tmp_path / "m.gguf").write_bytes(writer.build())
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+
+    name = "model.layers.0.self_attn.q_proj.weight"
+    whole, share = torch.empty(32, 32, device=device), torch.empty(10, 32, device=device)
+    fill(checkpoint, Placement(name, whole), Placement(name, share, (slice(13, 23),)))
+    assert torch.equal(whole.cpu(), checkpoint.read(name))
+    assert torch.equal(share.cpu(), checkpoint.read(name)[13:23])
+
+
+def test_wrong_names_and_shapes_are_found_before_anything_moves(model_directory: Directory) -> None:
+    checkpoint = open_checkpoint(model_directory({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}))
+    place = torch.zeros(2, 2)
+    for wrong in (Placement("c", torch.zeros(2, 2)), Placement("b", torch.zeros(2, 3)), Placement("b", torch.zeros(4))):
+        with pytest.raises(TensorMissing):
+            fill(checkpoint, Placement("a", place), wrong)
+    assert place.sum() == 0
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_load_that_is_called_off_ends_and_leaves_no_threads(model_directory: Directory, device: str) -> None:
+    checkpoint = open_checkpoint(model_directory({"w": torch.randn(1000, 4)}))
+    place = torch.empty(1000, 4, device=device)
+    done: list[int] = []
+    with pytest.raises(Cancelled):
+        load_into(
+            checkpoint,
+            [Placement("w", place)],
+            progress=lambda done_bytes, total_bytes: done.append(done_bytes),
+            cancelled=lambda: bool(done) and done[-1] > 3000,
+        )
+    assert done[-1] < 16000
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights-reader")]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_a_crash(model_directory: Directory) -> None:
+    directory = model_directory({"w": torch.randn(1000, 4)})
+    checkpoint = open_checkpoint(directory)
+    pieces = list(transfer._pieces(checkpoint, Placement("w", torch.empty(1000, 4))))
+    os.truncate(directory / "model.safetensors", 5000)
+    memory = memoryview(bytearray(100))
+    buffers = [transfer._Buffer(torch.frombuffer(memory, dtype=torch.uint8), memory) for _ in range(2)]
+
+    def drain() -> None:
+        with transfer._Readers(pieces, buffers) as readers:
+            while True:
+                filled = readers.next_filled(1)
+                assert filled is not None
+                readers.release(filled[1])
+
+    with pytest.raises(Malformed, match="ends at byte 5000"):
+        drain()
+
+
+def test_destinations_on_two_devices_are_a_mistake(model_directory: Directory) -> None:
+    checkpoint = open_checkpoint(model_directory({"a": torch.ones(2)}))
+    with pytest.raises(ValueError, match="several devices"):
+        fill(checkpoint, Placement("a", torch.empty(2)), Placement("a", torch.empty(2, device="meta")))

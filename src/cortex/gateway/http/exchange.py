@@ -80,12 +80,14 @@ class Exchange:
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """The whole answer at once, with its Content-Length. For HEAD the body is counted but not sent."""
-        self.start(status, headers, len(body))
-        self.write(body)
+        self.start(status, headers, len(body), first=body)
         self.finish()
 
-    def start(self, status: int, headers: Headers, content_length: int | None = None) -> None:
-        """Begin an answer of a known length, or (None) one whose end is marked by chunking or by closing."""
+    def start(self, status: int, headers: Headers, content_length: int | None = None, *, first: bytes = b"") -> None:
+        """Begin an answer of a known length, or (None) one whose end is marked by chunking or by closing.
+
+        `first` is written behind the head, in one packet with it.
+        """
         if self.closed:
             return
         if self.started:
@@ -96,11 +98,12 @@ class Exchange:
             framing += b"connection: close\r\n"
         elif self._http_10:
             framing += b"connection: keep-alive\r\n"
-        self._line.transport.write(encode_head(status_line(status), headers, date_line() + framing))
+        head = encode_head(status_line(status), headers, date_line() + framing)
         self.started = True
         self._keep_alive = keep_alive
         self._body = body
         self._num_bytes_due = content_length or 0
+        self._line.transport.write(head + self._framed(first) if first else head)
 
     def _frame(self, status: int, content_length: int | None) -> tuple[_Body, bytes]:
         bodiless_status = status in (204, 304) or status < 200
@@ -118,19 +121,22 @@ class Exchange:
         """Send a piece of the body now. Never blocks; see `paused`, `on_flow` and `drain` for the client's pace."""
         if self.closed or not data:
             return
+        if not self.started:
+            raise RuntimeError("start the answer before writing to it")
+        if framed := self._framed(data):
+            self._line.transport.write(framed)
+
+    def _framed(self, data: bytes) -> bytes:
+        """A piece of the body as it goes on the wire."""
         body = self._body
         if body is _Body.CHUNKED:
-            self._line.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        elif body is _Body.LENGTH:
+            return b"%x\r\n%b\r\n" % (len(data), data)
+        if body is _Body.LENGTH:
             self._num_bytes_due -= len(data)
             if self._num_bytes_due < 0:
                 self.abort()
                 raise RuntimeError("more bytes were written than the answer's Content-Length announced")
-            self._line.transport.write(data)
-        elif body is _Body.CLOSE:
-            self._line.transport.write(data)
-        elif not self.started:
-            raise RuntimeError("start the answer before writing to it")
+        return data if body is not _Body.NONE else b""
 
     def finish(self, *, keep_alive: bool = True) -> None:
         """End the answer. The connection serves the next request unless `keep_alive` is False or a side asked to close.

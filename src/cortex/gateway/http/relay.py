@@ -259,7 +259,7 @@ class Relay:
                 self._done(Outcome.COMPLETE)
                 return
             self._begin(rest)
-        if rest:
+        elif rest:
             self._pass_on(rest)
         if self._mode is _Mode.LATE and self._head is not None:
             self.exchange.write(self._observer.late_answer(self, self._head.status, self._late))
@@ -290,26 +290,30 @@ class Relay:
         return self._boundary.flush() if self._boundary is not None else b""
 
     def _pass_on(self, data: bytes) -> None:
-        if self._mode is _Mode.WAITING:
+        mode = self._mode
+        if mode is _Mode.WAITING:
             self._begin(data)
-        if self._mode is _Mode.LATE:
+        elif mode is _Mode.LATE:
             if len(self._late) < _LATE_ANSWER_BYTES:
                 self._late += data
-            return
-        self._spoke_at = self._loop.time()
-        self.exchange.write(data)
+        else:
+            self._spoke_at = self._loop.time()
+            self.exchange.write(data)
 
     def _begin(self, data: bytes) -> None:
-        """The first bytes are about to be passed on: no other node can take over from here."""
+        """Pass on the first bytes: no other node can take over from here."""
         head = self._head
         if head is None:
             raise RuntimeError("a body without a head")
         self._observer.on_first_data(self, data)
         if self.exchange.started:
             self._mode = _Mode.EVENTS if head.is_stream and head.status == 200 else _Mode.LATE
+            self._pass_on(data)
             return
         self._mode = _Mode.EVENTS if head.is_stream else _Mode.PLAIN
-        self.exchange.start(head.status, [*head.headers, *self._extra_headers], head.content_length)
+        self._spoke_at = self._loop.time()
+        headers = [*head.headers, *self._extra_headers]
+        self.exchange.start(head.status, headers, head.content_length, first=data)
 
     def _give_up_on_node(self, fault: UpstreamFault) -> None:
         if self._call is not None:

@@ -60,6 +60,7 @@ class UpstreamConnection(asyncio.Protocol):
         """The head is complete and the sink has not seen it."""
         self._body: list[bytes] = []
         self._complete = False
+        self._keep_alive = False
         self._surplus = False
         """More came than one answer."""
         self._malformed: str | None = None
@@ -173,8 +174,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._body.append(data)
 
     def on_message_complete(self) -> None:
-        if self._status:
+        if self._status and not self._complete:
             self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()  # the parser knows only at this moment
 
     # --- what happens
 
@@ -201,7 +203,7 @@ class UpstreamConnection(asyncio.Protocol):
         reusable = (
             not self._surplus
             and self._malformed is None
-            and self._parser.should_keep_alive()
+            and self._keep_alive
             and not self.transport.get_write_buffer_size()
             and not self.transport.is_closing()
         )

@@ -1,0 +1,66 @@
+"""The data path alone, relaying to one upstream: what the gateway's own work is measured against.
+
+Usage: bare.py ORIGIN PORT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import uvloop
+
+from cortex.gateway.http.exchange import Exchange
+from cortex.gateway.http.faults import UpstreamFault
+from cortex.gateway.http.relay import Keepalive, Outcome, Relay
+from cortex.gateway.http.request import Headers
+from cortex.gateway.http.server import Answer, Server
+from cortex.gateway.http.ticker import Ticker
+from cortex.gateway.http.upstream import Pool
+from cortex.wire.errors import CortexError
+
+
+class Bystander:
+    """Lets everything pass."""
+
+    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
+        return True
+
+    def on_first_data(self, relay: Relay, data: bytes) -> None:
+        pass
+
+    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
+        relay.refuse(502, (), str(fault).encode(), b"")
+
+    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+        return body
+
+    def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
+        return b"data: interrupted\n\n"
+
+    def on_done(self, relay: Relay, outcome: Outcome) -> None:
+        pass
+
+
+def refuse(error: CortexError, path: bytes) -> Answer:  # noqa: ARG001
+    return Answer(error.status, (), str(error).encode())
+
+
+async def main(origin: str, port: int) -> None:
+    ticker = Ticker(asyncio.get_running_loop())
+    pool = Pool(origin, ticker)
+    keepalive = Keepalive(b": keepalive\n\n", 1.0)
+    bystander = Bystander()
+
+    def handler(exchange: Exchange) -> None:
+        request = exchange.request
+        is_stream = b'"stream":true' in request.body
+        relay = Relay(exchange, bystander, ticker, keepalive=keepalive if is_stream else None)
+        relay.send(pool, request.method, request.path, request.headers, request.body)
+
+    await Server(handler, refuse, ticker).listen("127.0.0.1", port)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,3 @@
+module cortex/bench
+
+go 1.19

@@ -177,7 +177,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_a_crash(model_dire
                 assert filled is not None
                 readers.release(filled[1])
 
-    with pytest.raises(Malformed, match="ends at byte 5000"):
+    with pytest.raises(Malformed, match=r"ends at byte 5\d\d\d while it is being read"):
         drain()
 
 

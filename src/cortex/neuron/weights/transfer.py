@@ -26,9 +26,9 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), on the calling thread; never goes back."""
 
-_PIECE_BYTES: Final = 16 << 20
+_PIECE_BYTES: Final = 8 << 20
 _NUM_READERS: Final = 8
-_MAX_PINNED_BYTES: Final = 12 * _PIECE_BYTES
+_MAX_PINNED_BYTES: Final = 16 * _PIECE_BYTES
 _POLL_S: Final = 0.02
 _POLL_IN_FLIGHT_S: Final = 0.0005
 

@@ -80,19 +80,24 @@ def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: 
         slope = (first_blend - last_blend) / (first_waves - last_waves)
         root = last_blend - slope * last_waves
         if slope > 0 and root < 0:
-            high = round(1 - 1 / root, 3)
-            original = round(slope * (high - _LOW_FREQ_FACTOR))
+            high = _snapped(1 - 1 / root)
+            original = _snapped(slope * (high - _LOW_FREQ_FACTOR))
     scaling = {
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": _LOW_FREQ_FACTOR,
         "high_freq_factor": high,
-        "original_max_position_embeddings": int(original),
+        "original_max_position_embeddings": int(original) if original.is_integer() else original,
     }
     expected = [_divisor(frequency, factor, high, original) for frequency in frequencies]
     if any(abs(a - b) > _TOLERANCE * b for a, b in zip(factors, expected, strict=True)):
         raise Unsupported(f"{file.path}: {ROPE_FACTORS} stretches positions in a way that is not supported")
     return scaling
+
+
+def _snapped(value: float) -> float:
+    """`value`, or the whole number it must have been before float32 got hold of it."""
+    return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-4) else value
 
 
 def _divisor(frequency: float, factor: float, high: float, original: float) -> float:

@@ -97,7 +97,7 @@ def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: 
 
 def _snapped(value: float) -> float:
     """`value`, or the whole number it must have been before float32 got hold of it."""
-    return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-4) else value
+    return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-5) else value
 
 
 def _divisor(frequency: float, factor: float, high: float, original: float) -> float:

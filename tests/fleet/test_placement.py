@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from cortex.fleet.decision import Verdict
+from cortex.fleet.placement import place, unmet_pins
+from cortex.fleet.topology import Reservation
+from cortex.wire.node import ModelState
+
+GIB = 1024**3
+NOW = 10_000.0
+Make = Callable[..., Any]
+
+
+def verdicts(decision: Any) -> dict[str, Verdict]:
+    return {assessment.node: assessment.verdict for assessment in decision.assessments}
+
+
+def test_resident_and_least_loaded_comes_first(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(
+        node("busy", [24], model("m", running=3)),
+        node("calm", [24], model("m", running=1)),
+        node("empty", [80]),
+        specs=[spec("m")],
+    )
+    decision = place("m", picture, NOW)
+    assert (decision.action, decision.node, decision.victims) == ("route", "calm", ())
+    assert verdicts(decision) == {"calm": "resident", "busy": "resident", "empty": "fits"}
+
+
+def test_the_order_of_verdicts(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    nodes = [
+        node("resident", [24], model("m", running=9)),
+        node("starting", [24], model("m", state=ModelState.LOADING)),
+        node("asleep", [24], model("m", state=ModelState.ASLEEP)),
+        node("fits", [24]),
+        node("evicts", [12], model("old", 10)),
+        node("blocked", [12], model("old", 10, running=1)),
+        node("small", [4]),
+    ]
+    actions = []
+    while nodes:
+        decision = place("m", fleet(*reversed(nodes), specs=[spec("m")]), NOW)
+        assert decision.assessments[0].node == nodes[0].name
+        actions.append(decision.action)
+        nodes.pop(0)
+    assert actions == ["route", "join", "wake", "load", "load", "wait", "refuse"]
+
+
+def test_a_pinned_node_comes_first_among_equals(node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("a", [12]), node("z", [80]), specs=[spec("m", pinned_on=("z",))])
+    assert place("m", picture, NOW).node == "z"
+
+
+def test_the_tightest_fit_keeps_large_devices_free(node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("large", [80]), node("tight", [12, 10, 24]), specs=[spec("m", 9)])
+    decision = place("m", picture, NOW)
+    assert (decision.node, decision.devices) == ("tight", (1,))
+
+
+@pytest.mark.parametrize(
+    ("size", "min_devices", "devices", "expected"),
+    [
+        (20, 1, [24, 24], (0,)),
+        (30, 1, [24, 24], (0, 1)),
+        (30, 1, [24, 24, 24], (0, 1)),
+        (60, 1, [24, 24, 24], ()),
+        (60, 1, [24, 24, 24, 24], (0, 1, 2, 3)),
+        (6, 2, [8, 8], (0, 1)),
+        (6, 2, [24], ()),
+        (30, 1, [24, 8], ()),
+        (30, 1, [16, 8, 24], (0, 2)),
+    ],
+)
+def test_as_few_devices_as_can_hold_it(
+    node: Make, fleet: Make, spec: Make, size: float, min_devices: int, devices: list[float], expected: tuple[int, ...]
+) -> None:
+    decision = place("m", fleet(node("n", devices), specs=[spec("m", size, min_devices=min_devices)]), NOW)
+    assert decision.devices == expected
+    if not expected:
+        assert decision.action == "refuse"
+
+
+def test_small_devices_are_left_out(node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("n", [8, 24]), specs=[spec("m", 4, min_device_vram_mb=10_000)])
+    assert place("m", picture, NOW).devices == (1,)
+
+
+def test_eviction_across_nodes_takes_fewest_bytes(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(
+        node("a", [24], model("large", 20, idle_s=9999)),
+        node("b", [24], model("small", 17, idle_s=50)),
+        specs=[spec("m", 10)],
+    )
+    decision = place("m", picture, NOW)
+    assert (decision.node, decision.victims) == ("b", ("small",))
+
+
+def test_victims_make_room_on_the_devices_that_need_it(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    wide = model("wide", 20, devices=(0, 1), idle_s=10)
+    picture = fleet(node("n", [24, 24], wide, model("one", 12, devices=(1,), idle_s=500)), specs=[spec("m", 22)])
+    decision = place("m", picture, NOW)
+    assert (decision.action, decision.devices, decision.victims) == ("load", (0,), ("wide",))
+
+
+@pytest.mark.parametrize(
+    ("occupant", "facts", "verdict", "reason"),
+    [
+        ({"running": 2}, {}, "blocked", "waits for old: busy with 2 requests"),
+        ({"in_flight": 1}, {}, "blocked", "waits for old: busy with 1 request"),
+        ({"age_s": 5}, {}, "blocked", "waits for old: loaded 5 s ago, stays at least 20 s"),
+        ({"state": ModelState.RECOVERING, "age_s": 3}, {}, "blocked", "waits for old: recovering for 3 s"),
+        ({"state": ModelState.UNLOADING, "age_s": 1}, {}, "blocked", "waits for old: unloading for 1 s"),
+        ({"pinned": True}, {}, "held", "room could only come from models that stay (old: pinned on n)"),
+        ({}, {"priority": 5}, "held", "room could only come from models that stay (old: its priority 5 is above 0)"),
+        ({}, {"pinned_on": ("n",)}, "held", "room could only come from models that stay (old: pinned on n)"),
+        ({}, {"pinned_on": ("other",)}, "fits_after_eviction", "fits after unloading old"),
+        ({}, {"priority": 0}, "fits_after_eviction", "fits after unloading old"),
+    ],
+)
+def test_who_stays_and_why(
+    model: Make, node: Make, fleet: Make, spec: Make, occupant: Any, facts: Any, verdict: str, reason: str
+) -> None:
+    picture = fleet(node("n", [24], model("old", 20, **occupant)), specs=[spec("m", 10), spec("old", 20, **facts)])
+    found = place("m", picture, NOW).assessments[0]
+    assert (found.verdict, found.reason) == (verdict, reason)
+
+
+def test_a_background_request_displaces_nothing(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("n", [24], model("main", 20)), specs=[spec("chores", 10)])
+    assert place("chores", picture, NOW).victims == ("main",)
+    decision = place("chores", picture, NOW, origin="background")
+    assert (decision.action, verdicts(decision)) == ("refuse", {"n": "held"})
+
+
+@pytest.mark.parametrize(
+    ("facts", "model_facts", "verdict"),
+    [
+        ({"healthy": False, "problem": "refused"}, {}, "unhealthy"),
+        ({"draining": True}, {}, "draining"),
+        ({"has_lifecycle": False}, {}, "not_listed"),
+        ({"harnesses": ("llama.cpp",)}, {}, "wrong_harness"),
+        ({}, {"load": "manual"}, "manual"),
+        ({}, {"min_devices": 2}, "too_few_devices"),
+        ({}, {"size": 25}, "too_small"),
+        ({"foreign": 18}, {}, "crowded"),
+    ],
+)
+def test_nodes_that_are_out_of_the_question(
+    node: Make, fleet: Make, spec: Make, facts: Any, model_facts: Any, verdict: str
+) -> None:
+    picture = fleet(node("n", [24], **facts), specs=[spec("m", **model_facts)])
+    assert verdicts(place("m", picture, NOW)) == {"n": verdict}
+
+
+def test_an_operator_may_load_what_requests_may_not(node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("n", [24]), specs=[spec("m", load="manual")])
+    assert place("m", picture, NOW, origin="operator").action == "load"
+
+
+def test_a_model_only_nodes_know_runs_where_it_is_listed(model: Make, node: Make, fleet: Make) -> None:
+    picture = fleet(node("a", [24]), node("b", [24], model("m", state=ModelState.COLD, estimate=8)))
+    decision = place("m", picture, NOW)
+    assert (decision.node, decision.need_bytes) == ("b", 8 * GIB)
+    assert verdicts(decision)["a"] == "not_listed"
+
+
+def test_a_recent_failure_is_not_repeated_at_once(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    failed = model("m", state=ModelState.FAILED, age_s=5, reason="no such file")
+    picture = fleet(node("a", [24], failed), node("b", [80]), specs=[spec("m")])
+    decision = place("m", picture, NOW)
+    assert decision.node == "b"
+    assert decision.assessments[1].reason == "no such file"
+    assert place("m", picture, NOW + 60).node == "a"
+
+
+def test_a_node_just_tried_is_left_out(node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("a", [24]), node("b", [80]), specs=[spec("m")])
+    assert place("m", picture, NOW, excluded=["a"]).node == "b"
+
+
+def test_after_running_out_of_memory_the_need_is_what_the_load_showed(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    picture = fleet(node("n", [24], model("old", 12)), specs=[spec("m", 8)])
+    assert place("m", picture, NOW).victims == ()
+    assert place("m", picture, NOW, at_least_bytes=14 * GIB).victims == ("old",)
+
+
+def test_measured_bytes_replace_the_estimate(node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("n", [24]), specs=[spec("m", 8)])
+    picture = msgspec.structs.replace(picture, measured={("m", None, None): 30 * GIB})
+    assert place("m", picture, NOW).action == "refuse"
+
+
+def test_a_size_nobody_knows_goes_where_most_is_free(node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("a", [12]), node("b", [24]), specs=[spec("m", None)])
+    decision = place("m", picture, NOW)
+    assert (decision.action, decision.node, decision.need_bytes) == ("load", "b", None)
+
+
+def test_promised_memory_is_not_promised_twice(node: Make, fleet: Make, spec: Make) -> None:
+    promise = Reservation(model_id="other", devices=(0,), num_bytes=20 * GIB)
+    picture = fleet(node("n", [24], reservations=(promise,)), specs=[spec("m", 8), spec("other", 20)])
+    assert place("m", picture, NOW).action == "wait"
+    assert place("other", picture, NOW).action == "join"
+
+
+def test_a_reload_of_a_leaving_model_waits_for_its_bytes(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("n", [24], model("m", 20, state=ModelState.UNLOADING)), specs=[spec("m", 20, load="pinned")])
+    assert place("m", picture, NOW).action == "wait"
+
+
+def test_an_empty_fleet_refuses(fleet: Make) -> None:
+    decision = place("m", fleet(), NOW)
+    assert (decision.action, decision.node, decision.assessments) == ("refuse", None, ())
+
+
+def test_pins_that_are_not_met(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(
+        node("a", [24], model("here")),
+        node("b", [24], model("loading", state=ModelState.LOADING)),
+        node("down", [24], healthy=False),
+        specs=[
+            spec("here", pinned_on=("a", "b", "down", "nowhere")),
+            spec("loading", load="pinned"),
+            spec("anywhere", load="pinned"),
+            spec("ordinary"),
+        ],
+    )
+    assert unmet_pins(picture) == (("here", "b"), ("anywhere", None))

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from cortex import settings
+from cortex.fleet.rules import EvictionRules
 from cortex.settings import Listen, Section
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -29,8 +30,6 @@ class GatewaySection(Section, frozen=True):
     """Address of the Prometheus metrics."""
     models: Path = Path("models.toml")
     """The catalogue, relative to this file. It need not exist: nodes list their own models."""
-    workers: Count = 1
-    """Processes that share the listening address."""
     keepalive_s: Seconds = 2.0
     """A streaming client that waits hears something this often."""
     idle_timeout_s: Seconds = 300.0
@@ -59,19 +58,6 @@ class GatewaySection(Section, frozen=True):
     """The least that is logged."""
 
 
-class EvictionSection(Section, frozen=True):
-    """Which model makes room for another, and how soon."""
-
-    strategy: Literal["lru", "priority"] = "lru"
-    """`lru`: the coldest goes first; `priority`: the least important, then the coldest."""
-    defrag_after_cycles: Annotated[int, Meta(ge=0)] = 50
-    """Recycle a node's idle workers after this many loads; 0 never does."""
-    min_residency_s: Annotated[float, Meta(ge=0)] = 20.0
-    """A model stays at least this long once loaded."""
-    fair_wait_s: Seconds = 30.0
-    """After this wait, requests for an absent model stop new work on the models it could replace."""
-
-
 class NeuronSection(Section, frozen=True):
     """A node of the fleet."""
 
@@ -94,7 +80,7 @@ class Config(Section, frozen=True):
     """The whole of `cortex.toml`."""
 
     gateway: GatewaySection = GatewaySection()
-    eviction: EvictionSection = EvictionSection()
+    eviction: EvictionRules = EvictionRules()
     neurons: tuple[NeuronSection, ...] = ()
 
     def __post_init__(self) -> None:

@@ -60,7 +60,9 @@ def read(body: bytes) -> Envelope:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {problem}") from problem
     if not envelope.model:
-        raise MissingModel('The body names no model; add "model", one of those that GET /v1/models lists.', param="model")
+        raise MissingModel(
+            'The body names no model; add "model", one of those that GET /v1/models lists.', param="model"
+        )
     return envelope
 
 

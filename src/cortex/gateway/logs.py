@@ -38,7 +38,7 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802: the name logging gives it
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name logging gives it
         line = super().formatMessage(record)
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         return f"{line}  {fields}" if fields else line

@@ -103,7 +103,7 @@ class Metrics:
     """Everything one gateway process counts, in a registry of its own."""
 
     def __init__(self, read_gauges: Callable[[], Iterable[GaugeSample]]) -> None:
-        prometheus_client.disable_created_metrics()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         pair = ("model", "node")
         spend = ("model", "key")
@@ -149,7 +149,10 @@ class Metrics:
             registry=registry,
         )
         self.retries = Counter(
-            "cortex_retries", "Requests sent again because a node failed before its first byte.", pair, registry=registry
+            "cortex_retries",
+            "Requests sent again because a node failed before its first byte.",
+            pair,
+            registry=registry,
         )
         self.disconnects = Counter(
             "cortex_client_disconnects", "Clients that left before their answer ended.", ("phase",), registry=registry

@@ -1,0 +1,37 @@
+"""`python -m cortex.gateway --config cortex.toml`: the gateway, without the rest of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import uvloop
+
+from cortex.gateway import config as configuration
+from cortex.gateway.server import CannotListen, serve
+from cortex.settings import SettingsError
+
+EXIT_CONFIG = 2
+EXIT_ADDRESS = 3
+
+
+def main() -> int:
+    """Serve until told to stop; the exit code says what went wrong, one line on standard error why."""
+    parser = argparse.ArgumentParser(prog="cortex.gateway", description="One endpoint over a fleet of GPU hosts.")
+    parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")
+    path: Path | None = parser.parse_args().config
+    try:
+        uvloop.run(serve(configuration.load(path, os.environ), path))
+    except SettingsError as problem:
+        print(f"cortex: {problem}", file=sys.stderr)
+        return EXIT_CONFIG
+    except CannotListen as problem:
+        print(f"cortex: {problem}", file=sys.stderr)
+        return EXIT_ADDRESS
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

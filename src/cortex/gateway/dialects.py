@@ -1,0 +1,65 @@
+"""The inference routes: which dialect each speaks, and how it says that it waits or that something went wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from cortex.gateway.http.server import Answer
+from cortex.wire import errors
+from cortex.wire.dialects import DIALECTS, Dialect, family
+from cortex.wire.errors import CortexError, Family
+from cortex.wire.node import Dialect as DialectName
+
+JSON_HEADERS = ((b"content-type", b"application/json"),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """One inference path."""
+
+    path: bytes
+    dialect: DialectName
+    generates: bool = True
+    """It asks a model for an answer, which may be streamed and may have to wait for a load."""
+
+    @property
+    def codec(self) -> Dialect:
+        return DIALECTS[self.dialect]
+
+    @property
+    def family(self) -> Family:
+        return self.codec.FAMILY
+
+
+CHAT = Route(b"/v1/chat/completions", "openai_chat")
+COMPLETIONS = Route(b"/v1/completions", "openai_completions")
+RESPONSES = Route(b"/v1/responses", "openai_responses")
+MESSAGES = Route(b"/v1/messages", "anthropic_messages")
+COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", generates=False)
+EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", generates=False)
+
+ROUTES: dict[bytes, Route] = {
+    route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, EMBEDDINGS)
+}
+
+FOREIGN_DIALECTS: tuple[DialectName, ...] = ("openai_chat", "openai_completions")
+"""What any OpenAI-compatible server speaks."""
+
+
+def family_of(path: bytes) -> Family:
+    """The shape in which clients of `path` read errors."""
+    return family(path.decode("latin-1"))
+
+
+def json_answer(value: object, status: int = 200) -> Answer:
+    """A whole response that carries `value`."""
+    return Answer(status, JSON_HEADERS, msgspec.json.encode(value))
+
+
+def error_answer(error: CortexError, family: Family) -> Answer:
+    """The whole response that tells `error` to clients of `family`."""
+    extra = tuple((name.encode(), value.encode()) for name, value in errors.headers(error).items())
+    body = msgspec.json.encode(errors.envelope(error, family))
+    return Answer(errors.status(error, family), (*JSON_HEADERS, *extra), body)

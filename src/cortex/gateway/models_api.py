@@ -1,0 +1,102 @@
+"""`/v1/models`: everything the fleet can answer with, in a shape that OpenAI and Anthropic clients both read.
+
+Pure: a picture of the fleet in, plain values out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from cortex.fleet.catalogue import MEBIBYTE, Alias, ModelSpec
+from cortex.fleet.topology import Fleet, Node, Residency
+from cortex.wire.node import Capabilities, ModelState
+
+FeasibleOn = Callable[[ModelSpec], tuple[str, ...]]
+"""The nodes that could serve a model now or after making room."""
+
+_ABSENT = (ModelState.COLD, ModelState.FAILED)
+
+
+def listing(fleet: Fleet, feasible_on: FeasibleOn, created: int) -> dict[str, Any]:
+    """The body of `GET /v1/models`. One page holds everything, in alphabetical order."""
+    data = [entry(fleet, spec, feasible_on, created) for spec in offered(fleet)]
+    data += [
+        _alias_entry(fleet, name, target, feasible_on, created) for name, target in fleet.catalogue.aliases.items()
+    ]
+    data.sort(key=lambda item: str(item["id"]).lower())
+    return {
+        "object": "list",
+        "data": data,
+        "has_more": False,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+    }
+
+
+def offered(fleet: Fleet) -> list[ModelSpec]:
+    """The catalogue's models and those that only nodes know."""
+    catalogued = {spec.id for spec in fleet.catalogue.models}
+    return [*fleet.catalogue.models, *(ModelSpec(id=model) for model in sorted(fleet.live_models() - catalogued))]
+
+
+def entry(fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int) -> dict[str, Any]:
+    """One model."""
+    held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
+    context, output = _limits(spec, held)
+    return {
+        "id": spec.id,
+        "object": "model",
+        "type": "model",
+        "display_name": spec.id,
+        "created": created,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "owned_by": "cortex",
+        "loaded": next(fleet.replicas(spec.id), None) is not None,
+        "feasible_on": list(feasible_on(spec)),
+        "locations": [_location(node, residency) for node, residency in held if residency.state is not ModelState.COLD],
+        "limit": {"context": context, "input": context, "output": output},
+        "capabilities": _capabilities(spec, held),
+        "cost": msgspec.to_builtins(spec.cost),
+    }
+
+
+def _alias_entry(fleet: Fleet, name: str, target: str | Alias, feasible_on: FeasibleOn, created: int) -> dict[str, Any]:
+    model = target if isinstance(target, str) else target.model
+    described = entry(fleet, fleet.catalogue.spec(model), feasible_on, created)
+    return described | {"id": name, "display_name": f"{name} → {model}", "alias_of": model}
+
+
+def _location(node: Node, residency: Residency) -> dict[str, Any]:
+    status = residency.status
+    place: dict[str, Any] = {
+        "node": node.name,
+        "status": str(status.state) if node.healthy else "unreachable",
+        "vram_mb": 0 if status.state in _ABSENT else (residency.num_bytes or 0) // MEBIBYTE,
+    }
+    if status.progress is not None:
+        place["progress"] = msgspec.to_builtins(status.progress)
+    if status.reason is not None:
+        place["reason"] = status.reason
+    return place
+
+
+def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | None, int | None]:
+    """What a request may count on: the smallest of what ready replicas offer, else of what nodes know."""
+    ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
+    statuses = ready or [residency.status for _, residency in held]
+    contexts = [status.context_tokens for status in statuses if status.context_tokens is not None]
+    outputs = [status.max_output_tokens for status in statuses if status.max_output_tokens is not None]
+    context = min(contexts, default=spec.context)
+    return context, min(outputs, default=context)
+
+
+def _capabilities(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, bool]:
+    names = [field.name for field in msgspec.structs.fields(Capabilities) if field.name != "notes"]
+    if spec.capabilities:
+        return {name: name in spec.capabilities for name in names}
+    reported = held[0][1].status.capabilities if held else Capabilities()
+    return {name: getattr(reported, name) for name in names}

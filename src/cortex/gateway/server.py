@@ -1,0 +1,276 @@
+"""The cortex server put together: nodes, dispatcher, data path, control, metrics; started, reloaded and ended here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from cortex import settings
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway import config as configuration
+from cortex.gateway import gauges, logs
+from cortex.gateway.config import Config, NeuronSection
+from cortex.gateway.control import Control
+from cortex.gateway.dialects import ROUTES, error_answer, family_of
+from cortex.gateway.http.exchange import Exchange
+from cortex.gateway.http.limits import ClientLimits
+from cortex.gateway.http.server import Answer, Server
+from cortex.gateway.http.ticker import Ticker
+from cortex.gateway.inference import Inference
+from cortex.gateway.journal import Journal
+from cortex.gateway.lifecycle import Lifecycle
+from cortex.gateway.meter import Meter, OpenMeter
+from cortex.gateway.metrics import CONTENT_TYPE, Metrics
+from cortex.gateway.nodes import NodeClient
+from cortex.gateway.poller import Poller
+from cortex.gateway.state import Dispatcher
+from cortex.settings import Listen, SettingsError
+from cortex.wire.errors import CortexError, Family, MethodNotAllowed, RouteNotFound
+from cortex.wire.node import DeviceHealth, Discovery, Health
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+WATCH_FILES_S = 2.0
+FIRST_POLL_S = 2.5
+"""How long the start waits for nodes to say what they have."""
+
+
+class CannotListen(Exception):
+    """The address is taken or not ours. The text says which and what to do."""
+
+
+class Gateway:
+    """One gateway process. Everything it owns lives on the running loop."""
+
+    def __init__(self, config: Config, catalogue: Catalogue, *, meter: Meter | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self.config = config
+        self._ticker = Ticker(loop)
+        self._nodes: dict[str, NodeClient] = {}
+        self._pollers: dict[str, Poller] = {}
+        self._device_health: dict[str, tuple[DeviceHealth, ...]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.journal = Journal()
+        self.metrics = Metrics(lambda: gauges.samples(self.dispatcher, self._device_health))
+        self._lifecycle = Lifecycle(self._nodes, self._pollers, self.metrics, loop.time)
+        self.dispatcher = Dispatcher(
+            self._lifecycle,
+            self.journal,
+            loop.time,
+            catalogue=catalogue,
+            rules=config.eviction,
+            neurons=config.neurons,
+            max_wait_s=config.gateway.max_wait_s,
+            max_waiting=config.gateway.max_waiting,
+            missed_polls=config.gateway.missed_polls,
+        )
+        self._lifecycle.outcomes = self.dispatcher
+        self._meter = meter or OpenMeter()
+        self._inference = Inference(
+            config=config.gateway,
+            dispatcher=self.dispatcher,
+            nodes=self._nodes,
+            meter=self._meter,
+            metrics=self.metrics,
+            ticker=self._ticker,
+            clock=loop.time,
+        )
+        self._control = Control(self.dispatcher, self.journal, self._meter)
+        limits = ClientLimits(body_bytes=config.gateway.max_body_mb * 1024 * 1024)
+        self.server = Server(self._handle, _refuse, self._ticker, limits)
+        self._metrics_server = Server(self._handle_metrics, _refuse, self._ticker)
+
+    async def start(self) -> tuple[str, int]:
+        """Hear every node once, then listen; returns the API's address. Raises CannotListen."""
+        self._join_nodes(self.config.neurons)
+        polls = [asyncio.create_task(poller.poll()) for poller in self._pollers.values()]
+        if polls:
+            await asyncio.wait(polls, timeout=FIRST_POLL_S)
+        for poller in self._pollers.values():
+            poller.start()
+        section = self.config.gateway
+        address = await _listen(self.server, section.listen, "gateway.listen")
+        if section.metrics_listen is not None:
+            await _listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen")
+        self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
+        if self._meter.is_open and not section.listen.is_loopback:
+            log.warning(
+                "anybody who can reach %s may use this gateway: no [[keys]] are configured. "
+                'Add one with `cortex keys add`, or set listen = "127.0.0.1:%s"',
+                section.listen,
+                section.listen.port,
+            )
+        return address
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Admit nothing, fail who waits, let running answers end within `grace_s`, then cut the rest."""
+        self._inference.closing = True
+        self.dispatcher.close()
+        await self.server.close(grace_s)
+        await self._metrics_server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(poller.stop() for poller in self._pollers.values()))
+        await self._lifecycle.close()
+        for node in self._nodes.values():
+            node.pool.close()
+
+    async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
+        """Take over a new configuration. Running answers are untouched; addresses need a restart."""
+        before = self.config
+        for key in ("listen", "metrics_listen", "max_body_mb"):
+            if getattr(before.gateway, key) != getattr(config.gateway, key):
+                log.warning("gateway.%s has changed: restart the gateway to use it", key)
+        kept = {section.name for section in config.neurons if section in before.neurons}
+        leaving = [self._pollers.pop(name) for name in list(self._pollers) if name not in kept]
+        await asyncio.gather(*(poller.stop() for poller in leaving))
+        for name in [name for name in self._nodes if name not in kept]:
+            self._lifecycle.abandon(name)
+            self._nodes.pop(name).pool.close()
+        self.config = config
+        self._inference.config = config.gateway
+        logs.configure(config.gateway.log_format, config.gateway.log_level)
+        self._join_nodes(section for section in config.neurons if section.name not in kept)
+        self.dispatcher.reconfigure(
+            catalogue,
+            config.eviction,
+            config.neurons,
+            max_wait_s=config.gateway.max_wait_s,
+            max_waiting=config.gateway.max_waiting,
+            missed_polls=config.gateway.missed_polls,
+        )
+        for section in config.neurons:
+            if section.name not in kept:
+                self._pollers[section.name].start()
+
+    def _join_nodes(self, sections: Iterable[NeuronSection]) -> None:
+        for section in sections:
+            client = NodeClient(
+                section,
+                self._ticker,
+                key=_node_key(section, os.environ),
+                connect_timeout_s=self.config.gateway.connect_timeout_s,
+                idle_timeout_s=self.config.gateway.idle_timeout_s,
+            )
+            self._nodes[section.name] = client
+            self._pollers[section.name] = Poller(client, self, self.config.gateway.poll_interval_s)
+
+    # --- what pollers hear
+
+    def observed(self, node: str, discovery: Discovery, health: Health) -> None:
+        self._device_health[node] = health.devices
+        self.dispatcher.observed(node, discovery, health)
+
+    def missed(self, node: str, why: str) -> None:
+        self.dispatcher.missed(node, why)
+
+    # --- what servers hand over
+
+    def _handle(self, exchange: Exchange) -> None:
+        request = exchange.request
+        route = ROUTES.get(request.path)
+        if route is None:
+            self._control.handle(exchange)
+        elif request.method == b"POST":
+            self._inference.begin(exchange, route)
+        else:
+            error = MethodNotAllowed(f"{request.path.decode()} takes POST.")
+            exchange.respond(*error_answer(error, route.family))
+
+    def _handle_metrics(self, exchange: Exchange) -> None:
+        if exchange.request.path in (b"/metrics", b"/"):
+            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self.metrics.exposition())
+        else:
+            exchange.respond(*error_answer(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.dispatcher.tick()
+
+
+def _refuse(error: CortexError, path: bytes) -> Answer:
+    return error_answer(error, family_of(path))
+
+
+async def _listen(server: Server, listen: Listen, key: str) -> tuple[str, int]:
+    try:
+        return await server.listen(listen.host, listen.port)
+    except OSError as problem:
+        raise CannotListen(
+            f"cannot listen on {listen}: {problem.strerror or problem}; stop what uses it, or set {key}"
+        ) from problem
+
+
+def _node_key(section: NeuronSection, env: Mapping[str, str]) -> str | None:
+    if section.key_env is None:
+        return None
+    key = env.get(section.key_env)
+    if not key:
+        log.warning("node %s: the environment variable %s is not set", section.name, section.key_env)
+    return key
+
+
+def load_catalogue(config: Config, path: Path | None) -> Catalogue:
+    """`models.toml` beside the configuration; an empty catalogue when there is none. Raises SettingsError."""
+    catalogue = catalogue_path(config, path)
+    if not catalogue.exists():
+        return Catalogue()
+    return settings.load(Catalogue, catalogue, env_prefix="", env={})
+
+
+def catalogue_path(config: Config, path: Path | None) -> Path:
+    return (path.parent if path is not None else Path.cwd()) / config.gateway.models
+
+
+async def serve(config: Config, path: Path | None = None) -> None:
+    """Run a gateway until SIGTERM or SIGINT; reload `path` on SIGHUP and when it changes. Raises CannotListen."""
+    logs.configure(config.gateway.log_format, config.gateway.log_level)
+    gateway = Gateway(config, load_catalogue(config, path))
+    host, port = await gateway.start()
+    log.info("cortex listens on http://%s:%s with %d nodes", host, port, len(config.neurons))
+    loop = asyncio.get_running_loop()
+    stop, reload = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
+    reloader = asyncio.create_task(_reload_when_needed(gateway, path, reload), name="reload")
+    try:
+        await stop.wait()
+        log.info("shutting down: running answers have %.0f s to end", gateway.config.gateway.drain_s)
+    finally:
+        reloader.cancel()
+        await asyncio.gather(reloader, return_exceptions=True)
+        await gateway.close(gateway.config.gateway.drain_s)
+
+
+async def _reload_when_needed(gateway: Gateway, path: Path | None, asked: asyncio.Event) -> None:
+    stamps = _stamps(gateway.config, path)
+    while True:
+        try:
+            await asyncio.wait_for(asked.wait(), WATCH_FILES_S)
+        except TimeoutError:
+            pass
+        found = _stamps(gateway.config, path)
+        if not asked.is_set() and found == stamps:
+            continue
+        asked.clear()
+        stamps = found
+        try:
+            config = configuration.load(path, os.environ)
+            await gateway.reconfigure(config, load_catalogue(config, path))
+            log.info("configuration reloaded: %d nodes", len(config.neurons))
+        except SettingsError as problem:
+            log.error("the configuration is not reloaded, the old one stays in force: %s", problem)
+
+
+def _stamps(config: Config, path: Path | None) -> tuple[int, ...]:
+    """When the files were last written; 0 for one that is not there."""
+    files = [file for file in (path, catalogue_path(config, path)) if file is not None]
+    return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

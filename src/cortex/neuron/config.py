@@ -108,6 +108,12 @@ class NeuronConfig(Section, frozen=True):
     """Shorthand: the port of `listen`."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     """How long running answers may take to end after SIGTERM, and by default before an unload."""
+    keepalive_s: Seconds = 2.0
+    """A streaming client that waits hears something at least this often, through queue, load and prompt."""
+    max_body_mb: Count = 64
+    """Larger request bodies are refused with 413."""
+    strip_billing_header: bool = True
+    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least that is logged."""
     log_format: Literal["text", "json"] = "text"

@@ -1,0 +1,84 @@
+"""The application: routes, and around each of them a request id, an error in its dialect and a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from cortex.neuron.api import replies
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.catalogue import Catalogue
+from cortex.neuron.api.control import Control
+from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.inference import Inference
+from cortex.neuron.api.logs import request_id
+from cortex.neuron.api.metrics import Metrics
+from cortex.neuron.api.tokens import Tokens
+from cortex.wire.dialects import ROUTES
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+
+
+def build(
+    backend: Backend,
+    doors: Doors,
+    *,
+    keepalive_s: float = 2.0,
+    max_body_bytes: int = 64 * 1024 * 1024,
+    strip_billing_header: bool = True,
+) -> web.Application:
+    """The HTTP front of `backend`. The server must cancel handlers whose client leaves."""
+    metrics = Metrics(backend)
+    inference = Inference(backend, doors, metrics, keepalive_s, strip_billing_header)
+
+    async def expose(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    app = web.Application(middlewares=[_tell], client_max_size=max_body_bytes)
+    app.on_response_prepare.append(_stamp)
+    app.add_routes([web.post(path, inference.handler(name)) for path, name in ROUTES.items()])
+    app.add_routes(Tokens(backend, strip_billing_header).routes())
+    app.add_routes(Catalogue(backend).routes())
+    app.add_routes([web.get("/metrics", expose)])
+    app.add_routes(Control(backend, doors, keepalive_s).routes())
+    return app
+
+
+@web.middleware
+async def _tell(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives the request its id, turns what the handler raises into an answer, and logs how it ended."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    request_id.set(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+    began_s = time.monotonic()
+    try:
+        response = await handler(request)
+    except (asyncio.CancelledError, ConnectionError):
+        _log(request, "left", began_s)
+        raise
+    except Exception as problem:  # noqa: BLE001 - the boundary: every exception becomes an answer
+        error = replies.known(problem, request)
+        response = replies.error(error, request.path)
+        _log(request, f"{response.status} {error.code}: {error.message}", began_s)
+        return response
+    _log(request, str(response.status), began_s)
+    return response
+
+
+async def _stamp(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers[REQUEST_ID_HEADER] = request_id.get()
+
+
+def _log(request: web.Request, outcome: str, began_s: float) -> None:
+    level = logging.DEBUG if request.method == "GET" else logging.INFO
+    elapsed_ms = (time.monotonic() - began_s) * 1000
+    log.log(level, "%s %s %s in %.0f ms", request.method, request.path, outcome, elapsed_ms)

@@ -1,0 +1,41 @@
+"""What the HTTP front asks of a node. `neuron.node.Node` is one; tests bring others that fail on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.text.model import TextModel
+from cortex.wire.node import Discovery, Health, LoadRequest, ModelStatus, NodeEvent, UnloadRequest
+
+
+class Generation(Protocol):
+    """One sequence's outputs as they come. `cancel` may be called at any time, any number of times."""
+
+    def __aiter__(self) -> AsyncIterator[list[StepOutput]]: ...
+
+    def cancel(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Reads never wait for a device. Everything that raises, raises from the wire's error tree."""
+
+    @property
+    def discovery(self) -> Discovery: ...
+
+    def health(self) -> Health: ...
+
+    def models(self) -> tuple[ModelStatus, ...]: ...
+
+    def model(self, model_id: str) -> ModelStatus: ...
+
+    async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus: ...
+
+    async def unload(self, request: UnloadRequest) -> ModelStatus: ...
+
+    def subscribe(self) -> AsyncIterator[NodeEvent]: ...
+
+    async def text(self, model_id: str) -> TextModel: ...
+
+    def submit(self, model_id: str, request: EngineRequest) -> Generation: ...

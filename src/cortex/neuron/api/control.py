@@ -1,0 +1,123 @@
+"""The node's own routes: what it is, how it is, which models it has, and the orders to load and unload them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+import cortex
+from cortex.neuron.api import replies
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.stream import EventStream
+from cortex.wire import sse
+from cortex.wire.errors import InvalidValue, MalformedJSON
+from cortex.wire.node import Endpoint, LoadRequest, ModelList, ModelState, UnloadRequest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Reads answer from what the node knows; none of them waits for a device."""
+
+    backend: Backend
+    doors: Doors
+    keepalive_s: float
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/", self.greet),
+            web.get("/discovery", self.discovery),
+            web.get("/health", self.health),
+            web.get("/version", self.version),
+            web.get("/events", self.events),
+            web.get("/models", self.models),
+            web.post("/models/load", self.load),
+            web.post("/models/unload", self.unload),
+            web.get("/models/{id:.+}/endpoint", self.endpoint),
+            web.get("/models/{id:.+}", self.model),
+        ]
+
+    async def greet(self, _: web.Request) -> web.Response:
+        return replies.json(
+            {
+                "name": "neuron",
+                "version": cortex.__version__,
+                "about": "One node of a cortex fleet: inference at /v1, the node itself at /discovery and /health.",
+            }
+        )
+
+    async def discovery(self, _: web.Request) -> web.Response:
+        return replies.json(self.backend.discovery)
+
+    async def health(self, _: web.Request) -> web.Response:
+        health = self.backend.health()
+        if self.doors.closed:
+            health = msgspec.structs.replace(health, status="draining")
+        return replies.json(health)
+
+    async def version(self, _: web.Request) -> web.Response:
+        return replies.json({"version": cortex.__version__})
+
+    async def models(self, _: web.Request) -> web.Response:
+        return replies.json(ModelList(models=self.backend.models()))
+
+    async def model(self, request: web.Request) -> web.Response:
+        return replies.json(self.backend.model(request.match_info["id"]))
+
+    async def endpoint(self, request: web.Request) -> web.Response:
+        """Every model answers where its node does; the host is the one by which the caller found us."""
+        model = self.backend.model(request.match_info["id"])
+        dialects = self.backend.discovery.dialects
+        base_url = f"{request.scheme}://{request.host}/v1"
+        return replies.json(Endpoint(model_id=model.id, base_url=base_url, dialects=dialects))
+
+    async def load(self, request: web.Request) -> web.Response:
+        """Answers when the model is ready, or at once with `?wait=false`: then 202 while it is on its way."""
+        order = _decode(await request.read(), LoadRequest)
+        wait = _flag(request, "wait", default=True)
+        with self.doors.enter():
+            status = await self.doors.wait_for(self.backend.load(order, wait=wait))
+        return replies.json(status, status=200 if status.state is ModelState.READY else 202)
+
+    async def unload(self, request: web.Request) -> web.Response:
+        order = _decode(await request.read(), UnloadRequest)
+        return replies.json(await self.backend.unload(order))
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """What changes, as it changes; ends when the node does."""
+        changes = self.backend.subscribe()
+        async with EventStream(request, keepalive=sse.COMMENT, keepalive_s=self.keepalive_s, headers={}) as stream:
+            await stream.write(sse.COMMENT)
+            async for change in changes:
+                await stream.write(sse.frame(msgspec.json.encode(change), change.kind))
+        await stream.response.write_eof()
+        return stream.response
+
+
+def _flag(request: web.Request, name: str, *, default: bool) -> bool:
+    value = request.query.get(name)
+    if value is None:
+        return default
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidValue(f"Invalid value for '{name}': use true or false.", param=name)
+    return value in ("true", "1")
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as problem:
+        raise InvalidValue(f"Invalid body: {problem}.", param=_path(problem)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise MalformedJSON(f"The body is not valid JSON: {problem}. Send one JSON object in UTF-8.") from None
+
+
+def _path(problem: msgspec.ValidationError) -> str | None:
+    """`$.model_id` in the message is the field `model_id`."""
+    _, found, path = str(problem).rpartition("`$.")
+    return path.rstrip("`") if found else None

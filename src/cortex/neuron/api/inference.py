@@ -1,0 +1,98 @@
+"""The inference routes: a body in any dialect in, an answer in the same dialect out, streamed or whole."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+from aiohttp import web
+
+from cortex.neuron.api import replies
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.metrics import Metrics, Watch
+from cortex.neuron.api.session import Session
+from cortex.neuron.api.stream import EventStream
+from cortex.wire import anthropic_messages
+from cortex.wire.dialects import DIALECTS, Dialect
+from cortex.wire.events import AnyEvent, Failure
+from cortex.wire.node import Dialect as DialectName
+from cortex.wire.requests import GenerateRequest
+
+PRINCIPAL_HEADER = "x-cortex-principal"
+DROPPED_TOOLS_HEADER = "x-cortex-dropped-tools"
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """What the inference routes share."""
+
+    backend: Backend
+    doors: Doors
+    metrics: Metrics
+    keepalive_s: float
+    strip_billing_header: bool
+
+    def handler(self, name: DialectName) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """The handler of one dialect's route."""
+        parse = DIALECTS[name].parse
+        if name == "anthropic_messages":
+            parse = partial(anthropic_messages.parse, keep_billing_header=not self.strip_billing_header)
+
+        async def handle(http: web.Request) -> web.StreamResponse:
+            with self.doors.enter(), self.metrics.watch(name) as watch:
+                request = parse(await http.read())
+                self.backend.model(request.model)
+                watch.model = request.model
+                return await self._answer(http, DIALECTS[name], request, watch)
+
+        return handle
+
+    async def _answer(
+        self, http: web.Request, dialect: Dialect, request: GenerateRequest, watch: Watch
+    ) -> web.StreamResponse:
+        id = dialect.ID_PREFIX + uuid.uuid4().hex
+        created = int(time.time())
+        principal = http.headers.get(PRINCIPAL_HEADER, "")
+        session = Session(self.backend, self.doors, request, id=id, created=created, principal=principal)
+        watch.phase = lambda: session.phase
+        headers = {DROPPED_TOOLS_HEADER: _header_list(request.dropped_tools)} if request.dropped_tools else {}
+        if not request.stream:
+            events: list[AnyEvent] = []
+            async with aclosing(session.events()) as batches:
+                async for batch in batches:
+                    watch.saw(batch)
+                    events += batch
+            body = dialect.fold(events, request, id=id, created=created, model=request.model)
+            return web.Response(body=body, content_type="application/json", headers=headers)
+
+        encoder = dialect.Encoder(request, id=id, created=created, model=request.model)
+        async with EventStream(
+            http, keepalive=dialect.KEEPALIVE, keepalive_s=self.keepalive_s, headers=headers
+        ) as stream:
+            try:
+                async with aclosing(session.events()) as batches:
+                    async for batch in batches:
+                        watch.saw(batch)
+                        if data := b"".join(map(encoder.encode, batch)):
+                            await stream.write(data)
+            except ConnectionError:
+                raise  # the client has gone; nobody is left to be told
+            except Exception as problem:
+                if not stream.opened:
+                    raise
+                error = replies.known(problem, http)
+                watch.failed(error)
+                await stream.write(encoder.encode(Failure(code=error.code, message=error.message)))
+        await stream.response.write_eof()
+        return stream.response
+
+
+def _header_list(values: tuple[str, ...]) -> str:
+    """As one header value: what a client wrote must not break out of it."""
+    kept = ["".join(c for c in value if c.isascii() and c.isprintable() and c != ",") for value in values]
+    return ", ".join(dict.fromkeys(kept))[:1000]

@@ -1,0 +1,82 @@
+"""From a client's request to what the engine is asked: defaults filled in, one sequence per choice. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.wire.requests import GenerateRequest, Sampling
+
+T = TypeVar("T")
+
+_LEAST_TOP_P = 1e-6
+"""`top_p: 0` means "only the likeliest token"; this keeps exactly that one."""
+
+
+def sampling_params(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
+    """What the client said, else what the model's authors recommend, else plain sampling at temperature 1."""
+    ours = SamplingParams()
+    return SamplingParams(
+        temperature=_first(sampling.temperature, defaults.temperature, ours.temperature),
+        top_k=_first(sampling.top_k, defaults.top_k, ours.top_k),
+        top_p=max(_LEAST_TOP_P, _first(sampling.top_p, defaults.top_p, ours.top_p)),
+        min_p=_first(sampling.min_p, defaults.min_p, ours.min_p),
+        repetition_penalty=_first(sampling.repetition_penalty, defaults.repetition_penalty, ours.repetition_penalty),
+        repetition_window=_first(sampling.repetition_window, None, ours.repetition_window),
+        presence_penalty=_first(sampling.presence_penalty, None, ours.presence_penalty),
+        frequency_penalty=_first(sampling.frequency_penalty, None, ours.frequency_penalty),
+        logit_bias=tuple(sampling.logit_bias.items()),
+        seed=sampling.seed,
+        top_logprobs=sampling.top_logprobs if sampling.logprobs else None,
+    )
+
+
+def engine_requests(
+    request: GenerateRequest,
+    *,
+    id: str,
+    prompt: tuple[int, ...],
+    context_tokens: int,
+    defaults: GenerationDefaults,
+    eos_ids: tuple[int, ...],
+    turn_ends: tuple[int, ...] = (),
+    grammar: str | None = None,
+    principal: str = "",
+) -> tuple[EngineRequest, ...]:
+    """One per choice. The answer may take what the context has left; whether the prompt fits, the node judges.
+
+    With a seed each choice has its own, derived from it: the same request gives the same `n` different answers.
+    """
+    sampling = request.sampling
+    params = sampling_params(sampling, defaults)
+    room = max(1, context_tokens - len(prompt))
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    stop_token_ids = (() if sampling.ignore_eos else eos_ids) + sampling.stop_token_ids
+    return tuple(
+        EngineRequest(
+            id=f"{id}.{index}",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=_with_seed(params, index),
+            stop_token_ids=stop_token_ids,
+            min_tokens=min(sampling.min_tokens, max_tokens),
+            grammar=grammar,
+            principal=principal,
+            checkpoint_at=turn_ends,
+        )
+        for index in range(sampling.n)
+    )
+
+
+def _with_seed(params: SamplingParams, index: int) -> SamplingParams:
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=params.seed + index)
+
+
+def _first(said: T | None, recommended: T | None, ours: T) -> T:
+    if said is not None:
+        return said
+    return ours if recommended is None else recommended

@@ -1,0 +1,78 @@
+"""A streamed HTTP answer that never falls silent: headers when it begins, keepalives on the wall clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from cortex.wire import sse
+
+HEADERS = {
+    "content-type": sse.CONTENT_TYPE,
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+class EventStream:
+    """An SSE response under way. Use as an async context manager.
+
+    Until the first write nothing is sent, so that an early error can still be a plain HTTP one; after
+    `keepalive_s` without a word the headers go out with a first keepalive, and from then on one follows every
+    `keepalive_s` of silence, whatever the writer waits for.
+    """
+
+    def __init__(
+        self, request: web.Request, *, keepalive: bytes, keepalive_s: float, headers: Mapping[str, str]
+    ) -> None:
+        self.response = web.StreamResponse(headers={**HEADERS, **headers})
+        self._request = request
+        self._keepalive = keepalive
+        self._keepalive_s = keepalive_s
+        self._opening = asyncio.Lock()
+        self._last_write_s = time.monotonic()
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def opened(self) -> bool:
+        """Whether the status is on its way; from then on an error can only be told inside the stream."""
+        return self.response.prepared
+
+    async def __aenter__(self) -> Self:
+        self._ticker = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+
+    async def write(self, data: bytes) -> None:
+        """Raises `ConnectionError` when the client has gone."""
+        if not self.response.prepared:
+            await self._open()
+        self._last_write_s = time.monotonic()
+        await self.response.write(data)
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+
+    async def _tick(self) -> None:
+        while True:
+            silent_s = time.monotonic() - self._last_write_s
+            if silent_s < self._keepalive_s:
+                await asyncio.sleep(self._keepalive_s - silent_s)
+                continue
+            try:
+                await self.write(self._keepalive)
+            except ConnectionError:
+                return  # the writer meets the same broken connection and ends the request

@@ -52,24 +52,103 @@ def test_models_as_json_is_what_the_gateway_said(gateway: CannedGateway, invoke:
     assert json.loads(invoke("models", "--json").stdout) == MODELS["data"]
 
 
+def fleet(*models: dict[str, Any], **node: Any) -> dict[str, Any]:
+    device = {"index": 0, "kind": "cuda", "name": "RTX 5090", "total_bytes": 32 << 30, "free_bytes": 8 << 30}
+    beast = {"name": "beast", "kind": "neuron", "up": True, "devices": [device], "models": list(models), **node}
+    return {"version": "0", "nodes": [beast], "waiting": {"large": 2}}
+
+
+READY = {"id": "small", "state": "ready", "measured_bytes": 900 << 20, "context_tokens": 8192, "idle_s": 700}
+FAILED = {"id": "small", "state": "failed", "reason": "the file is truncated."}
+LOADING = {
+    "id": "small",
+    "state": "loading",
+    "estimate_bytes": 5 << 30,
+    "progress": {"stage": "read", "done_bytes": 50, "total_bytes": 100, "eta_s": 4.0},
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "path", "body"),
     [
         (("load", "small"), "/fleet/models/small/load", {}),
-        (("load", "owner/name", "--node", "beast"), "/fleet/models/owner%2Fname/load", {"node": "beast"}),
-        (("unload", "small", "--force"), "/fleet/models/small/unload", {"force": True}),
-        (("pin", "small"), "/fleet/models/small/pin", {"pinned": True}),
-        (("unpin", "small"), "/fleet/models/small/pin", {"pinned": False}),
+        (("load", "small", "--node", "beast"), "/fleet/models/small/load", {"node": "beast"}),
+        (("unload", "small", "--no-wait", "--force"), "/fleet/models/small/unload", {"force": True}),
+        (("pin", "owner/name"), "/fleet/models/owner%2Fname/pin", {}),
+        (("unpin", "small"), "/fleet/models/small/unpin", {}),
     ],
 )
 def test_lifecycle_commands_ask_the_gateway(
     gateway: CannedGateway, invoke: Invoke, arguments: tuple[str, ...], path: str, body: dict[str, Any]
 ) -> None:
-    gateway.answers["POST", path] = {"status": "ok"}
+    gateway.answers["POST", path] = {"model": "small", "node": "beast", "nodes": ["beast"]}
+    gateway.answers["GET", "/fleet/status"] = fleet(READY)
     assert invoke(*arguments).code is ExitCode.OK
-    _method, asked, sent, _headers = gateway.requests[-1]
-    assert asked == path
-    assert sent == body
+    sent = [request for request in gateway.requests if request[0] == "POST"]
+    assert [(path, body) for _method, path, body, _headers in sent] == [(path, body)]
+
+
+def test_a_load_that_fails_says_why(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.answers["POST", "/fleet/models/small/load"] = (202, {"model": "small", "node": "beast"})
+    gateway.answers["GET", "/fleet/status"] = fleet(FAILED)
+    outcome = invoke("load", "small")
+    assert outcome.code is ExitCode.FAILED
+    assert "the file is truncated; " in outcome.error
+
+
+def test_unload_waits_until_it_is_gone(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.answers["POST", "/fleet/models/small/unload"] = (202, {"model": "small", "nodes": ["beast"]})
+    gateway.answers["GET", "/fleet/status"] = fleet()
+    assert "beast" in invoke("unload", "small").stdout
+
+
+def test_status_shows_devices_models_and_who_waits(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.answers["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
+    outcome = invoke("status")
+    assert outcome.code is ExitCode.OK
+    for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 12 min", "~5.0 GiB"):
+        assert part in outcome.stdout
+    assert "loading: read 50%, 4 s left" in outcome.stdout
+    assert "can load: third" in outcome.stdout
+    assert "2 waiting for large" in outcome.stdout
+
+
+def test_status_says_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.answers["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
+    outcome = invoke("status")
+    assert outcome.code is ExitCode.FAILED
+    assert "connection refused" in outcome.stdout
+
+
+def test_status_as_json_is_what_the_gateway_said(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.answers["GET", "/fleet/status"] = fleet(READY)
+    assert json.loads(invoke("status", "--json").stdout) == fleet(READY)
+
+
+def test_explain_lists_need_and_have(gateway: CannedGateway, invoke: Invoke) -> None:
+    device = {"index": 0, "name": "RTX 3060", "total_bytes": 12 << 30, "have_bytes": 1 << 30, "need_bytes": 5 << 30}
+    node = {
+        "node": "attic",
+        "verdict": "too_small",
+        "reason": "every device is too small",
+        "need_bytes": 5 << 30,
+        "devices": [{**device, "chosen": False}],
+        "occupants": [{"model": "small", "bytes": 1 << 30, "may_leave": False, "reason": "pinned"}],
+    }
+    decision = {"model": "large", "at": 0, "node": None, "outcome": "large fits nowhere", "nodes": [node]}
+    gateway.answers["GET", "/fleet/explain/large"] = decision
+    gateway.answers["GET", "/fleet/decisions?model=large"] = {"decisions": [decision]}
+    for arguments in (("explain", "large"), ("explain", "large", "--history")):
+        shown = invoke(*arguments).stdout
+        for part in (
+            "large fits nowhere",
+            "attic",
+            "0 RTX 3060",
+            "5.0 GiB",
+            "too small",
+            "small holds 1.0 GiB: pinned",
+        ):
+            assert part in shown
 
 
 def test_the_key_is_sent_as_bearer(gateway: CannedGateway, invoke: Invoke) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from cortex import __version__
-from cortex.fleet.catalogue import Catalogue
-from cortex.gateway.config import Config
-from cortex.settings import Listen, SettingsError, load
+from cortex.gateway.config import load
+from cortex.gateway.server import catalogue_path, load_catalogue
+from cortex.settings import Listen, SettingsError
 from cortex.wire.node import Discovery
 
 from .cache import cache_directory
@@ -67,13 +67,12 @@ def config(path: Path | None) -> Iterator[Finding]:
     if path is None:
         yield Finding("config", Verdict.FINE, "none given: defaults and CORTEX_… variables apply")
     try:
-        settings = load(Config, path, env_prefix="CORTEX_", env=os.environ)
+        settings = load(path, os.environ)
         if path is not None:
             yield Finding("config", Verdict.FINE, f"{path}: {len(settings.neurons)} nodes")
-        catalogue_path = (path.parent if path else Path.cwd()) / settings.gateway.models
-        if catalogue_path.exists():
-            catalogue = load(Catalogue, catalogue_path, env_prefix="CORTEX_CATALOGUE_", env={})
-            yield Finding("config", Verdict.FINE, f"{catalogue_path}: {len(catalogue.models)} models")
+        if (catalogue := catalogue_path(settings, path)).exists():
+            models = load_catalogue(settings, path).models
+            yield Finding("config", Verdict.FINE, f"{catalogue}: {len(models)} models")
     except SettingsError as error:
         yield Finding("config", Verdict.PROBLEM, error.message, "correct that line")
 
@@ -90,7 +89,7 @@ def gateway(client: Gateway) -> Iterator[Finding]:
 def nodes(path: Path | None) -> Iterator[Finding]:
     """Every node of the configuration: reachable, of our version, with usable devices."""
     try:
-        settings = load(Config, path, env_prefix="CORTEX_", env=os.environ)
+        settings = load(path, os.environ)
     except SettingsError:
         return  # reported by `config`
     for section in settings.neurons:

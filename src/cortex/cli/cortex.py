@@ -8,9 +8,12 @@ from cortex import __version__
 
 from .chat import chat
 from .doctor import doctor
+from .explain import explain
 from .failures import EXIT_CODES_HELP, Group, run
 from .lifecycle import load, pin, unload, unpin
 from .models import models
+from .serve import serve
+from .status import status
 from .up import up
 
 
@@ -20,7 +23,7 @@ def cortex() -> None:
     """One OpenAI + Anthropic endpoint over a handful of mismatched GPU boxes."""
 
 
-for command in (up, models, load, unload, pin, unpin, chat, doctor):
+for command in (up, status, models, chat, load, unload, pin, unpin, explain, doctor, serve):
     cortex.add_command(command)
 
 

@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
 from typing import Any
 
 import click
 
+from cortex.wire.node import ModelState
+
+from . import fleetview
 from .client import Gateway, gateway_options, model_path
-from .failures import Command
+from .failures import Command, CommandError
+from .loadview import LoadView
 from .output import console, json_option, print_json
 
-LOAD_TIMEOUT_S = 3600.0
+POLL_S = 0.25
+NODE_PATIENCE_S = 20.0
+"""A node that was told to load may show nothing of it for this long."""
 
 node_option = click.option("--node", help="The node to act on; the gateway picks when absent.")
+wait_option = click.option("--wait/--no-wait", default=True, help="Stay until it is done, which is the default.")
 
 
 @click.command(cls=Command)
 @click.argument("model")
 @node_option
+@wait_option
 @gateway_options
 @json_option
-def load(model: str, node: str | None, gateway: Gateway, as_json: bool) -> None:
+def load(model: str, node: str | None, wait: bool, gateway: Gateway, as_json: bool) -> None:
     """Bring a model into memory."""
-    with console().status(f"loading {model}"):
-        answer = gateway.patient(LOAD_TIMEOUT_S).post(model_path(model, "load"), _body(node=node))
-    _report(answer, as_json, f"{model} is ready")
+    answer = gateway.post(model_path(model, "load"), _body(node=node))
+    if wait:
+        _wait_ready(gateway, answer["model"], answer.get("node"))
+    _report(answer, as_json, f"{answer['model']} is ready" if wait else str(answer.get("outcome", "asked for")))
 
 
 @click.command(cls=Command)
 @click.argument("model")
 @node_option
 @click.option("--force", is_flag=True, help="End its running answers instead of waiting for them.")
+@wait_option
 @gateway_options
 @json_option
-def unload(model: str, node: str | None, force: bool, gateway: Gateway, as_json: bool) -> None:
+def unload(model: str, node: str | None, force: bool, wait: bool, gateway: Gateway, as_json: bool) -> None:
     """Free the memory a model takes.
 
     Everywhere, or on one node; waits for running answers unless forced.
     """
-    with console().status(f"unloading {model}"):
-        answer = gateway.patient(LOAD_TIMEOUT_S).post(model_path(model, "unload"), _body(node=node, force=force))
-    _report(answer, as_json, f"{model} is unloaded")
+    answer = gateway.post(model_path(model, "unload"), _body(node=node, force=force))
+    if wait:
+        _wait_gone(gateway, answer["model"], answer["nodes"])
+    places = ", ".join(answer["nodes"]) or "nowhere: it was not loaded"
+    _report(answer, as_json, f"{answer['model']} unloaded: {places}")
 
 
 @click.command(cls=Command)
@@ -49,23 +63,51 @@ def unload(model: str, node: str | None, force: bool, gateway: Gateway, as_json:
 @gateway_options
 @json_option
 def pin(model: str, node: str | None, gateway: Gateway, as_json: bool) -> None:
-    """Keep a model loaded.
-
-    It is brought in if need be, and never makes room for others.
-    """
-    answer = gateway.patient(LOAD_TIMEOUT_S).post(model_path(model, "pin"), _body(node=node, pinned=True))
-    _report(answer, as_json, f"{model} is pinned")
+    """Keep a model loaded: it never makes room for others."""
+    answer = gateway.post(model_path(model, "pin"), _body(node=node))
+    _report(answer, as_json, f"{answer['model']} is pinned on {', '.join(answer['nodes']) or 'no node'}")
 
 
 @click.command(cls=Command)
 @click.argument("model")
-@node_option
 @gateway_options
 @json_option
-def unpin(model: str, node: str | None, gateway: Gateway, as_json: bool) -> None:
+def unpin(model: str, gateway: Gateway, as_json: bool) -> None:
     """Let a model make room for others again."""
-    answer = gateway.post(model_path(model, "pin"), _body(node=node, pinned=False))
-    _report(answer, as_json, f"{model} is no longer pinned")
+    answer = gateway.post(model_path(model, "unpin"), {})
+    _report(answer, as_json, f"{answer['model']} is no longer pinned")
+
+
+def _wait_ready(gateway: Gateway, model: str, node: str | None) -> None:
+    """Show progress until the model is ready on `node`, or anywhere when the gateway has not chosen yet."""
+    deadline = time.monotonic() + NODE_PATIENCE_S
+    with LoadView(console()) as view:
+        view.starting([model])
+        while True:
+            fleet = fleetview.look(gateway)
+            held = [status for place, status in fleet.places(model) if node in (None, place.name)]
+            for status in held:
+                view.update(status)
+            if any(status.state is ModelState.READY for status in held):
+                return
+            if held and all(status.state is ModelState.FAILED for status in held):
+                reason = held[0].reason or "the node gave no reason"
+                raise CommandError(f"{model} could not be loaded: {reason.rstrip('.')}", "see `cortex explain`")
+            if held or fleet.waiting.get(model):
+                deadline = time.monotonic() + NODE_PATIENCE_S
+            elif time.monotonic() > deadline:
+                raise CommandError(f"{model} was asked for but no node shows it", f"see `cortex explain {model}`")
+            time.sleep(POLL_S)
+
+
+def _wait_gone(gateway: Gateway, model: str, nodes: Collection[str]) -> None:
+    absent = (ModelState.COLD, ModelState.FAILED)
+    with console().status(f"unloading {model}"):
+        while True:
+            left = [place for place, held in fleetview.look(gateway).places(model) if held.state not in absent]
+            if not any(place.name in nodes for place in left):
+                return
+            time.sleep(POLL_S)
 
 
 def _body(**fields: Any) -> dict[str, Any]:
@@ -76,4 +118,4 @@ def _report(answer: Any, as_json: bool, line: str) -> None:
     if as_json:
         print_json(answer)
     else:
-        console().print(line, markup=False)
+        console().print(line, markup=False, soft_wrap=True)

@@ -71,4 +71,4 @@ def bar(fraction: float, width: int = 20, style: str = "") -> Text:
     full, rest = divmod(eighths, 8)
     drawn = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
     chosen = style or ("red" if fraction > 0.95 else "yellow" if fraction > 0.8 else "green")
-    return Text.assemble((drawn, chosen), (" " * (width - len(drawn)), "on grey23"))
+    return Text(drawn.ljust(width), style=f"{chosen} on grey23")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +17,9 @@ import click
 import msgspec
 from rich.console import Console
 
-from cortex.gateway.config import Config
-from cortex.settings import Listen, load
+from cortex.gateway.config import Config, load
+from cortex.gateway.server import load_catalogue
+from cortex.settings import Listen
 from cortex.wire.node import Health, ModelState, ModelStatus
 
 from . import runfiles
@@ -101,7 +103,8 @@ def up(
     """
     console = Console(highlight=False)
     require_engine()
-    settings = load(Config, config, env_prefix="CORTEX_", env=os.environ)
+    settings = load(config, os.environ)
+    load_catalogue(settings, config)
     listen = settings.gateway.listen if config else Listen(f"127.0.0.1:{DEFAULT_PORTS.gateway}")
     metrics = settings.gateway.metrics_listen
     ports = Ports(
@@ -155,7 +158,7 @@ def overrides(settings: Config, host: str, ports: Ports) -> dict[str, str]:
         "NEURON_PORT": str(ports.neuron),
     }
     endpoints = [urlsplit(neuron.endpoint) for neuron in settings.neurons]
-    if settings.neurons and not any(e.hostname in _LOOPBACK and e.port == ports.neuron for e in endpoints):
+    if not any(e.hostname in _LOOPBACK and e.port == ports.neuron for e in endpoints):
         taken = {neuron.name for neuron in settings.neurons}
         name = next(name for name in (runfiles.LOCAL_NODE, *map("local-{}".format, range(2, 99))) if name not in taken)
         environment[f"CORTEX_NEURONS__{len(settings.neurons)}__NAME"] = name
@@ -189,14 +192,16 @@ def supervise(console: Console, plan: Plan) -> None:
 
 def fault_of(death: ChildDied) -> CommandError:
     """A child's end as the user should read it, in the child's own last words."""
-    child, code = death.child, death.child.process.returncode
-    told = [line for line in child.last_words() if line]
-    reason = told[0].removeprefix("cortex: ").removeprefix("neuron: ") if told else f"exit code {code}"
-    known = {ExitCode.CONFIG, ExitCode.NO_ROOM}
+    child = death.child
+    told = child.last_words()
+    reason = told[0].removeprefix("cortex: ").removeprefix("neuron: ") if told else ending(child.process.returncode)
     where = f"its log is {child.log}" if child.log else "its log is above"
-    return CommandError(
-        f"the {child.name} ended by itself: {reason}", where, ExitCode(code) if code in known else ExitCode.FAILED
-    )
+    return CommandError(f"the {child.name} ended by itself: {reason}", where)
+
+
+def ending(code: int) -> str:
+    """What a process's exit code says."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def wait_until_loaded(console: Console, plan: Plan, supervisor: Supervisor) -> bool:

@@ -1,0 +1,51 @@
+"""What people see: sizes, bars, and models on their way."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from cortex.cli.loadview import LoadView, describe
+from cortex.cli.output import bar, duration, size
+from cortex.wire.node import ModelState, ModelStatus, Progress
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (2048, "2 KiB"), (98 << 20, "98 MiB"), (25_275_125_760, "23.5 GiB"), (150 << 30, "150 GiB")],
+)
+def test_sizes_read_well(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3, "3 s"), (119, "119 s"), (600, "10 min"), (86400 * 3, "3 d")])
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("fraction", [-1.0, 0.0, 0.01, 0.5, 0.999, 1.0, 7.0])
+def test_a_bar_always_has_its_width(fraction: float) -> None:
+    assert len(bar(fraction, width=12).plain) == 12
+
+
+def loading(done: int) -> ModelStatus:
+    progress = Progress(stage="read", done_bytes=done, total_bytes=100, eta_s=3.2)
+    return ModelStatus(id="m", state=ModelState.LOADING, progress=progress)
+
+
+def test_progress_is_said_in_a_few_words() -> None:
+    assert describe(loading(42)) == "loading: read 42%, 3 s left"
+    assert describe(ModelStatus(id="m", state=ModelState.READY)) == "ready"
+
+
+def test_without_a_terminal_each_step_is_one_line() -> None:
+    out = io.StringIO()
+    with LoadView(Console(file=out)) as view:
+        view.starting(["m"])
+        for done in (1, 2, 3):
+            view.update(loading(done))
+        view.update(ModelStatus(id="m", state=ModelState.READY))
+        view.update(ModelStatus(id="somebody-else", state=ModelState.READY))
+    assert out.getvalue().splitlines() == ["m: loading (read)", "m: ready"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from cortex.cli.cache import cache_directory
 from cortex.neuron.text.model import TextModel
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -77,11 +79,10 @@ def make_model(backend: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
 def write_model(path: Path, backend: Tokenizer, family: str | None, **files: Any) -> Path:
     """A model's text files; `files` adds or replaces JSON files by their stem."""
     backend.save(str(path / "tokenizer.json"))
+    ends = [backend.token_to_id("<|im_end|>"), backend.token_to_id("<|endoftext|>")]
     contents = {
         "tokenizer_config": {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "pad_token": None},
-        "generation_config": {
-            "eos_token_id": [backend.token_to_id("<|im_end|>"), backend.token_to_id("<|endoftext|>")]
-        },
+        "generation_config": {"eos_token_id": ends},
         **files,
     }
     for name, content in contents.items():
@@ -94,10 +95,7 @@ def write_model(path: Path, backend: Tokenizer, family: str | None, **files: Any
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo's model in the project's cache."""
-    root = Path(
-        os.environ.get("CORTEX_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cortex"
-    )
-    found = min((root / "models").glob("SmolLM2-135M-Instruct*.gguf"), default=None)
+    found = min((cache_directory() / "models").glob("SmolLM2-135M-Instruct*.gguf"), default=None)
     if found is None:
         pytest.skip("the demo model is not in the cache; `cortex up --demo` fetches it")
     return found
@@ -110,5 +108,5 @@ def random_splits(text: str, seed: int, count: int) -> list[list[str]]:
     for _ in range(count):
         cuts = sorted(generator.sample(range(len(text) + 1), k=generator.randint(0, min(8, len(text)))))
         bounds = [0, *cuts, len(text)]
-        splits.append([text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)])
+        splits.append([text[a:b] for a, b in itertools.pairwise(bounds)])
     return splits

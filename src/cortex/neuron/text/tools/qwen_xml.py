@@ -1,7 +1,7 @@
 """Qwen XML: `<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`.
 
-Values are raw text; the tool's schema says what they mean. Some models forget `<tool_call>` before the function, so
-`<function=` opens a call too.
+Values are raw text; the tool's schema says what they mean. Models forget `<tool_call>` around the function, so
+`<function=` opens a call too, and `</function>` ends one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class _Reader:
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, wrapped: bool) -> None:
         self._schemas = schemas
-        self._wrapped = wrapped
         self._text = "" if wrapped else FUNCTION_OPEN
         self._position = 0
         self._searched = 0
@@ -149,9 +148,7 @@ class _Reader:
         start = self._position
         try:
             closed = self._expect(TOOL_CALL_CLOSE)
-        except NotACall:
-            if self._wrapped:
-                raise
+        except NotACall:  # the function is complete; models forget this marker too
             return Reading(self._call, self._text[start:])
         return None if closed is None else Reading(self._call, self._text[self._position :])
 

@@ -1,225 +1,58 @@
-"""A small node written for fault injection: it speaks `wire.node` on a real socket and breaks on demand."""
+"""Real gateways over fake nodes, on real sockets."""
 
 from __future__ import annotations
 
-import asyncio
-import time
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, ClientTimeout
 
-from cortex.wire.node import (
-    Capabilities,
-    Device,
-    DeviceHealth,
-    Discovery,
-    Health,
-    LoadRequest,
-    ModelLoad,
-    ModelState,
-    ModelStatus,
-    UnloadRequest,
-)
+from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.rules import EvictionRules
+from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.gateway.server import Gateway
+from cortex.settings import Listen
 
-GB = 1 << 30
+sys.path.insert(0, str(Path(__file__).parent))  # tests are not packages; this lets them share the fake node
 
-Answer = Callable[["FakeNeuron", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+from fake_neuron import Client, FakeNeuron
 
 
-@dataclass
-class Seen:
-    """One inference request as the node got it, and when its client left, if it did."""
+@pytest.fixture
+async def start_gateway() -> AsyncIterator[Callable[..., Awaitable[Client]]]:
+    """Starts gateways over fake nodes and closes them when the test ends; fast polls, no eviction delays."""
+    opened: list[Gateway] = []
+    async with ClientSession(timeout=ClientTimeout(total=20)) as session:
 
-    path: str
-    headers: dict[str, str]
-    raw: bytes
-    left_at: float | None = None
+        async def start(
+            *nodes: FakeNeuron,
+            foreign: tuple[FakeNeuron, ...] = (),
+            catalogue: Catalogue | None = None,
+            rules: EvictionRules | None = None,
+            meter: Any = None,
+            **gateway: Any,
+        ) -> Client:
+            sections = [NeuronSection(name=node.name, endpoint=node.endpoint) for node in nodes]
+            sections += [NeuronSection(name=node.name, endpoint=node.endpoint, kind="openai") for node in foreign]
+            section = GatewaySection(
+                listen=Listen("127.0.0.1:0"),
+                metrics_listen=None,
+                **({"poll_interval_s": 0.05, "keepalive_s": 0.3} | gateway),
+            )
+            config = Config(
+                gateway=section, neurons=tuple(sections), eviction=rules or EvictionRules(min_residency_s=0)
+            )
+            started = Gateway(config, catalogue or Catalogue(), meter=meter)
+            _, port = await started.start()
+            opened.append(started)
+            return Client(started, port, session)
 
-    @property
-    def body(self) -> dict[str, Any]:
-        return msgspec.json.decode(self.raw)
-
-
-@dataclass
-class FakeNeuron:
-    """Everything is a plain attribute that a test may change while the node runs."""
-
-    name: str
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Models the node has, and the bytes each takes once loaded."""
-    total_bytes: int = 24 * GB
-    states: dict[str, ModelState] = field(default_factory=dict)
-    load_gate: asyncio.Event | None = None
-    """Loads wait for it."""
-    load_faults: list[tuple[int, str, str]] = field(default_factory=list)
-    """(status, code, message) for the next loads, in order."""
-    loads: dict[str, ModelLoad] = field(default_factory=dict)
-    answer: Answer | None = None
-    silent: bool = False
-    """Accept control requests and never answer them."""
-    dialects: tuple[str, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
-    seen: list[Seen] = field(default_factory=list)
-    load_requests: list[LoadRequest] = field(default_factory=list)
-    unload_requests: list[UnloadRequest] = field(default_factory=list)
-    polls: int = 0
-    port: int = 0
-    started: float = field(default_factory=time.monotonic)
-    _runner: web.AppRunner | None = None
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def used_bytes(self) -> int:
-        gone = (ModelState.COLD, ModelState.FAILED)
-        return sum(self.sizes[m] for m, state in self.states.items() if state not in gone)
-
-    def status(self, model: str) -> ModelStatus:
-        state = self.states.get(model, ModelState.COLD)
-        return ModelStatus(
-            id=model,
-            state=state,
-            devices=(0,) if state is ModelState.READY else (),
-            estimate_bytes=self.sizes[model],
-            measured_bytes=self.sizes[model] if state is ModelState.READY else None,
-            context_tokens=32768,
-            max_output_tokens=8192,
-            capabilities=Capabilities(tools=True, reasoning=True),
-            load=self.loads.get(model, ModelLoad()),
-            state_age_s=1000.0,
-            idle_s=1000.0,
-        )
-
-    def health(self) -> Health:
-        free = self.total_bytes - self.used_bytes()
-        return Health(
-            status="ok",
-            uptime_s=time.monotonic() - self.started,
-            devices=(DeviceHealth(index=0, total_bytes=self.total_bytes, free_bytes=free, worker="running"),),
-            models=tuple(self.status(model) for model in self.sizes),
-        )
-
-    def discovery(self) -> Discovery:
-        device = Device(index=0, kind="cuda", name="Fake 3090", total_bytes=self.total_bytes)
-        return Discovery(host=self.name, os="linux", version="0.1.0", devices=(device,), dialects=self.dialects)
-
-    async def start(self, port: int = 0) -> None:
-        app = web.Application(client_max_size=1 << 27)
-        app.router.add_get("/discovery", self._discovery)
-        app.router.add_get("/health", self._health)
-        app.router.add_post("/models/load", self._load)
-        app.router.add_post("/models/unload", self._unload)
-        app.router.add_get("/v1/models", self._foreign_models)
-        app.router.add_post("/{path:v1/.*}", self._inference)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
-
-    async def _pause_if_silent(self) -> None:
-        while self.silent:
-            await asyncio.sleep(0.01)
-
-    async def _discovery(self, request: web.Request) -> web.Response:
-        await self._pause_if_silent()
-        return _json(self.discovery())
-
-    async def _health(self, request: web.Request) -> web.Response:
-        self.polls += 1
-        await self._pause_if_silent()
-        return _json(self.health())
-
-    async def _foreign_models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [{"id": model, "object": "model"} for model in self.sizes]})
-
-    async def _load(self, request: web.Request) -> web.Response:
-        wanted = msgspec.json.decode(await request.read(), type=LoadRequest)
-        self.load_requests.append(wanted)
-        self.states[wanted.model_id] = ModelState.LOADING
-        if self.load_gate is not None:
-            await self.load_gate.wait()
-        if self.load_faults:
-            status, code, message = self.load_faults.pop(0)
-            self.states[wanted.model_id] = ModelState.COLD
-            return _json({"error": {"message": message, "type": "server_error", "code": code}}, status)
-        self.states[wanted.model_id] = ModelState.READY
-        return _json(self.status(wanted.model_id))
-
-    async def _unload(self, request: web.Request) -> web.Response:
-        wanted = msgspec.json.decode(await request.read(), type=UnloadRequest)
-        self.unload_requests.append(wanted)
-        self.states[wanted.model_id] = ModelState.COLD
-        return _json(self.status(wanted.model_id))
-
-    async def _inference(self, request: web.Request) -> web.StreamResponse:
-        seen = Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, await request.read())
-        self.seen.append(seen)
-        try:
-            return await (self.answer or plain_answer)(self, request, seen.body)
-        except (asyncio.CancelledError, ConnectionResetError):
-            seen.left_at = time.monotonic()
-            raise
-
-
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-
-USAGE = {
-    "prompt_tokens": 7,
-    "completion_tokens": 3,
-    "total_tokens": 10,
-    "prompt_tokens_details": {"cached_tokens": 4},
-}
-
-
-async def plain_answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """A short chat answer, streamed or not, that says which node gave it."""
-    if not body.get("stream"):
-        message = {"role": "assistant", "content": f"from {node.name}"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return _json(
-            {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
-            | {"usage": USAGE}
-        )
-    chunks = [{"role": "assistant", "content": ""}, {"content": "from "}, {"content": node.name}]
-    return await stream_chat(request, body, chunks)
-
-
-def chunk(model: str, delta: dict[str, Any], finish: str | None = None) -> bytes:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish}
-    value = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model, "choices": [choice]}
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-def usage_chunk(model: str) -> bytes:
-    value = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model, "choices": []}
-    return b"data: " + msgspec.json.encode(value | {"usage": USAGE}) + b"\n\n"
-
-
-async def stream_chat(
-    request: web.Request, body: dict[str, Any], deltas: list[dict[str, Any]], finish: str = "stop"
-) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await response.prepare(request)
-    for delta in deltas:
-        await response.write(chunk(body["model"], delta))
-    await response.write(chunk(body["model"], {}, finish))
-    if (body.get("stream_options") or {}).get("include_usage"):
-        await response.write(usage_chunk(body["model"]))
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+        yield start
+    for gateway in opened:
+        await gateway.close()
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_replacing_the_model_changes_nothing_else(fields, model):
 
 
 def test_replacing_the_model_keeps_the_bytes_of_other_values():
-    assert b'[1 ,2.50, 1e3]' in envelope.replace_model(b'{"model":"a","x": [1 ,2.50, 1e3]}', "b")
+    assert b"[1 ,2.50, 1e3]" in envelope.replace_model(b'{"model":"a","x": [1 ,2.50, 1e3]}', "b")
 
 
 def test_billing_block_is_removed_and_the_rest_kept():
@@ -74,7 +74,8 @@ def test_a_system_of_only_the_billing_block_disappears():
 
 
 @pytest.mark.parametrize(
-    "system", ["x-anthropic-billing-header as plain text", [{"type": "text", "text": "about x-anthropic-billing-header"}]]
+    "system",
+    ["x-anthropic-billing-header as plain text", [{"type": "text", "text": "about x-anthropic-billing-header"}]],
 )
 def test_prompts_that_only_mention_it_are_untouched(system):
     body = msgspec.json.encode({"model": "m", "system": system})

@@ -20,8 +20,8 @@ from cortex.wire.events import Usage
             Usage(prompt_tokens=7, completion_tokens=3, reasoning_tokens=2),
         ),
         (
-            b'event: message_delta\ndata: {"type":"message_delta","usage":{"input_tokens":2,'
-            b'"cache_read_input_tokens":5,"output_tokens":9}}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n',
+            b'data: {"type":"message_delta","usage":{"input_tokens":2,'
+            b'"cache_read_input_tokens":5,"output_tokens":9}}\n\ndata: {"type":"message_stop"}\n\n',
             Usage(prompt_tokens=7, cached_tokens=5, completion_tokens=9),
         ),
         (

@@ -106,9 +106,8 @@ def test_status_shows_devices_models_and_who_waits(gateway: CannedGateway, invok
     gateway.answers["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
     outcome = invoke("status")
     assert outcome.code is ExitCode.OK
-    for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 12 min", "~5.0 GiB"):
+    for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 12 min", "~5.0 GiB", "50% read, 4 s"):
         assert part in outcome.stdout
-    assert "loading: read 50%, 4 s left" in outcome.stdout
     assert "can load: third" in outcome.stdout
     assert "2 waiting for large" in outcome.stdout
 

@@ -18,7 +18,7 @@ from . import fleetview
 from .client import Gateway, gateway_options
 from .failures import Command, CommandError, ExitCode
 from .fleetview import FleetView, HeldModel, NodeView
-from .loadview import describe, fraction_done
+from .loadview import fraction_done
 from .output import bar, console, duration, json_option, print_json, size, state, table
 
 
@@ -92,45 +92,65 @@ def _devices(node: NodeView) -> Table:
     rows.show_header = False
     for device in node.devices:
         used_bytes = device.total_bytes - device.free_bytes
-        others = f"{size(device.foreign_bytes)} by other programs" if device.foreign_bytes > 1 << 30 else ""
+        others = f"{size(device.foreign_bytes)} not ours" if device.foreign_bytes > 1 << 30 else ""
         rows.add_row(
             str(device.index),
-            device.name,
+            device.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
             bar(used_bytes / device.total_bytes) if device.total_bytes else "",
             f"{size(used_bytes)} of {size(device.total_bytes)}",
             Text(others, style="dim"),
         )
+    for column in rows.columns[2:]:
+        column.no_wrap = True
     return rows
 
 
 def _models(node: NodeView, fleet: FleetView) -> Table:
-    rows = table("MODEL", "STATE", "", ">MEMORY", ">CONTEXT", ">RUNNING", ">WAITING", ">TOK/S")
+    rows = table("MODEL", "STATE", ">MEMORY", ">CONTEXT", "REQUESTS", ">TOK/S")
     for model in node.models:
-        is_ready = model.state is ModelState.READY
-        fraction = None if is_ready else fraction_done(model)
-        waiting = model.load.waiting + fleet.waiting.get(model.id, 0)
         rows.add_row(
-            model.id + (" (pinned)" if model.pinned else ""),
-            state(describe(model)),
-            bar(fraction, width=12, style="cyan") if fraction is not None else _idle(model),
+            model.id,
+            _state(model),
             _memory(model),
             f"{model.context_tokens:,}" if model.context_tokens else "",
-            str(max(model.load.running, model.in_flight)) if is_ready else "",
-            str(waiting) if is_ready or waiting else "",
+            _requests(model, fleet.waiting.get(model.id, 0)),
             f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",
         )
+    # On a narrow terminal the name folds, state and requests wrap, and numbers stay whole.
+    rows.columns[0].overflow = "fold"
+    rows.columns[0].min_width = min(20, max(len(model.id) for model in node.models))
+    for number in (2, 3, 5):
+        rows.columns[number].no_wrap = True
     return rows
+
+
+def _state(model: HeldModel) -> Text:
+    """`ready, pinned`, or `loading ██████▌  64% read, 3 s`."""
+    shown = state(str(model.state))
+    if model.pinned:
+        shown.append(", pinned")
+    fraction = None if model.state is ModelState.READY else fraction_done(model)
+    if fraction is not None and model.progress is not None:
+        shown = Text.assemble(shown, " ", bar(fraction, 8, "cyan"), f" {fraction:.0%} {model.progress.stage}")
+        if model.progress.eta_s is not None:
+            shown.append(f", {duration(model.progress.eta_s)}")
+    return shown
+
+
+def _requests(model: HeldModel, waiting_here: int) -> str:
+    """`3 running, 1 waiting`, or for how long nobody has asked."""
+    running = max(model.load.running, model.in_flight)
+    waiting = model.load.waiting + waiting_here
+    counts = [f"{running} running" if running else "", f"{waiting} waiting" if waiting else ""]
+    if model.state is ModelState.READY and not any(counts):
+        return f"idle {duration(model.idle_s)}" if model.idle_s >= 1 else "idle"
+    return ", ".join(filter(None, counts))
 
 
 def _memory(model: HeldModel) -> str:
     if model.measured_bytes is not None:
         return size(model.measured_bytes)
     return f"~{size(model.estimate_bytes)}" if model.estimate_bytes is not None else ""
-
-
-def _idle(model: HeldModel) -> Text:
-    is_idle = model.state is ModelState.READY and model.idle_s >= 60
-    return Text(f"idle {duration(model.idle_s)}" if is_idle else "", style="dim")
 
 
 def _waiting(fleet: FleetView) -> list[Text]:

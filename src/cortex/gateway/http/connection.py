@@ -303,7 +303,9 @@ class Connection(asyncio.Protocol):
     def retire(self) -> None:
         """Take no further request: close now if idle, else after the running exchange."""
         self._retiring = True
-        if self._exchange is None and not self._ready and not self._closing:
+        if self._exchange is not None:
+            self._exchange.be_the_last()
+        elif not self._ready and not self._closing:
             self._close()
 
     def _close(self) -> None:

@@ -182,6 +182,10 @@ class Exchange:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
+    def be_the_last(self) -> None:
+        """For the connection: it takes no further request after this one."""
+        self._keep_alive = False
+
     def client_left(self) -> None:
         """For the connection: the client is gone."""
         if not self.closed:

@@ -1,0 +1,171 @@
+"""The commands against the real programs, as a person and as a script would use them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cortex.cli.demo import SMOLLM2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .conftest import Run, Start
+
+pytestmark = pytest.mark.e2e
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def environment(run: Run) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "CORTEX_URL": run.url, "TERM": "xterm", "COLUMNS": "200"}
+
+
+def cortex(run: Run, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cortex.cli.cortex", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment(run),
+    )
+
+
+def test_status_shows_the_node_its_device_and_the_ready_model(up: Run) -> None:
+    shown = cortex(up, "status")
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(rf"{re.escape(SMOLLM2.id)}\s+ready", shown.stdout)
+    assert "GiB" in shown.stdout
+    (node,) = json.loads(cortex(up, "status", "--json").stdout)["nodes"]
+    assert node["up"] is True
+    assert node["devices"][0]["total_bytes"] > 0
+
+
+def test_models_lists_the_model_as_ready(up: Run) -> None:
+    assert re.search(rf"{re.escape(SMOLLM2.id)}\s+ready\s+local\s+8,192", cortex(up, "models").stdout)
+
+
+def test_a_question_on_the_command_line_is_answered(up: Run) -> None:
+    answer = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
+    assert "Paris" in answer.stdout, answer.stderr
+
+
+def test_a_question_from_a_pipe_is_answered(up: Run) -> None:
+    answer = cortex(up, "chat", "-t", "0", "-n", "16", stdin="What is the capital of France?")
+    assert "Paris" in answer.stdout, answer.stderr
+
+
+def test_explain_says_it_is_ready(up: Run) -> None:
+    assert "ready" in cortex(up, "explain", SMOLLM2.id).stdout
+
+
+def test_an_unknown_model_has_its_own_exit_code_and_a_near_miss(up: Run) -> None:
+    refused = cortex(up, "load", "smollm2-135m-instrukt")
+    assert refused.returncode == 5
+    assert SMOLLM2.id in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_doctor_finds_the_gateway_and_nothing_to_do(up: Run) -> None:
+    checked = cortex(up, "doctor")
+    assert checked.returncode == 0, checked.stdout
+    assert f"{up.url} answers" in checked.stdout
+
+
+def test_unload_load_and_pin_move_a_model(start: Start) -> None:
+    run = start()
+    run.wait_ready()
+    assert cortex(run, "unload", SMOLLM2.id).returncode == 0
+    assert not re.search(rf"{re.escape(SMOLLM2.id)}\s+ready", cortex(run, "status").stdout)
+    loaded = cortex(run, "load", SMOLLM2.id)
+    assert loaded.returncode == 0, loaded.stderr
+    assert cortex(run, "pin", SMOLLM2.id).returncode == 0
+    assert "ready, pinned" in cortex(run, "status").stdout
+    assert cortex(run, "unpin", SMOLLM2.id).returncode == 0
+    assert "pinned" not in cortex(run, "status").stdout
+    assert cortex(run, "unload", SMOLLM2.id).returncode == 0
+    answer = cortex(run, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
+    assert "Paris" in answer.stdout, "a request must bring the model back by itself: " + answer.stderr
+    run.stop(signal.SIGTERM)
+
+
+class Terminal:
+    """A person at a terminal: types, presses keys, reads what appears."""
+
+    def __init__(self, run: Run, *arguments: str) -> None:
+        self.pid, self.descriptor = pty.fork()
+        if self.pid == 0:
+            command = [sys.executable, "-m", "cortex.cli.cortex", *arguments]
+            os.execve(sys.executable, command, environment(run))
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.descriptor, text.encode())
+
+    def wait_for(self, pattern: str, timeout_s: float = 60.0) -> None:
+        """Read until `pattern` appears in what has not been matched yet."""
+        deadline = time.monotonic() + timeout_s
+        while not (match := re.search(pattern, self.seen)):
+            remaining_s = deadline - time.monotonic()
+            assert remaining_s > 0, f"{pattern!r} did not appear in {self.seen!r}"
+            if select.select([self.descriptor], [], [], remaining_s)[0]:
+                self.seen += os.read(self.descriptor, 65536).decode(errors="replace")
+        self.seen = self.seen[match.end() :]
+
+    def wait_end(self) -> int:
+        try:
+            while os.read(self.descriptor, 65536):
+                pass
+        except OSError:
+            pass  # the other end is closed
+        os.close(self.descriptor)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def chat(up: Run) -> Iterator[Terminal]:
+    terminal = Terminal(up, "chat", SMOLLM2.id, "-t", "0", "-n", "400")
+    terminal.wait_for("> ")
+    yield terminal
+    try:
+        os.kill(terminal.pid, signal.SIGKILL)
+        terminal.wait_end()
+    except (ProcessLookupError, ChildProcessError, OSError):
+        pass  # it has left already, as the test wanted
+
+
+def test_an_interactive_chat_streams_remembers_and_leaves(chat: Terminal) -> None:
+    chat.type("What is the capital of France?\n")
+    chat.wait_for("Paris")
+    chat.wait_for("> ")
+    chat.type("/stats\n")
+    chat.wait_for(r"\d+ tokens, \d+ tok/s")
+    chat.type("/nonsense\n")
+    chat.wait_for("/help says what can")
+    chat.type("/quit\n")
+    assert chat.wait_end() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(chat: Terminal) -> None:
+    chat.type("Write a very long story about the sea, with many chapters.\n")
+    chat.wait_for(r"\w+ \w+ \w+ \w+ \w+ \w+")
+    chat.type("\x03")
+    chat.wait_for("stopped")
+    chat.type("/clear\n")
+    chat.type("What is the capital of France?\n")
+    chat.wait_for("Paris")
+    chat.type("\x04")
+    assert chat.wait_end() == 0

@@ -33,10 +33,14 @@ async def start_gateway() -> AsyncIterator[Callable[..., Awaitable[Client]]]:
             catalogue: Catalogue | None = None,
             rules: EvictionRules | None = None,
             meter: Any = None,
+            key_env: str | None = None,
             **gateway: Any,
         ) -> Client:
             sections = [NeuronSection(name=node.name, endpoint=node.endpoint) for node in nodes]
-            sections += [NeuronSection(name=node.name, endpoint=node.endpoint, kind="openai") for node in foreign]
+            sections += [
+                NeuronSection(name=node.name, endpoint=node.endpoint, kind="openai", key_env=key_env)
+                for node in foreign
+            ]
             section = GatewaySection(
                 listen=Listen("127.0.0.1:0"),
                 metrics_listen=None,

@@ -207,11 +207,16 @@ def usage_chunk(model: str) -> bytes:
     return b"data: " + msgspec.json.encode(value | {"usage": USAGE}) + b"\n\n"
 
 
+async def begin_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
 async def stream_chat(
     request: web.Request, body: dict[str, Any], deltas: list[dict[str, Any]], finish: str = "stop"
 ) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await response.prepare(request)
+    response = await begin_stream(request)
     for delta in deltas:
         await response.write(chunk(body["model"], delta))
     await response.write(chunk(body["model"], {}, finish))

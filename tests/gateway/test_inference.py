@@ -5,7 +5,8 @@ import time
 
 import msgspec
 import pytest
-from fake_neuron import GB, chunk, plain_answer, until, usage_chunk
+from aiohttp import web
+from fake_neuron import GB, begin_stream, chunk, plain_answer, until, usage_chunk
 
 from cortex.wire.node import ModelState
 
@@ -188,7 +189,7 @@ async def test_a_node_that_keeps_dying_before_the_first_byte_is_502(neurons, sta
 
 async def test_a_node_that_dies_mid_stream_ends_it_with_an_error_event(neurons, start_gateway):
     async def half(node, request, body):
-        response = await begin(request)
+        response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "half"}))
         await asyncio.sleep(0.05)
         request.transport.abort()
@@ -202,14 +203,6 @@ async def test_a_node_that_dies_mid_stream_ends_it_with_an_error_event(neurons, 
     assert b'"upstream_interrupted"' in text
     assert not good.seen
     await until(lambda: client.gateway.dispatcher.in_flight == {})
-
-
-async def begin(request):
-    from aiohttp import web
-
-    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await response.prepare(request)
-    return response
 
 
 async def test_a_node_that_dies_during_a_load_is_replaced(neurons, start_gateway):
@@ -237,7 +230,7 @@ async def test_a_node_that_hangs_in_a_load_is_given_up_when_it_misses_polls(neur
 
 async def test_a_stream_that_falls_silent_ends_after_the_idle_timeout(neurons, start_gateway):
     async def hang(node, request, body):
-        response = await begin(request)
+        response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "half"}))
         await asyncio.sleep(60)
 
@@ -260,8 +253,6 @@ async def test_one_missed_poll_does_not_take_a_node_down(neurons, start_gateway,
 
 
 async def test_a_model_that_somebody_else_unloaded_is_loaded_again(neurons, start_gateway):
-    from aiohttp import web
-
     async def absent_until_loaded(node, request, body):
         if not node.load_requests:
             error = {"error": {"message": "not here", "code": "model_not_found", "type": "x"}}
@@ -277,8 +268,6 @@ async def test_a_model_that_somebody_else_unloaded_is_loaded_again(neurons, star
 
 
 async def test_an_overloaded_replica_is_passed_over(neurons, start_gateway):
-    from aiohttp import web
-
     async def full(node, request, body):
         return web.json_response({"error": {"message": "full", "code": "overloaded", "type": "x"}}, status=503)
 
@@ -298,7 +287,7 @@ async def test_a_client_that_leaves_frees_its_place_within_a_second(neurons, sta
         await asyncio.sleep(60)
 
     async def decode(node, request, body):
-        response = await begin(request)
+        response = await begin_stream(request)
         while True:
             await response.write(chunk(body["model"], {"content": "x"}))
             await asyncio.sleep(0.01)
@@ -365,8 +354,6 @@ async def test_the_billing_header_block_is_removed_and_can_be_kept(neurons, star
 
 
 async def test_count_tokens_does_not_load_the_model(neurons, start_gateway):
-    from aiohttp import web
-
     async def count(node, request, body):
         return web.json_response({"input_tokens": 12})
 
@@ -379,8 +366,6 @@ async def test_count_tokens_does_not_load_the_model(neurons, start_gateway):
 
 
 async def test_embeddings_need_a_node_that_makes_them(neurons, start_gateway):
-    from aiohttp import web
-
     async def embed(node, request, body):
         return web.json_response({"object": "list", "data": [{"embedding": [0.5]}], "model": body["model"]})
 
@@ -411,7 +396,7 @@ async def test_a_body_over_the_limit_is_413(neurons, start_gateway):
 
 async def test_gaps_between_chunks_survive(neurons, start_gateway):
     async def paced(node, request, body):
-        response = await begin(request)
+        response = await begin_stream(request)
         for number in range(4):
             await response.write(chunk(body["model"], {"content": str(number)}))
             await asyncio.sleep(0.05)

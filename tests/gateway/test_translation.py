@@ -1,0 +1,165 @@
+"""Any dialect from a node that speaks only OpenAI chat, through real sockets and real SDKs."""
+
+import asyncio
+
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+from fake_neuron import GB, USAGE, begin_stream, chunk, stream_chat
+
+TOOL_DELTAS = [
+    {"role": "assistant", "content": ""},
+    {"reasoning_content": "The user "},
+    {"reasoning_content": "wants weather."},
+    {"content": "Looking."},
+    {"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": ""}}]},
+        "tool_calls": [
+            {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+        ]
+    },
+    {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '"Oslo"}'}}]},
+]
+TOOL_MESSAGE = {
+    "role": "assistant",
+    "content": "Looking.",
+    "reasoning_content": "The user wants weather.",
+    "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    ],
+}
+ANTHROPIC_TOOL = {"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}
+
+
+async def tool_answer(node, request, body):
+    if body.get("stream"):
+        return await stream_chat(request, body, TOOL_DELTAS, "tool_calls")
+    choice = {"index": 0, "message": TOOL_MESSAGE, "finish_reason": "tool_calls"}
+    return web.json_response(
+        {"id": "x", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
+        | {"usage": USAGE}
+    )
+
+
+@pytest.fixture
+async def foreign(neurons, start_gateway):
+    node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
+    return node, await start_gateway(foreign=(node,))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_messages_from_a_chat_only_node(foreign, stream):
+    node, client = foreign
+    sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
+    fields = {
+        "model": "m",
+        "max_tokens": 100,
+        "system": "Be brief.",
+        "tools": [ANTHROPIC_TOOL],
+        "messages": [{"role": "user", "content": "Weather in Oslo?"}],
+    }
+    if stream:
+        async with sdk.messages.stream(**fields) as events:
+            message = await events.get_final_message()
+    else:
+        message = await sdk.messages.create(**fields)
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    assert message.content[0].thinking == "The user wants weather."
+    assert message.content[2].input == {"city": "Oslo"}
+    assert message.stop_reason == "tool_use"
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (3, 4)
+    assert message.usage.output_tokens == 3
+    sent = node.seen[-1]
+    assert sent.path == "/v1/chat/completions"
+    assert sent.body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert sent.body["tools"][0]["function"]["name"] == "weather"
+    assert 'cortex_completion_tokens_total{key="anonymous",model="m"} 3.0' in client.metrics()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_responses_from_a_chat_only_node(foreign, stream):
+    _, client = foreign
+    sdk = openai.AsyncOpenAI(base_url=client.url + "/v1", api_key="x", max_retries=0)
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+    if stream:
+        numbers = []
+        response = None
+        async for event in await sdk.responses.create(model="m", input="hi", tools=[tool], stream=True):
+            numbers.append(event.sequence_number)
+            response = getattr(event, "response", response)
+        assert numbers == sorted(set(numbers))
+    else:
+        response = await sdk.responses.create(model="m", input="hi", tools=[tool])
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    assert response.output[2].arguments == '{"city": "Oslo"}'
+    assert response.usage.output_tokens == 3
+
+
+async def test_chat_is_relayed_byte_for_byte(foreign):
+    node, client = foreign
+    text = await client.stream("/v1/chat/completions", {"model": "m", "messages": [], "stream": True, "odd": 1})
+    assert text.startswith(chunk("m", TOOL_DELTAS[0]))
+    assert node.seen[-1].body == {"model": "m", "messages": [], "stream": True, "odd": 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("status", "expected", "kind"),
+    [(400, 400, "invalid_request_error"), (401, 502, "api_error"), (429, 429, "rate_limit_error")],
+)
+async def test_a_foreign_refusal_is_told_in_the_clients_dialect(foreign, status, expected, kind, stream):
+    node, client = foreign
+
+    async def refuse(node, request, body):
+        return web.json_response({"error": {"message": "because", "type": "x", "code": None}}, status=status)
+
+    node.answer = refuse
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": stream}
+    got, answer = await client.post("/v1/messages", body)
+    assert (got, answer["type"], answer["error"]) == (expected, "error", {"type": kind, "message": "because"})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_garbage_from_a_foreign_node_is_a_proper_error(foreign, stream):
+    node, client = foreign
+
+    async def garbage(node, request, body):
+        kind = "text/event-stream" if stream else "application/json"
+        return web.Response(body=b"data: {oops\n\n" if stream else b"<html>", headers={"content-type": kind})
+
+    node.answer = garbage
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": stream}
+    status, answer = await client.post("/v1/messages", body)
+    assert (status, answer["error"]["type"]) == (502, "api_error")
+
+
+async def test_a_foreign_node_that_dies_mid_stream_ends_with_an_error_event(foreign):
+    node, client = foreign
+
+    async def half(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("m", {"content": "half"}))
+        await asyncio.sleep(0.05)
+        request.transport.abort()
+        await asyncio.sleep(60)
+
+    node.answer = half
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    text = await client.stream("/v1/messages", body)
+    assert b"half" in text
+    assert text.rstrip().split(b"\n\n")[-1].startswith(b"event: error")
+
+
+async def test_a_body_the_codec_cannot_read_is_the_clients_error(foreign):
+    _, client = foreign
+    status, answer = await client.post("/v1/messages", {"model": "m", "max_tokens": 5, "messages": "no"})
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_a_foreign_node_gets_its_key_and_only_that(neurons, start_gateway, monkeypatch):
+    monkeypatch.setenv("THE_KEY", "s3cret")
+    node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
+    client = await start_gateway(foreign=(node,), key_env="THE_KEY")
+    await client.post("/v1/chat/completions", {"model": "m", "messages": []}, Authorization="Bearer mine")
+    assert node.seen[-1].headers["authorization"] == "Bearer s3cret"

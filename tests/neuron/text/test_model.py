@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.weights.errors import CheckpointError
+from cortex.wire.errors import InvalidValue
+from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
+from cortex.wire.requests import (
+    GenerateRequest,
+    Message,
+    Reasoning,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+
+from .conftest import write_model
+
+TOOLS = (Tool(name="f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}),)
+SOURCE = Path(__file__).parents[3] / "src"
+FAMILIES = ("chatml", "llama3", "qwen3", "qwen_xml", "hermes")
+
+
+def said(role: str, text: str) -> Message:
+    return Message(role=role, parts=(Text(text=text),))  # type: ignore[arg-type]
+
+
+def ask(*messages: Message, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(model="m", messages=messages, **fields)
+
+
+@pytest.mark.parametrize(
+    ("family", "tools", "reasoning"),
+    [
+        ("chatml", False, False),
+        ("llama3", True, False),
+        ("qwen3", True, True),
+        ("qwen_xml", True, True),
+        ("hermes", True, False),
+    ],
+)
+def test_capabilities_are_read_off_the_template(make_model: Any, family: str, tools: bool, reasoning: bool) -> None:
+    capabilities = make_model(family).capabilities
+    assert (capabilities.chat, capabilities.tools, capabilities.reasoning) == (True, tools, reasoning)
+    assert not capabilities.vision
+
+
+def test_notes_say_what_a_user_should_know(backend: Tokenizer, tmp_path: Path) -> None:
+    model = TextModel.load(write_model(tmp_path, backend, None, config={"vision_config": {}}))
+    assert [note.split(":")[0] for note in model.capabilities.notes] == [
+        "the model has no chat template",
+        "images are not read",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "enabled", "expected"),
+    [
+        ("chatml", None, False),
+        ("qwen3", None, False),  # the model opens its thought itself
+        ("qwen3", False, False),
+        ("qwen_xml", None, True),  # the template opens it
+        ("qwen_xml", False, False),
+    ],
+)
+def test_the_prompts_tail_says_whether_the_answer_starts_as_a_thought(
+    make_model: Any, family: str, enabled: bool | None, expected: bool
+) -> None:
+    request = ask(said("user", "what does <think> mean?"), thinking=Thinking(enabled=enabled))
+    assert make_model(family).render(request).starts_in_reasoning is expected
+
+
+def test_a_continued_thought_is_a_thought(make_model: Any) -> None:
+    request = ask(
+        said("user", "x"), said("assistant", "<think>\nI was"), template_args={"continue_final_message": True}
+    )
+    template_without_stripping = make_model("chatml").template
+    model = make_model("qwen3")
+    continued = TextModel(model.tokenizer, template_without_stripping, model.template, model.generation)
+    assert not continued.render(request).starts_in_reasoning  # a model without thoughts has none
+    assert model.render(request).starts_in_reasoning
+
+
+def grown(family: str) -> tuple[GenerateRequest, list[GenerateRequest]]:
+    """A conversation, and what it may become with later turns."""
+    start = (said("system", "S."), said("user", "Hi"))
+    later = [ask(*start, said("assistant", "Hello"), said("user", "Go on"))]
+    if family in ("qwen3", "qwen_xml", "hermes", "llama3"):
+        call = Message(role="assistant", parts=(Reasoning(text="hm"), ToolCall(id="1", name="f", arguments='{"a": 1}')))
+        result = Message(role="tool", parts=(ToolResult(call_id="1", parts=(Text(text="2"),)),))
+        later = [ask(*request.messages, tools=TOOLS) for request in later]
+        later.append(ask(*start, call, result, tools=TOOLS))
+        later.append(ask(*start, call, result, said("assistant", "Two"), said("user", "More"), tools=TOOLS))
+        return ask(*start, tools=TOOLS), later
+    return ask(*start), later
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("enabled", [None, False])
+def test_later_turns_repeat_the_prompt_up_to_the_turn_end(make_model: Any, family: str, enabled: bool | None) -> None:
+    model = make_model(family)
+    first, later = grown(family)
+    thinking = Thinking(enabled=enabled)
+    rendered = model.render(ask(*first.messages, tools=first.tools, thinking=thinking))
+    assert rendered.turn_ends
+    assert list(rendered.turn_ends) == sorted(set(rendered.turn_ends))
+    last = rendered.turn_ends[-1]
+    assert model.decode(rendered.ids[:last]).rstrip("\n").endswith(("<|im_end|>", "<|eot_id|>"))
+    assert "Hi" in model.decode(rendered.ids[:last])
+    assert "assistant" in model.decode(rendered.ids[last:])
+    for request in later:
+        again = model.render(
+            GenerateRequest(model="m", messages=request.messages, tools=request.tools, thinking=thinking)
+        )
+        assert again.ids[:last] == rendered.ids[:last]
+
+
+def test_the_end_of_the_last_query_is_kept_beside_the_last_turn(make_model: Any) -> None:
+    """After the query a template may strip thoughts once the next one comes."""
+    model = make_model("qwen3")
+    first, later = grown("qwen3")
+    during, after = later[1], later[2]
+    rendered, next_query = model.render(during), model.render(after)
+    system_end, query_end, last = rendered.turn_ends
+    assert model.decode(rendered.ids[:system_end]).endswith("</tool_call><|im_end|>\n")
+    assert query_end == model.render(first).turn_ends[-1]
+    assert next_query.ids[:query_end] == rendered.ids[:query_end]
+    assert next_query.ids[:last] != rendered.ids[:last]  # the thought is gone
+
+
+def test_a_turn_end_is_never_inside_text_that_could_merge(backend: Tokenizer, tmp_path: Path) -> None:
+    bare = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    path = write_model(tmp_path, backend, None, tokenizer_config={"chat_template": bare})
+    assert TextModel.load(path).render(ask(said("user", "a"))).turn_ends == ()
+
+
+def test_a_raw_prompt_is_taken_as_it_is(make_model: Any) -> None:
+    model = make_model("qwen3")
+    text = GenerateRequest(model="m", prompt="Once <|im_start|>")
+    assert model.render(text).ids == tuple(model.encode("Once <|im_start|>"))
+    ids = GenerateRequest(model="m", prompt=(5, 6, 7))
+    assert model.render(ids).ids == (5, 6, 7)
+    assert model.render(ids).text == model.decode([5, 6, 7])
+    parser = model.parser(text, model.render(text))
+    assert parser.push("<think>raw") == [TextDelta(text="<think>raw")]
+    with pytest.raises(InvalidValue, match="99999"):
+        model.render(GenerateRequest(model="m", prompt=(99999,)))
+
+
+def test_tool_calls_are_parsed_only_when_they_may_be_made(make_model: Any) -> None:
+    model = make_model("hermes")
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for fields, parsed in (
+        ({"tools": TOOLS}, True),
+        ({}, False),
+        ({"tools": TOOLS, "tool_choice": ToolChoice(mode="none")}, False),
+    ):
+        request = ask(said("user", "x"), **fields)
+        parser = model.parser(request, model.render(request), index=2)
+        events = parser.push(text) + parser.finish()
+        assert isinstance(events[0], ToolCallStart) is parsed
+        assert all(event.index == 2 for event in events)
+
+
+def test_call_ids_are_unique(make_model: Any) -> None:
+    model = make_model("hermes")
+    request = ask(said("user", "x"), tools=TOOLS)
+    parser = model.parser(request, model.render(request))
+    events = parser.push('<tool_call>{"name": "f"}</tool_call>' * 3) + parser.finish()
+    ids = {event.id for event in events if isinstance(event, ToolCallStart)}
+    assert len(ids) == 3
+    assert all(call_id.startswith("call_") for call_id in ids)
+
+
+def test_a_thought_opened_by_the_template_streams_as_thought(make_model: Any) -> None:
+    model = make_model("qwen_xml")
+    request = ask(said("user", "x"))
+    parser = model.parser(request, model.render(request))
+    assert parser.push("hm") == [ReasoningDelta(text="hm")]
+    assert parser.push("</think>\n\nyes") + parser.finish() == [TextDelta(text="yes")]
+
+
+def test_sampling_defaults_are_the_models_own(
+    backend: Tokenizer, tmp_path: Path, gguf_metadata: dict[str, Any]
+) -> None:
+    stated = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": "bad", "max_new_tokens": 99}
+    model = TextModel.load(write_model(tmp_path, backend, "chatml", generation_config=stated))
+    assert model.generation == GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, max_tokens=99)
+    greedy = TextModel.load(write_model(tmp_path, backend, "chatml", generation_config={"do_sample": False}))
+    assert greedy.generation == GenerationDefaults(temperature=0.0)
+    sampled = TextModel.from_gguf({**gguf_metadata, "general.sampling.temp": 0.5, "general.sampling.top_k": 40})
+    assert sampled.generation == GenerationDefaults(temperature=0.5, top_k=40)
+
+
+def test_a_gguf_serves_the_same_text_as_a_directory(gguf_metadata: dict[str, Any], make_model: Any) -> None:
+    directory = make_model("qwen3")
+    gguf = TextModel.from_gguf({**gguf_metadata, "tokenizer.chat_template": directory.template.source})
+    request = ask(said("user", "x"), tools=TOOLS)
+    assert gguf.render(request) == directory.render(request)
+    assert gguf.capabilities == directory.capabilities
+
+
+def test_a_damaged_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(CheckpointError):
+            TextModel.load(path)
+
+
+def test_one_model_serves_many_threads(make_model: Any) -> None:
+    model = make_model("qwen3")
+    requests = [ask(said("user", f"question {i} " * 50), tools=TOOLS) for i in range(16)]
+    alone = [model.render(request) for request in requests]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(model.render, requests)) == alone
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("cortex.neuron.text.model", ("torch", "transformers", "llguidance")),
+        ("cortex.neuron.text.matcher", ("torch", "msgspec", "jinja2", "llguidance", "cortex.wire")),
+    ],
+)
+def test_importing_the_room_stays_light(module: str, absent: tuple[str, ...]) -> None:
+    check = f"import sys, {module}; print([name for name in {absent!r} if name in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_demo_model_is_read_whole(demo_model: Path) -> None:
+    model = TextModel.load(demo_model)
+    rendered = model.render(ask(said("user", "Hi")))
+    assert rendered.text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert model.decode(rendered.ids) == rendered.text
+    assert model.decode(rendered.ids[: rendered.turn_ends[-1]]).endswith("Hi<|im_end|>\n")

@@ -54,12 +54,11 @@ async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     head = await reader.readuntil(b"\r\n\r\n")
     lower = head.lower()
     if b"transfer-encoding: chunked" in lower:
-        body = b""
-        while True:
-            size = int(await reader.readuntil(b"\r\n"), 16)
-            body += (await reader.readexactly(size + 2))[:-2]
-            if size == 0:
-                return head, body
+        pieces: list[bytes] = []
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            pieces.append((await reader.readexactly(size + 2))[:-2])
+        await reader.readexactly(2)
+        return head, b"".join(pieces)
     if b"content-length:" in lower:
         length = int(lower.partition(b"content-length:")[2].partition(b"\r\n")[0])
         return head, await reader.readexactly(length)

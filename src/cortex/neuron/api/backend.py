@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.text.model import TextModel
 from cortex.wire.node import Discovery, Health, LoadRequest, ModelStatus, NodeEvent, UnloadRequest
 
@@ -29,6 +29,8 @@ class Backend(Protocol):
     def models(self) -> tuple[ModelStatus, ...]: ...
 
     def model(self, model_id: str) -> ModelStatus: ...
+
+    def engine_stats(self) -> dict[str, EngineStats]: ...
 
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus: ...
 

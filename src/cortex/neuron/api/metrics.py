@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cortex.neuron.api.backend import Backend
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish
-from cortex.wire.node import ModelState
+from cortex.wire.node import DeviceHealth, ModelState, ModelStatus
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 5)
@@ -40,7 +40,7 @@ class Metrics:
         )
         self.inter_token = histogram("inter_token_seconds", "Between pieces of a running answer.", _TOKEN_SECONDS)
         self.duration = histogram("request_duration_seconds", "From arrival to the end.", _SECONDS)
-        self._registry.register(_NodeGauges(backend))
+        self._registry.register(_NodeState(backend))
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(f"neuron_{name}", documentation, labels, registry=self._registry)
@@ -111,8 +111,8 @@ class Watch:
         self._metrics.errors.labels(self.model, error.code).inc()
 
 
-class _NodeGauges(Collector):
-    """The node's state at the moment of the scrape."""
+class _NodeState(Collector):
+    """The node's state and the engines' own counters at the moment of the scrape."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -122,65 +122,66 @@ class _NodeGauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         health = self._backend.health()
-        yield _gauge("uptime_seconds", "Since the node began.", [], [((), health.uptime_s)])
-        models = health.models
-        yield _gauge("queue_depth", "Requests that wait.", ["model"], [((m.id,), m.load.waiting) for m in models])
-        yield _gauge("running_requests", "Requests at work.", ["model"], [((m.id,), m.load.running) for m in models])
+        uptime = GaugeMetricFamily("neuron_uptime_seconds", "Since the node began.", value=health.uptime_s)
+        return [uptime, *_of_models(health.models), *_of_devices(health.devices), *self._of_engines()]
+
+    def _of_engines(self) -> Iterator[Metric]:
+        stats = self._backend.engine_stats()
+        yield _counter("engine_steps", "Steps of the engine.", {m: s.steps for m, s in stats.items()})
+        yield _counter(
+            "preemptions", "Sequences put back into the queue.", {m: s.preemptions for m, s in stats.items()}
+        )
+        yield _gauge("kv_pages", "Pages of the cache.", "model", {m: s.num_pages for m, s in stats.items()})
         yield _gauge(
-            "kv_used_fraction",
-            "Share of the cache pages in use.",
-            ["model"],
-            [((m.id,), m.load.kv_used_fraction) for m in models],
+            "kv_used_pages", "Pages that running sequences hold.", "model", {m: s.used_pages for m, s in stats.items()}
         )
         yield _gauge(
-            "tokens_per_second",
-            "Completion tokens over the last few seconds.",
-            ["model"],
-            [((m.id,), m.load.tokens_per_s) for m in models],
-        )
-        yield _gauge(
-            "model_bytes",
-            "Device memory that a loaded model takes.",
-            ["model"],
-            [((m.id,), m.measured_bytes) for m in models if m.measured_bytes is not None],
-        )
-        yield _gauge(
-            "model_state",
-            "1 for the state a model is in.",
-            ["model", "state"],
-            [((m.id, state.value), float(m.state is state)) for m in models for state in ModelState],
-        )
-        devices = health.devices
-        yield _gauge(
-            "device_memory_total_bytes",
-            "Memory of the device.",
-            ["device"],
-            [((str(d.index),), d.total_bytes) for d in devices],
-        )
-        yield _gauge(
-            "device_memory_free_bytes",
-            "Free memory as the device reports it.",
-            ["device"],
-            [((str(d.index),), d.free_bytes) for d in devices],
-        )
-        yield _gauge(
-            "device_utilisation",
-            "0 to 1.",
-            ["device"],
-            [((str(d.index),), d.utilisation) for d in devices if d.utilisation is not None],
-        )
-        yield _gauge(
-            "device_temperature_celsius",
-            "Temperature of the device.",
-            ["device"],
-            [((str(d.index),), d.temperature_c) for d in devices if d.temperature_c is not None],
+            "kv_cached_pages",
+            "Pages that hold a reusable prefix.",
+            "model",
+            {m: s.cached_pages for m, s in stats.items()},
         )
 
 
-def _gauge(
-    name: str, documentation: str, labels: list[str], samples: list[tuple[tuple[str, ...], float]]
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"neuron_{name}", documentation, labels=labels)
-    for values, value in samples:
-        family.add_metric(list(values), value)
+def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
+    loads = {model.id: model.load for model in models}
+    yield _gauge("queue_depth", "Requests that wait.", "model", {m: load.waiting for m, load in loads.items()})
+    yield _gauge("running_requests", "Requests at work.", "model", {m: load.running for m, load in loads.items()})
+    used = {m: load.kv_used_fraction for m, load in loads.items()}
+    yield _gauge("kv_used_fraction", "Share of the cache pages in use.", "model", used)
+    speeds = {m: load.tokens_per_s for m, load in loads.items()}
+    yield _gauge("tokens_per_second", "Completion tokens over the last few seconds.", "model", speeds)
+    sizes = {model.id: model.measured_bytes for model in models}
+    yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
+    states = GaugeMetricFamily("neuron_model_state", "1 for the state a model is in.", labels=["model", "state"])
+    for model in models:
+        for state in ModelState:
+            states.add_metric([model.id, state.value], float(model.state is state))
+    yield states
+
+
+def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
+    by_index = {str(device.index): device for device in devices}
+    total = {index: device.total_bytes for index, device in by_index.items()}
+    yield _gauge("device_memory_total_bytes", "Memory of the device.", "device", total)
+    free = {index: device.free_bytes for index, device in by_index.items()}
+    yield _gauge("device_memory_free_bytes", "Free memory as the device reports it.", "device", free)
+    utilisation = {index: device.utilisation for index, device in by_index.items()}
+    yield _gauge("device_utilisation", "How busy the device is, 0 to 1.", "device", utilisation)
+    temperature = {index: device.temperature_c for index, device in by_index.items()}
+    yield _gauge("device_temperature_celsius", "Temperature of the device.", "device", temperature)
+
+
+def _gauge(name: str, documentation: str, label: str, values: Mapping[str, float | None]) -> Metric:
+    family = GaugeMetricFamily(f"neuron_{name}", documentation, labels=[label])
+    for key, value in values.items():
+        if value is not None:
+            family.add_metric([key], value)
+    return family
+
+
+def _counter(name: str, documentation: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"neuron_{name}", documentation, labels=["model"])
+    for model, value in values.items():
+        family.add_metric([model], value)
     return family

@@ -20,7 +20,7 @@ from cortex.wire.events import AnyEvent, Timing
 from cortex.wire.node import LoadRequest, ModelState, ModelStatus
 from cortex.wire.requests import GenerateRequest
 
-Phase = Literal["render", "load", "prefill", "decode"]
+Phase = Literal["load", "render", "prefill", "decode"]
 
 
 class Session:
@@ -29,7 +29,7 @@ class Session:
     def __init__(
         self, backend: Backend, doors: Doors, request: GenerateRequest, *, id: str, created: int, principal: str
     ) -> None:
-        self.phase: Phase = "render"
+        self.phase: Phase = "load"
         """Where it is, for those who ask after it ended."""
         self._backend = backend
         self._doors = doors
@@ -42,10 +42,10 @@ class Session:
         """Batches of events. Raises a `CortexError` where the answer cannot begin or cannot go on."""
         arrived_s = time.monotonic()
         request = self._request
+        status = await self._doors.wait_for(ready(self._backend, request.model))
+        self.phase = "render"
         text = await self._doors.wait_for(self._backend.text(request.model))
         rendered, grammar = await asyncio.to_thread(_prepare, text, request)
-        self.phase = "load"
-        status = await self._doors.wait_for(ready(self._backend, request.model))
         self.phase = "prefill"
         jobs = engine_requests(
             request,

@@ -1,0 +1,102 @@
+"""The daemon: the listener first, then the node behind it; and an end that loses nothing it can finish."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+
+from aiohttp import web
+
+from cortex.neuron.api import app, logs
+from cortex.neuron.api.doors import Doors
+from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.node import Node
+from cortex.settings import Listen
+
+log = logging.getLogger(__name__)
+
+_FAREWELL_S = 2.0
+"""How long answers that the node has ended may take to reach their clients."""
+_BACKLOG = 1024
+
+
+class ListenFailed(Exception):
+    """The address cannot be bound; the message says what to do."""
+
+
+def bind(address: Listen) -> socket.socket:
+    """A listening socket. Raises `ListenFailed`."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address.host, address.port))
+        listener.listen(_BACKLOG)
+    except OSError as problem:
+        listener.close()
+        if problem.errno == errno.EADDRINUSE:
+            raise ListenFailed(f"port {address.port} is in use; stop what runs there or set another `port`") from None
+        raise ListenFailed(f"cannot listen on {address}: {problem.strerror or problem}; correct `listen`") from None
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> None:
+    """Runs the node until SIGTERM, SIGINT or `stop`. Raises `ListenFailed` before anything was started.
+
+    At the end admission closes, the queue is told at once, and running answers get `drain_s`. A second signal
+    ends the process where it stands; its workers end with it.
+    """
+    logs.configure(config.log_level, config.log_format)
+    stop = stop or asyncio.Event()
+    loop = asyncio.get_running_loop()
+    listener = bind(config.address)
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        node = await Node.start(config)
+        try:
+            await _serve_node(node, config, listener, stop)
+        finally:
+            await node.close()
+    finally:
+        listener.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _serve_node(node: Node, config: NeuronConfig, listener: socket.socket, stop: asyncio.Event) -> None:
+    doors = Doors()
+    application = app.build(
+        node,
+        doors,
+        keepalive_s=config.keepalive_s,
+        max_body_bytes=config.max_body_mb * 1024 * 1024,
+        strip_billing_header=config.strip_billing_header,
+    )
+    # A handler whose client has left is cancelled: that is how a lost client frees its slot in every phase.
+    runner = web.AppRunner(
+        application, handler_cancellation=True, access_log=None, handle_signals=False, shutdown_timeout=_FAREWELL_S
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        log.info("listening on %s", _address(listener))
+        await stop.wait()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        log.info("shutting down: %d requests inside get %.0f s", doors.inside, config.drain_s)
+        doors.close()
+        await node.close()
+        await doors.drained(_FAREWELL_S)
+    finally:
+        await runner.cleanup()
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,255 @@
+"""A node that does what the test says: a real tokenizer and template, scripted tokens, faults on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from cortex.neuron.api import app
+from cortex.neuron.api.doors import Doors
+from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
+from cortex.neuron.text.model import TextModel
+from cortex.wire.errors import ContextLengthExceeded, CortexError, ModelNotFound
+from cortex.wire.node import (
+    Device,
+    DeviceHealth,
+    Discovery,
+    Health,
+    LoadRequest,
+    ModelLoad,
+    ModelState,
+    ModelStatus,
+    NodeEvent,
+    UnloadRequest,
+)
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if tools %}<tools>{{ tools | tojson }}</tools> <tool_call> </tool_call>{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+EOS = "<|im_end|>"
+
+
+def write_text_files(folder: Path) -> None:
+    """A byte-level tokenizer with a template that knows tools and thoughts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", EOS)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": EOS, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    folder = tmp_path_factory.mktemp("text")
+    write_text_files(folder)
+    return TextModel.load(folder)
+
+
+@dataclass
+class Play:
+    """What the engine does with a request: what it says, how fast, and how it ends."""
+
+    says: str = "Hello there!"
+    stops: bool = True
+    pause_s: float = 0.0
+    first_s: float = 0.0
+    fails_after: int | None = None
+    error: CortexError | None = None
+    cached: int = 0
+
+
+class ScriptedGeneration:
+    def __init__(self, outputs: AsyncIterator[list[StepOutput]]) -> None:
+        self._outputs = outputs
+        self.cancelled = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
+        return self._outputs
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+@dataclass
+class ScriptedNode:
+    """A `Backend` without devices."""
+
+    text_model: TextModel
+    play: Play = field(default_factory=Play)
+    state: ModelState = ModelState.READY
+    context_tokens: int = 2000
+    load_s: float = 0.0
+    load_error: CortexError | None = None
+    submit_error: Exception | None = None
+    submitted: list[EngineRequest] = field(default_factory=list)
+    generations: list[ScriptedGeneration] = field(default_factory=list)
+    loads: list[LoadRequest] = field(default_factory=list)
+    loads_left: int = 0
+    """Waiters that went away before their load was done."""
+    events: list[NodeEvent] = field(default_factory=list)
+    discovery: Discovery = field(
+        default_factory=lambda: Discovery(
+            host="test", os="linux", version="0", devices=(Device(index=0, kind="cpu", name="cpu", total_bytes=10),)
+        )
+    )
+
+    def health(self) -> Health:
+        device = DeviceHealth(index=0, total_bytes=10, free_bytes=4, utilisation=0.5, temperature_c=40)
+        return Health(status="ok", uptime_s=1, devices=(device,), models=self.models())
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        return (
+            ModelStatus(
+                id="org/tiny",
+                state=self.state,
+                context_tokens=self.context_tokens,
+                measured_bytes=6,
+                load=ModelLoad(running=2, waiting=3, kv_used_fraction=0.25),
+            ),
+        )
+
+    def model(self, model_id: str) -> ModelStatus:
+        if model_id != "org/tiny":
+            raise ModelNotFound(f"There is no model '{model_id}' here; did you mean 'org/tiny'?")
+        return self.models()[0]
+
+    def engine_stats(self) -> dict[str, EngineStats]:
+        return {"org/tiny": EngineStats(steps=7, preemptions=1, num_pages=9, used_pages=4, cached_pages=2)}
+
+    async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus:
+        self.loads.append(request)
+        self.model(request.model_id)
+        if wait:
+            try:
+                await asyncio.sleep(self.load_s)
+            except asyncio.CancelledError:
+                self.loads_left += 1
+                raise
+            if self.load_error is not None:
+                raise self.load_error
+            self.state = ModelState.READY
+        return self.model(request.model_id)
+
+    async def unload(self, request: UnloadRequest) -> ModelStatus:
+        self.model(request.model_id)
+        self.state = ModelState.COLD
+        return self.model(request.model_id)
+
+    async def subscribe(self) -> AsyncIterator[NodeEvent]:
+        for event in self.events:
+            yield event
+
+    async def text(self, model_id: str) -> TextModel:
+        self.model(model_id)
+        return self.text_model
+
+    def submit(self, model_id: str, request: EngineRequest) -> ScriptedGeneration:
+        if self.submit_error is not None:
+            raise self.submit_error
+        if len(request.prompt) >= self.context_tokens:
+            raise ContextLengthExceeded(f"prompt is too long: {len(request.prompt)} tokens > {self.context_tokens}")
+        self.submitted.append(request)
+        generation = ScriptedGeneration(self._outputs(request))
+        self.generations.append(generation)
+        return generation
+
+    async def _outputs(self, request: EngineRequest) -> AsyncIterator[list[StepOutput]]:
+        play = self.play
+        await asyncio.sleep(play.first_s)
+        ids = self.text_model.encode(play.says)
+        if play.stops and request.stop_token_ids:
+            ids.append(request.stop_token_ids[0])
+        for place, token in enumerate(ids):
+            if play.fails_after == place:
+                raise play.error or RuntimeError("a bug")
+            if place:
+                await asyncio.sleep(play.pause_s)
+            is_last = place + 1 == min(len(ids), request.max_tokens)
+            finish: Any = None
+            if is_last:
+                finish = "stop" if token in request.stop_token_ids else "length"
+            logprobs = ()
+            if (top := request.sampling.top_logprobs) is not None:
+                logprobs = (TokenLogprobs(-0.5, (token, 0)[:top], (-0.5, -1.0)[:top]),)
+            yield [StepOutput(request.id, (token,), logprobs, play.cached if place == 0 else None, finish)]
+            if is_last:
+                return
+
+
+@pytest.fixture
+def node(text: TextModel) -> ScriptedNode:
+    return ScriptedNode(text)
+
+
+@dataclass
+class Api:
+    """A running API in front of a scripted node."""
+
+    node: ScriptedNode
+    doors: Doors
+    url: str
+    client: ClientSession
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(self.url + path, data=data, headers=headers) as response:
+            return response.status, json.loads(await response.read()), response.headers
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.client.get(self.url + path) as response:
+            return response.status, json.loads(await response.read())
+
+
+@pytest.fixture
+async def api(node: ScriptedNode) -> AsyncIterator[Api]:
+    doors = Doors()
+    application = app.build(node, doors, keepalive_s=0.05, max_body_bytes=1_000_000)
+    runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    async with ClientSession() as client:
+        yield Api(node, doors, f"http://{host}:{port}", client)
+    await runner.cleanup()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Any]:
+    """Waits for a condition, at most a second: what the design promises to a client that leaves."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(1):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    return wait
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+@pytest.fixture
+def chat_body() -> Callable[..., dict[str, Any]]:
+    return chat

@@ -1,0 +1,155 @@
+from typing import Any
+
+import anthropic
+import msgspec
+import openai
+import pytest
+
+from cortex.wire.errors import LoadFailed
+from cortex.wire.node import Discovery, Endpoint, Health, ModelList, ModelState, ModelStatus, NodeEvent
+from cortex.wire.sse import Parser
+
+
+async def test_what_the_node_says_about_itself_decodes_into_the_wire_types(api: Any) -> None:
+    for path, kind in (
+        ("/discovery", Discovery),
+        ("/health", Health),
+        ("/models", ModelList),
+        ("/models/org/tiny", ModelStatus),
+        ("/models/org/tiny/endpoint", Endpoint),
+    ):
+        status, answer = await api.get(path)
+        assert status == 200
+        msgspec.convert(answer, kind)
+    _, endpoint = await api.get("/models/org/tiny/endpoint")
+    assert endpoint["base_url"] == api.url + "/v1"
+    assert (await api.get("/version"))[1]["version"]
+    assert (await api.get("/"))[1]["name"] == "neuron"
+
+
+async def test_load_and_unload(api: Any) -> None:
+    api.node.state = ModelState.COLD
+    status, answer, _ = await api.post("/models/load?wait=false", {"model_id": "org/tiny"})
+    assert (status, answer["state"]) == (202, "cold")
+    status, answer, _ = await api.post("/models/load", {"model_id": "org/tiny", "quant": "q8_0", "new_field": 1})
+    assert (status, answer["state"]) == (200, "ready")
+    assert api.node.loads[-1].quant == "q8_0"
+    status, answer, _ = await api.post("/models/unload", {"model_id": "org/tiny"})
+    assert (status, answer["state"]) == (200, "cold")
+
+
+async def test_orders_that_cannot_be_carried_out(api: Any) -> None:
+    status, answer, _ = await api.post("/models/load", {"model_id": 3})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "model_id")
+    status, answer, _ = await api.post("/models/load", b"{")
+    assert (status, answer["error"]["code"]) == (400, "malformed_json")
+    status, answer, _ = await api.post("/models/load", {"model_id": "nope"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    api.node.load_error = LoadFailed("wrong magic")
+    status, answer, _ = await api.post("/models/load", {"model_id": "org/tiny"})
+    assert (status, answer["error"]["message"]) == (502, "wrong magic")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "route_not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/models", 405, "method_not_allowed"),
+        ("GET", "/models/none/such", 404, "model_not_found"),
+        ("POST", "/v1/embeddings", 422, "unsupported_modality"),
+    ],
+)
+async def test_no_error_is_plain_text(api: Any, method: str, path: str, status: int, code: str) -> None:
+    async with api.client.request(method, api.url + path) as response:
+        assert response.status == status
+        assert response.content_type == "application/json"
+        assert (await response.json())["error"]["code"] == code
+        assert response.headers["x-request-id"]
+
+
+async def test_errors_on_anthropic_paths_have_anthropics_shape(api: Any) -> None:
+    async with api.client.get(api.url + "/v1/messages") as response:
+        assert (await response.json()) == {
+            "type": "error",
+            "error": {"type": "not_found_error", "message": "GET is not for /v1/messages; use POST."},
+        }
+
+
+async def test_both_sdks_list_models_and_find_one_with_a_slash(api: Any) -> None:
+    async with openai.AsyncOpenAI(api_key="k", base_url=api.url + "/v1", max_retries=0) as client:
+        assert [model.id async for model in client.models.list()] == ["org/tiny"]
+        model = await client.models.retrieve("org/tiny")
+        assert (model.id, model.object) == ("org/tiny", "model")
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("org/none")
+    async with anthropic.AsyncAnthropic(api_key="k", base_url=api.url, max_retries=0) as other:
+        listed = [entry async for entry in other.models.list()]
+        assert [(entry.id, entry.display_name, entry.type) for entry in listed] == [("org/tiny", "org/tiny", "model")]
+        assert listed[0].created_at.year >= 2024
+
+
+async def test_events_are_told_as_they_come(api: Any) -> None:
+    api.node.events = [
+        NodeEvent(kind="model", at_s=1.0, model=ModelStatus(id="org/tiny", state=ModelState.READY)),
+        NodeEvent(kind="shutdown", at_s=2.0),
+    ]
+    async with api.client.get(api.url + "/events") as response:
+        told = Parser().feed(await response.read())
+    assert [frame.event for frame in told] == ["model", "shutdown"]
+    assert msgspec.json.decode(told[0].data, type=NodeEvent) == api.node.events[0]
+
+
+async def test_counting_tokens_needs_no_weights(api: Any) -> None:
+    api.node.state = ModelState.COLD
+    messages = [{"role": "user", "content": "hello"}]
+    async with anthropic.AsyncAnthropic(api_key="k", base_url=api.url, max_retries=0) as client:
+        counted = await client.messages.count_tokens(model="org/tiny", messages=messages)  # type: ignore[arg-type]
+    status, answer, _ = await api.post("/tokenize", {"model": "org/tiny", "messages": messages})
+    assert status == 200
+    assert counted.input_tokens == answer["count"] == len(answer["tokens"])
+    assert not api.node.loads
+    await api.post("/v1/messages", {"model": "org/tiny", "messages": messages, "max_tokens": 5})
+    assert api.node.submitted[0].prompt == tuple(answer["tokens"])
+
+
+async def test_tokenize_takes_text_as_it_is(api: Any) -> None:
+    _, answer, _ = await api.post("/tokenize", {"model": "org/tiny", "prompt": "abc"})
+    assert answer["count"] == 3
+    assert api.node.text_model.decode(answer["tokens"]) == "abc"
+    status, answer, _ = await api.post("/tokenize", {"model": "org/tiny"})
+    assert (status, answer["error"]["param"]) == (400, "text")
+
+
+async def test_everything_that_is_measured_is_in_the_exposition(api: Any, chat_body: Any) -> None:
+    api.node.play.cached = 2
+    await api.post("/v1/chat/completions", chat_body())
+    await api.post("/v1/chat/completions", chat_body(temperature=-1))
+    await api.post("/v1/chat/completions", chat_body(model="made-up"))
+    async with api.client.get(api.url + "/metrics") as response:
+        assert response.headers["content-type"].startswith("text/plain")
+        lines = (await response.text()).splitlines()
+    prompt_tokens = len(api.node.submitted[0].prompt)
+    for expected in (
+        'neuron_requests_total{dialect="openai_chat",model="org/tiny",outcome="ok"} 1.0',
+        'neuron_request_errors_total{code="invalid_value",model="unknown"} 1.0',
+        'neuron_request_errors_total{code="model_not_found",model="unknown"} 1.0',
+        f'neuron_prompt_tokens_total{{model="org/tiny"}} {float(prompt_tokens)}',
+        'neuron_cached_prompt_tokens_total{model="org/tiny"} 2.0',
+        'neuron_completion_tokens_total{model="org/tiny"} 13.0',
+        'neuron_time_to_first_token_seconds_bucket{le="+Inf",model="org/tiny"} 1.0',
+        'neuron_inter_token_seconds_bucket{le="+Inf",model="org/tiny"} 12.0',
+        'neuron_queue_depth{model="org/tiny"} 3.0',
+        'neuron_running_requests{model="org/tiny"} 2.0',
+        'neuron_kv_used_fraction{model="org/tiny"} 0.25',
+        'neuron_model_state{model="org/tiny",state="ready"} 1.0',
+        'neuron_model_state{model="org/tiny",state="cold"} 0.0',
+        'neuron_model_bytes{model="org/tiny"} 6.0',
+        'neuron_device_memory_free_bytes{device="0"} 4.0',
+        'neuron_device_temperature_celsius{device="0"} 40.0',
+        'neuron_engine_steps_total{model="org/tiny"} 7.0',
+        'neuron_preemptions_total{model="org/tiny"} 1.0',
+        'neuron_kv_used_pages{model="org/tiny"} 4.0',
+        "# TYPE neuron_time_to_first_token_seconds histogram",
+    ):
+        assert expected in lines, expected

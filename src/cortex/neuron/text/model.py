@@ -24,6 +24,7 @@ from cortex.neuron.text.grammar import Thought, build_grammar, is_constrained
 from cortex.neuron.text.output import OutputParser, call_syntax, new_call_id
 from cortex.neuron.text.prompt import Rendered, prompt_text, render_conversation, render_raw
 from cortex.neuron.text.reasoning import ReasoningSplitter, closes_thought, opens_thought
+from cortex.neuron.text.segments import SegmentEncoder
 from cortex.neuron.text.template import CHATML, ChatTemplate
 from cortex.neuron.text.template_source import TemplateSources
 from cortex.neuron.text.tokenizer import Tokenizer, gguf_file, read_json
@@ -105,10 +106,15 @@ class TextModel:
         return self.tokenizer.decode(ids)
 
     def render(self, request: GenerateRequest) -> Rendered:
-        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; never a fallback."""
+        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; never a fallback.
+
+        100k new tokens take a third of a second, so call it off the event loop; turns seen before cost next to nothing.
+        """
         if request.prompt is not None:
             return render_raw(request.prompt, self.tokenizer)
-        return render_conversation(request, self._template_for(request), self.tokenizer, self._thought_markers)
+        return render_conversation(
+            request, self._template_for(request), self.tokenizer, self._encoder, self._thought_markers
+        )
 
     def detokenizer(self) -> Detokenizer:
         """For one answer. Control tokens are not shown, but for the ones that the parser reads."""
@@ -146,6 +152,10 @@ class TextModel:
 
     def _template_for(self, request: GenerateRequest) -> ChatTemplate:
         return self.tools_template if request.tools else self.template
+
+    @cached_property
+    def _encoder(self) -> SegmentEncoder:
+        return SegmentEncoder(self.tokenizer)
 
     @cached_property
     def _tool_syntax(self) -> ToolSyntax | None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cortex.neuron.text import conversation, turns
+from cortex.neuron.text import conversation
 from cortex.neuron.text.detect import ThoughtMarkers
 from cortex.neuron.text.reasoning import opens_thought
+from cortex.neuron.text.segments import SegmentEncoder
 from cortex.neuron.text.template import ChatTemplate
 from cortex.neuron.text.tokenizer import Tokenizer
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed
@@ -56,15 +57,21 @@ def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer) -> Rendered:
 
 
 def render_conversation(
-    request: GenerateRequest, template: ChatTemplate, tokenizer: Tokenizer, markers: ThoughtMarkers | None
+    request: GenerateRequest,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    encoder: SegmentEncoder,
+    markers: ThoughtMarkers | None,
 ) -> Rendered:
     """Raises TemplateRenderFailed, UnsupportedModality or InvalidValue."""
     prompt = prompt_text(request, template, tokenizer)
-    encoding = tokenizer.encoding(prompt.text)
+    encoded = encoder.encode(prompt.text)
+    # Only a cut is safe to keep: elsewhere the next turn's text could merge with the last token.
+    turn_ends = {encoded.cut_before(end) for end in prompt.turn_ends}
     return Rendered(
         prompt.text,
-        tuple(encoding.ids),
-        turns.stable_positions(encoding, prompt.text, prompt.turn_ends, tokenizer.whole_ids),
+        encoded.ids,
+        tuple(sorted(turn_ends - {0})),
         markers is not None and opens_thought(prompt.generation_prompt, markers),
     )
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import Decoder
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from cortex.neuron.text import vocabulary
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
@@ -108,6 +110,14 @@ class Tokenizer:
         return token.replace(vocabulary.SPACE, " ").encode()
 
     @cached_property
+    def is_context_free(self) -> bool:
+        """Whether a text between two whole tokens has the same ids wherever it stands."""
+        if not self._is_byte_level:
+            return False  # SentencePiece treats the beginning of a text differently
+        described = _describe(self.backend.pre_tokenizer)
+        return not any(step.get("add_prefix_space") for step in described.get("pretokenizers", [described]))
+
+    @cached_property
     def _is_byte_level(self) -> bool:
         return _decoder_kind(self.backend) == "ByteLevel"
 
@@ -154,8 +164,14 @@ def _from_directory(path: Path) -> Tokenizer:
     return Tokenizer(backend, named, _eos_ids(path, backend, named))
 
 
+def _describe(part: Decoder | PreTokenizer | None) -> dict[str, Any]:
+    """A part of the library's tokenizer as it stands in `tokenizer.json`."""
+    described: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {}
+    return described
+
+
 def _decoder_kind(backend: Backend) -> str | None:
-    described: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    described = _describe(backend.decoder)
     kinds = {described.get("type"), *(part.get("type") for part in described.get("decoders", ()))}
     if "ByteLevel" in kinds:
         return "ByteLevel"

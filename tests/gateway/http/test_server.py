@@ -347,7 +347,7 @@ async def test_line_breaks_cannot_be_put_into_headers(stage):
             with pytest.raises(ValueError, match="line break"):
                 exchange.respond(200, ((name, value),), b"")
             problems.append(name)
-        with pytest.raises(ValueError, match="content-length"):
+        with pytest.raises(ValueError, match="do not pass"):
             exchange.respond(200, ((b"content-length", b"5"),), b"")
         assert not exchange.started
         echo(exchange)

@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
         version = parser.get_http_version()
         self._method = parser.get_method()
         self._http_10 = version == "1.0"
-        self._refusal, _, self._owes_continue = judge(self._method, version, self._headers, self._limits)
+        self._refusal, self._owes_continue = judge(self._method, version, self._headers, self._limits)
         if self._num_message_bytes > self._limits.head_bytes:
             num_head_bytes = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
             if num_head_bytes > self._limits.head_bytes:

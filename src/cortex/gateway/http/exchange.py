@@ -20,6 +20,10 @@ class _Body(Enum):
     NONE = "none"
 
 
+# Looking a member up in its class takes longer than all that is done with it here.
+_LENGTH, _CHUNKED, _CLOSE, _NONE = _Body
+
+
 class Line(Protocol):
     """What an exchange needs of the connection it lives on."""
 
@@ -71,7 +75,7 @@ class Exchange:
         self._line = line
         self._keep_alive = keep_alive
         self._http_10 = http_10
-        self._body = _Body.NONE
+        self._body = _NONE
         self._num_bytes_due = 0
         self._on_close: Callable[[], None] | None = None
         self._on_pause: Callable[[], None] | None = None
@@ -93,7 +97,7 @@ class Exchange:
         if self.started:
             raise RuntimeError("the answer has already been started")
         body, framing = self._frame(status, content_length)
-        keep_alive = self._keep_alive and body is not _Body.CLOSE
+        keep_alive = self._keep_alive and body is not _CLOSE
         if not keep_alive:
             framing += b"connection: close\r\n"
         elif self._http_10:
@@ -109,13 +113,13 @@ class Exchange:
         bodiless_status = status in (204, 304) or status < 200
         if self.request.method == b"HEAD" or bodiless_status:
             if content_length is None or bodiless_status:
-                return _Body.NONE, b""
-            return _Body.NONE, b"content-length: %d\r\n" % content_length
+                return _NONE, b""
+            return _NONE, b"content-length: %d\r\n" % content_length
         if content_length is not None:
-            return _Body.LENGTH, b"content-length: %d\r\n" % content_length
+            return _LENGTH, b"content-length: %d\r\n" % content_length
         if self._http_10:
-            return _Body.CLOSE, b""
-        return _Body.CHUNKED, b"transfer-encoding: chunked\r\n"
+            return _CLOSE, b""
+        return _CHUNKED, b"transfer-encoding: chunked\r\n"
 
     def write(self, data: bytes) -> None:
         """Send a piece of the body now. Never blocks; see `paused`, `on_flow` and `drain` for the client's pace."""
@@ -129,14 +133,14 @@ class Exchange:
     def _framed(self, data: bytes) -> bytes:
         """A piece of the body as it goes on the wire."""
         body = self._body
-        if body is _Body.CHUNKED:
+        if body is _CHUNKED:
             return b"%x\r\n%b\r\n" % (len(data), data)
-        if body is _Body.LENGTH:
+        if body is _LENGTH:
             self._num_bytes_due -= len(data)
             if self._num_bytes_due < 0:
                 self.abort()
                 raise RuntimeError("more bytes were written than the answer's Content-Length announced")
-        return data if body is not _Body.NONE else b""
+        return data if body is not _NONE else b""
 
     def finish(self, *, keep_alive: bool = True) -> None:
         """End the answer. The connection serves the next request unless `keep_alive` is False or a side asked to close.
@@ -147,9 +151,9 @@ class Exchange:
             return
         if not self.started:
             raise RuntimeError("start the answer before finishing it")
-        if self._body is _Body.CHUNKED:
+        if self._body is _CHUNKED:
             self._line.transport.write(b"0\r\n\r\n")
-        elif self._body is _Body.LENGTH and self._num_bytes_due:
+        elif self._body is _LENGTH and self._num_bytes_due:
             self.abort()
             return
         self._end()

@@ -6,8 +6,6 @@ bare line feeds, spaces before colons, broken chunks). This module adds what it 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from cortex.gateway.http.limits import ClientLimits
 from cortex.gateway.http.request import Headers
 from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP
@@ -15,16 +13,8 @@ from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, Malfo
 _NOTABLE = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect"))
 
 
-class Framing(NamedTuple):
-    """What a head says about its body."""
-
-    refusal: CortexError | None
-    content_length: int | None
-    expects_continue: bool
-
-
-def judge(method: bytes, version: str, headers: Headers, limits: ClientLimits) -> Framing:
-    """The framing of a request that the parser accepted; `refusal` says why it must not be served, if so."""
+def judge(method: bytes, version: str, headers: Headers, limits: ClientLimits) -> tuple[CortexError | None, bool]:
+    """Why a request that the parser accepted must not be served, if so; and whether it awaits a go-ahead."""
     num_hosts = 0
     content_length: int | None = None
     transfer_encoding: bytes | None = None
@@ -44,7 +34,7 @@ def judge(method: bytes, version: str, headers: Headers, limits: ClientLimits) -
         refusal = HeadersTooLarge(f"{len(headers)} headers; at most {limits.num_headers} are accepted")
     if refusal is None and content_length is not None and content_length > limits.body_bytes:
         refusal = body_too_large(limits)
-    return Framing(refusal, content_length, expect is not None and version == "1.1")
+    return refusal, expect is not None and version == "1.1"
 
 
 def _refusal(

@@ -31,7 +31,7 @@ NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date"}
 """Response headers that end here; length and date are written anew."""
 
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
-_ORDINARY_CONNECTION = frozenset((b"keep-alive", b"close", b"upgrade", b""))
+_ORDINARY_CONNECTION = frozenset((b"keep-alive", b"close", b"upgrade"))
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus}
 _STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded"
@@ -41,11 +41,10 @@ def passing(headers: Headers, ending_here: frozenset[bytes]) -> list[tuple[bytes
     """The headers that travel on: not those in `ending_here`, and not those that `Connection` claims for itself."""
     kept = [pair for pair in headers if pair[0] not in ending_here]
     if len(kept) != len(headers):
-        claimed = {
-            token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")
-        }
-        if not claimed <= _ORDINARY_CONNECTION:
-            kept = [pair for pair in kept if pair[0] not in claimed]
+        for name, value in headers:
+            if name == b"connection" and value.lower() not in _ORDINARY_CONNECTION:
+                claimed = {token.strip() for token in value.lower().split(b",")}
+                kept = [pair for pair in kept if pair[0] not in claimed]
     return kept
 
 
@@ -54,15 +53,15 @@ def encode_head(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
 
     Raises ValueError when a part would break out of its line, or when a caller tries to frame the message itself.
     """
-    head = start_line + b"\r\n"
-    for name, value in headers:
-        if name in _FRAMING:
-            raise ValueError(f"the header {name.decode()!r} is written by the data path; do not pass it")
-        head += b"%b: %b\r\n" % (name, value)
-    num_lines = len(headers) + 1
-    if head.count(b"\n") != num_lines or head.count(b"\r") != num_lines or b"\0" in head:
+    if not _FRAMING.isdisjoint([name for name, _ in headers]):
+        raise ValueError(
+            "connection, content-length and transfer-encoding are written by the data path; do not pass them"
+        )
+    head = b"\r\n".join([start_line, *[b": ".join(pair) for pair in headers]])
+    num_breaks = len(headers)
+    if head.count(b"\n") != num_breaks or head.count(b"\r") != num_breaks or b"\0" in head:
         raise ValueError("a header, method or target contains a line break or NUL byte; refusing to send it")
-    return head + framing + b"\r\n"
+    return b"%b\r\n%b\r\n" % (head, framing)
 
 
 def status_line(status: int) -> bytes:

@@ -86,6 +86,10 @@ class _Mode(Enum):
     LATE = "late"
 
 
+# Looking a member up in its class takes longer than all that is done with it here.
+_WAITING, _PLAIN, _EVENTS, _LATE = _Mode
+
+
 class _Head(NamedTuple):
     """A node's head, held until there is something to send with it."""
 
@@ -154,7 +158,7 @@ class Relay:
         self._translation: Translation | None = None
         self._boundary: EventBoundary | None = None
         self._head: _Head | None = None
-        self._mode = _Mode.WAITING
+        self._mode = _WAITING
         self._late = b""
         self._loop = ticker.loop
         self._spoke_at = self._loop.time()
@@ -250,7 +254,7 @@ class Relay:
         except UpstreamFault as fault:
             self.on_fault(fault)
             return
-        if self._mode is _Mode.WAITING:
+        if self._mode is _WAITING:
             head = self._head
             if head is not None and not self.exchange.started:
                 if rest:
@@ -261,7 +265,7 @@ class Relay:
             self._begin(rest)
         elif rest:
             self._pass_on(rest)
-        if self._mode is _Mode.LATE and self._head is not None:
+        if self._mode is _LATE and self._head is not None:
             self.exchange.write(self._observer.late_answer(self, self._head.status, self._late))
         self.exchange.finish()
         self._done(Outcome.COMPLETE)
@@ -269,12 +273,12 @@ class Relay:
     def on_fault(self, fault: UpstreamFault) -> None:
         """The node failed. Before anything of it was passed on, another may be tried; afterwards we can only say so."""
         self._call = None
-        if self._mode is _Mode.WAITING:
+        if self._mode is _WAITING:
             self._head = None
             self._boundary = None
             self._observer.on_fault(self, fault)
             return
-        if self._mode is _Mode.PLAIN:
+        if self._mode is _PLAIN:
             self.exchange.abort()
         else:
             escape = self._boundary.escape() if self._boundary is not None else b""
@@ -291,9 +295,9 @@ class Relay:
 
     def _pass_on(self, data: bytes) -> None:
         mode = self._mode
-        if mode is _Mode.WAITING:
+        if mode is _WAITING:
             self._begin(data)
-        elif mode is _Mode.LATE:
+        elif mode is _LATE:
             if len(self._late) < _LATE_ANSWER_BYTES:
                 self._late += data
         else:
@@ -307,10 +311,10 @@ class Relay:
             raise RuntimeError("a body without a head")
         self._observer.on_first_data(self, data)
         if self.exchange.started:
-            self._mode = _Mode.EVENTS if head.is_stream and head.status == 200 else _Mode.LATE
+            self._mode = _EVENTS if head.is_stream and head.status == 200 else _LATE
             self._pass_on(data)
             return
-        self._mode = _Mode.EVENTS if head.is_stream else _Mode.PLAIN
+        self._mode = _EVENTS if head.is_stream else _PLAIN
         self._spoke_at = self._loop.time()
         headers = [*head.headers, *self._extra_headers]
         self.exchange.start(head.status, headers, head.content_length, first=data)

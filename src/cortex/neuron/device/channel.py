@@ -10,7 +10,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -117,8 +117,8 @@ class LoopChannel(asyncio.Protocol):
         self._unsent.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # By contract, not by class: the transports of uvloop do not derive from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -23,12 +23,12 @@ _FAREWELL_S = 2.0
 _BACKLOG = 1024
 
 
-class ListenFailed(Exception):
+class CannotListen(Exception):
     """The address cannot be bound; the message says what to do."""
 
 
 def bind(address: Listen) -> socket.socket:
-    """A listening socket. Raises `ListenFailed`."""
+    """A listening socket. Raises `CannotListen`."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -38,14 +38,14 @@ def bind(address: Listen) -> socket.socket:
     except OSError as problem:
         listener.close()
         if problem.errno == errno.EADDRINUSE:
-            raise ListenFailed(f"port {address.port} is in use; stop what runs there or set another `port`") from None
-        raise ListenFailed(f"cannot listen on {address}: {problem.strerror or problem}; correct `listen`") from None
+            raise CannotListen(f"port {address.port} is in use; stop what runs there or set another `port`") from None
+        raise CannotListen(f"cannot listen on {address}: {problem.strerror or problem}; correct `listen`") from None
     listener.setblocking(False)
     return listener
 
 
 async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> None:
-    """Runs the node until SIGTERM, SIGINT or `stop`. Raises `ListenFailed` before anything was started.
+    """Runs the node until SIGTERM, SIGINT or `stop`. Raises `CannotListen` before anything was started.
 
     At the end admission closes, the queue is told at once, and running answers get `drain_s`. A second signal
     ends the process where it stands; its workers end with it.

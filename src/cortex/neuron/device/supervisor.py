@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -96,6 +97,8 @@ class Supervisor:
     def __init__(self, device: DeviceAddress, *, patience: Patience | None = None, engine: str = ENGINE) -> None:
         self.device = device
         self.state: WorkerState = "none"
+        self.freed_at_s = -math.inf
+        """When memory was last given back here, on the loop's clock; readings may lag behind it."""
         self._patience = patience or Patience()
         self._engine = engine
         self._worker: WorkerProcess | None = None
@@ -266,6 +269,7 @@ class Supervisor:
                 refusal = LoadRefused(event.kind, event.message)
                 _fail(self._models.pop(event.handle).loading, refusal)
             case Unloaded():
+                self.freed_at_s = _now_s()
                 self._models.pop(event.handle, None)
                 if (answer := self._unloads.pop(event.handle, None)) is not None and not answer.done():
                     answer.set_result(event)
@@ -290,6 +294,7 @@ class Supervisor:
     def _lost(self, reason: str) -> None:
         """The process is gone: everything that waited for it is told, once."""
         self._worker = None
+        self.freed_at_s = _now_s()
         models, self._models = self._models, {}
         unloads, self._unloads = self._unloads, {}
         queries, self._queries = self._queries, {}

@@ -1,0 +1,214 @@
+"""From a model's name to an instance that serves: fetch, check, pick a device, load.
+
+Loads onto one device go one after another, so that each sees the memory the last one left. Everything
+blocking runs on threads; cancelling calls off the download or the load, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cortex.neuron.config import NeuronConfig
+from cortex.neuron.device.discovery import DeviceReading
+from cortex.neuron.device.faults import FaultKind
+from cortex.neuron.device.supervisor import LoadRefused, Supervisor
+from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.node.instance import Instance, ServingLimits
+from cortex.neuron.node.library import Fetch, FindLocal, KnownModel, Library
+from cortex.neuron.node.owner import BringUpObserver
+from cortex.neuron.node.preflight import ModelFacts, choose_device, inspect
+from cortex.neuron.text.errors import TextModelError
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node import Device
+
+_SETTLE_S = 2.0
+"""A device may report memory as taken for a moment after it was freed."""
+_SETTLE_INTERVAL_S = 0.2
+
+
+class Unreachable(LoadFailed):
+    """The hub did not answer and the cache does not hold the model; worth another try later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What is known of a model's files once they are at hand."""
+
+    facts: ModelFacts
+    text: TextModel
+
+
+class BringUp:
+    """Belongs to the daemon's loop; one for all models of the node."""
+
+    def __init__(
+        self,
+        config: NeuronConfig,
+        library: Library,
+        devices: tuple[Device, ...],
+        supervisors: Mapping[int, Supervisor],
+        *,
+        read_devices: Callable[[tuple[Device, ...]], dict[int, DeviceReading]],
+        fetch: Fetch,
+        find_local: FindLocal,
+        load_text: Callable[[Path], TextModel],
+    ) -> None:
+        self._config = config
+        self._library = library
+        self._devices = devices
+        self._supervisors = supervisors
+        self._read_devices = read_devices
+        self._fetch = fetch
+        self._find_local = find_local
+        self._load_text = load_text
+        self._device_locks = {device.index: asyncio.Lock() for device in devices}
+        self.surveyed: dict[str, Surveyed] = {}
+        """By model id; kept after an unload."""
+
+    async def __call__(self, model_id: str, observer: BringUpObserver) -> Instance:
+        """Raises LoadFailed, InsufficientCapacity, or the supervisor's WorkerLost."""
+        model = self._library.find(model_id)
+        self._check(model)
+        path = await self._files(model, observer)
+        observer.on_files_at_hand()
+        survey = await self.survey(model, path)
+        async with self._room_for(model, survey.facts) as device:
+            supervisor = self._supervisors[device.index]
+            instance = self._instance(model_id, supervisor, observer)
+            try:
+                resident = await supervisor.load(self._spec(model, survey.facts, device), instance)
+            except LoadRefused as error:
+                kind = InsufficientCapacity if error.kind is FaultKind.OUT_OF_MEMORY else LoadFailed
+                raise kind(f"{model_id}: {error}") from error
+            # Nothing is awaited from here on: a cancelled bring-up must not leave a loaded model behind.
+            instance.loaded(resident)
+            return instance
+
+    def _check(self, model: KnownModel) -> None:
+        """What a request or a config file may ask for that this node cannot do. Raises LoadFailed."""
+        if model.tensor_parallel > 1:
+            raise LoadFailed(
+                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}; "
+                "this node runs a model on one device: leave it at 1 and choose a model that fits"
+            )
+        for index in model.devices:
+            if index not in self._device_locks:
+                have = ", ".join(str(device.index) for device in self._devices)
+                raise LoadFailed(f"{model.id} is meant for device {index}, but this node has {have}")
+
+    async def survey(self, model: KnownModel, path: Path) -> Surveyed:
+        """Reads headers and tokenizer on a thread; remembered. Raises LoadFailed."""
+        known = self.surveyed.get(model.id)
+        if known is not None and known.facts.path == path:
+            return known
+        survey = await asyncio.to_thread(self._survey, model, path)
+        self.surveyed[model.id] = survey
+        return survey
+
+    def _survey(self, model: KnownModel, path: Path) -> Surveyed:
+        facts = inspect(path, None if is_gguf(path) else model.quant)
+        try:
+            return Surveyed(facts, self._load_text(path))
+        except (OSError, TextModelError, CheckpointError) as error:
+            raise LoadFailed(f"{model.id}: its tokenizer cannot be read: {error}") from error
+
+    async def _files(self, model: KnownModel, observer: BringUpObserver) -> Path:
+        """The local path of the model. What is on disk is used as it is; the hub is asked for the rest."""
+        path = await asyncio.to_thread(self._find_local, model.source, self._library.cache, model.quant)
+        return path if path is not None else await self._download(model, observer)
+
+    async def _download(self, model: KnownModel, observer: BringUpObserver) -> Path:
+        loop = asyncio.get_running_loop()
+        called_off = threading.Event()
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            loop.call_soon_threadsafe(observer.on_downloading)
+            loop.call_soon_threadsafe(observer.on_progress, "download", done_bytes, total_bytes)
+
+        arguments = (model.source, self._library.cache, model.quant, progress, called_off.is_set)
+        work = asyncio.create_task(asyncio.to_thread(self._fetch, *arguments))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            called_off.set()
+            with contextlib.suppress(Cancelled, CheckpointError):
+                await work  # the thread looks at the flag often
+            raise
+        except HubUnreachable as error:
+            raise Unreachable(f"{model.id}: {error}") from error
+        except (CheckpointError, OSError) as error:
+            raise LoadFailed(f"{model.id}: {error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _room_for(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[Device]:
+        """A device with room for the model, on which nothing else is loaded meanwhile. Raises InsufficientCapacity."""
+        quiet = tuple(device for device in self._devices if not self._device_locks[device.index].locked())
+        try:
+            index = await self._choose(model, facts, quiet)
+        except InsufficientCapacity:
+            index = await self._choose(model, facts, self._devices)
+        async with self._device_locks[index]:
+            device = next(device for device in self._devices if device.index == index)
+            await self._choose(model, facts, (device,))  # a load that was under way may have taken the room
+            yield device
+
+    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> int:
+        """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
+        loop = asyncio.get_running_loop()
+        while True:
+            readings = await asyncio.to_thread(self._read_devices, self._devices)
+            try:
+                return choose_device(
+                    model.id,
+                    facts,
+                    candidates,
+                    readings,
+                    allowed=model.devices,
+                    min_free_bytes=self._config.limits.min_free_vram_mb << 20,
+                )
+            except InsufficientCapacity:
+                freed_at_s = max(supervisor.freed_at_s for supervisor in self._supervisors.values())
+                if loop.time() - freed_at_s > _SETTLE_S:
+                    raise
+            await asyncio.sleep(_SETTLE_INTERVAL_S)
+
+    def _spec(self, model: KnownModel, facts: ModelFacts, device: Device) -> LoadSpec:
+        limits = self._config.limits
+        memory_bytes = model.memory_bytes
+        if memory_bytes is None and device.kind == "cuda":
+            memory_bytes = facts.ceiling_bytes(model.context_tokens)
+        return LoadSpec(
+            path=str(facts.path),
+            dtype=self._config.harness.torch.dtype,
+            quant=None if is_gguf(facts.path) else model.quant,
+            context_tokens=model.context_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            prefill_chunk_tokens=limits.prefill_chunk_tokens,
+            memory_bytes=memory_bytes,
+            min_free_bytes=limits.min_free_vram_mb << 20,
+        )
+
+    def _instance(self, model_id: str, supervisor: Supervisor, observer: BringUpObserver) -> Instance:
+        limits = self._config.limits
+        return Instance(
+            model_id,
+            supervisor,
+            ServingLimits(limits.max_num_seqs, limits.max_queue, limits.max_prompt_tokens),
+            on_progress=observer.on_progress,
+            on_lost=observer.on_lost,
+            on_proved=observer.on_proved,
+        )
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the weights at `path` are a GGUF file: those are quantised, or not, as they come."""
+    if path.is_dir():
+        return next(path.glob("*.safetensors"), None) is None
+    return path.suffix == ".gguf"

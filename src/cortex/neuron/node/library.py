@@ -1,0 +1,144 @@
+"""Which models this node knows, and where their files are.
+
+Known are: the models of `neuron.toml`, every model in the hub cache, and what load requests have named since
+the start. A model's source is a hub id, a directory or a GGUF file. Methods that touch the disk or the
+network say so and are run on threads; the table itself belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cortex.neuron.config import NeuronConfig
+from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
+from cortex.neuron.weights.hub.source import parse_source
+from cortex.wire.errors import ModelNotFound
+from cortex.wire.node import LoadRequest
+
+_CACHE_PREFIX = "models--"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that can be asked for, and how it is to be loaded."""
+
+    id: str
+    source: str
+    harness: str = "torch"
+    quant: str | None = None
+    devices: tuple[int, ...] = ()
+    tensor_parallel: int = 1
+    context_tokens: int | None = None
+    memory_bytes: int | None = None
+
+
+Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
+"""(source, cache, quant, progress(done, total), cancelled) → local path; blocks, may use the network."""
+
+FindLocal = Callable[[str, Path, str | None], Path | None]
+"""(source, cache, quant) → local path when the whole model is on disk; blocks, never uses the network."""
+
+
+class Library:
+    def __init__(self, config: NeuronConfig, env: Mapping[str, str] = os.environ) -> None:
+        self.cache = cache_directory(config, env)
+        self._models = {model.id: model for model in _configured(config)}
+
+    def __iter__(self) -> Iterator[KnownModel]:
+        return iter(tuple(self._models.values()))
+
+    def find(self, model_id: str) -> KnownModel:
+        """Raises ModelNotFound with near misses."""
+        if (model := self._models.get(model_id)) is not None:
+            return model
+        near = difflib.get_close_matches(model_id, self._models, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else "GET /models lists what is known"
+        raise ModelNotFound(f"this node knows no model {model_id!r}; {hint}", param="model")
+
+    def adopt(self, request: LoadRequest) -> KnownModel:
+        """The model a load request means, remembered under its id. What the request leaves out stays as configured.
+
+        Raises ModelNotFound for an id that is neither known, nor a hub id, nor a path that exists.
+        """
+        known = self._models.get(request.model_id)
+        if known is None:
+            source = request.source or request.model_id
+            if request.source is None and not _names_a_model(source):
+                return self.find(request.model_id)
+            known = KnownModel(request.model_id, source)
+        known = replace(
+            known,
+            source=request.source or known.source,
+            harness=request.harness,
+            quant=request.quant or known.quant,
+            devices=request.devices or known.devices,
+            tensor_parallel=max(request.tensor_parallel, known.tensor_parallel),
+            context_tokens=request.context_tokens or known.context_tokens,
+        )
+        self._models[known.id] = known
+        return known
+
+    def discovered(self, model_ids: list[str]) -> list[str]:
+        """Adds models found in the cache; returns the ids that are new."""
+        new = [model_id for model_id in model_ids if model_id not in self._models]
+        self._models.update({model_id: KnownModel(model_id, model_id) for model_id in new})
+        return new
+
+
+def cache_directory(config: NeuronConfig, env: Mapping[str, str]) -> Path:
+    """Where hub models are kept: the config, then `HF_HUB_CACHE`, then `$HF_HOME/hub`, then the hub's default."""
+    if config.harness.torch.hf_cache is not None:
+        return config.harness.torch.hf_cache.expanduser()
+    return hub_cache_directory(env)
+
+
+def scan_cache(cache: Path) -> list[str]:
+    """Ids of the models in the hub cache that have weights on disk. Reads directories only."""
+    try:
+        folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith(_CACHE_PREFIX))
+    except OSError:
+        return []
+    return [
+        folder.name.removeprefix(_CACHE_PREFIX).replace("--", "/")
+        for folder in folders
+        if any(next(folder.glob(f"snapshots/*/{pattern}"), None) is not None for pattern in ("*.safetensors", "*.gguf"))
+    ]
+
+
+def _names_a_model(source: str) -> bool:
+    """Whether `source` is a path that exists or could be a hub id."""
+    try:
+        parse_source(source)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
+    for entry in config.models:
+        yield KnownModel(
+            entry.id,
+            entry.source or entry.id,
+            entry.harness,
+            entry.quant,
+            entry.devices,
+            context_tokens=entry.context_tokens,
+            memory_bytes=entry.memory_mb << 20 if entry.memory_mb else None,
+        )
+    for default in config.default_models:
+        configured = next((entry for entry in config.models if entry.id == default.model_id), None)
+        yield KnownModel(
+            default.model_id,
+            default.source or (configured.source if configured else None) or default.model_id,
+            default.harness,
+            default.quant or (configured.quant if configured else None),
+            default.devices,
+            default.tensor_parallel,
+            context_tokens=default.context_tokens,
+            memory_bytes=default.memory_mb << 20 if default.memory_mb else None,
+        )

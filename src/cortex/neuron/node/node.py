@@ -1,0 +1,297 @@
+"""The node: its devices, its models, and what the HTTP front asks of them. Lives in the daemon's loop.
+
+Reads (`discovery`, `health`, `models`, `model`) answer from what is at hand and never wait for a worker, a
+disk or a driver. Each model has one owner; the node only finds it and passes wishes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cortex
+from cortex.neuron.config import NeuronConfig
+from cortex.neuron.device.address import DeviceAddress
+from cortex.neuron.device.backoff import BackoffPolicy
+from cortex.neuron.device.discovery import DeviceReading, Inventory, discover, read_devices
+from cortex.neuron.device.process import ENGINE
+from cortex.neuron.device.supervisor import Supervisor
+from cortex.neuron.device.watchdog import Patience
+from cortex.neuron.engine.request import EngineRequest, EngineStats
+from cortex.neuron.node.activation import Activation
+from cortex.neuron.node.bringup import BringUp
+from cortex.neuron.node.feed import Feed
+from cortex.neuron.node.files import fetch, find_local
+from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.library import Fetch, FindLocal, Library, scan_cache
+from cortex.neuron.node.owner import Owner
+from cortex.neuron.node.status import describe
+from cortex.neuron.text.model import TextModel
+from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown
+from cortex.wire.node import (
+    Device,
+    DeviceHealth,
+    Discovery,
+    Health,
+    LoadRequest,
+    ModelState,
+    ModelStatus,
+    NodeEvent,
+    UnloadRequest,
+)
+
+log = logging.getLogger(__name__)
+
+_SAMPLE_S = 1.0
+_SCAN_EVERY_SAMPLES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a node is made of. The defaults are the real ones; tests put faulty ones in their place."""
+
+    engine: str = ENGINE
+    discover: Callable[[], Inventory] = discover
+    read_devices: Callable[[tuple[Device, ...]], dict[int, DeviceReading]] = read_devices
+    fetch: Fetch = fetch
+    find_local: FindLocal = find_local
+    load_text: Callable[[Path], TextModel] = TextModel.load
+    policy: BackoffPolicy = field(default_factory=BackoffPolicy)
+    patience: Patience | None = None
+    first_retry_s: float = 5.0
+
+
+class Node:
+    """Made by `start`, ended by `close`; everything else in between, on the same loop."""
+
+    def __init__(self, config: NeuronConfig, inventory: Inventory, parts: Parts) -> None:
+        patience = parts.patience or Patience(step_s=config.limits.step_timeout_s, load_s=config.limits.load_timeout_s)
+        self.discovery = _discovery(config, inventory)
+        self._config = config
+        self._parts = parts
+        self._started_s = time.monotonic()
+        self._devices = inventory.devices
+        self._readings = dict(inventory.readings)
+        self._supervisors = {
+            device.index: Supervisor(DeviceAddress.of(device), patience=patience, engine=parts.engine)
+            for device in inventory.devices
+        }
+        self._library = Library(config)
+        self._bring_up = BringUp(
+            config,
+            self._library,
+            inventory.devices,
+            self._supervisors,
+            read_devices=parts.read_devices,
+            fetch=parts.fetch,
+            find_local=parts.find_local,
+            load_text=parts.load_text,
+        )
+        self._owners: dict[str, Owner] = {}
+        self._feed = Feed()
+        self._unreadable: set[str] = set()
+        """Models whose files were looked at in vain; said once."""
+        self._surveys: dict[str, asyncio.Task[TextModel]] = {}
+        self._activation = Activation(
+            [default.model_id for default in config.default_models],
+            lambda model_id: self.load(LoadRequest(model_id=model_id), wait=True),
+            self._activation_changed,
+            parts.first_retry_s,
+        )
+        self._background: list[asyncio.Task[None]] = []
+        self._closing = False
+
+    @classmethod
+    async def start(cls, config: NeuronConfig, parts: Parts | None = None) -> Node:
+        """A node that answers at once; default models load in the background."""
+        parts = parts or Parts()
+        node = cls(config, await asyncio.to_thread(parts.discover), parts)
+        await node._scan_cache()
+        node._run_in_background(node._keep_sampling(), "sample devices")
+        node._run_in_background(node._activation.run(), "load default models")
+        return node
+
+    # Reads
+
+    def health(self) -> Health:
+        return Health(
+            status="draining" if self._closing else "ok",
+            uptime_s=round(time.monotonic() - self._started_s, 3),
+            devices=tuple(self._device_health(device) for device in self._devices),
+            models=self.models(),
+            activation=self._activation.status(),
+        )
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        return tuple(self.model(model.id) for model in self._library)
+
+    def model(self, model_id: str) -> ModelStatus:
+        """Raises ModelNotFound."""
+        model = self._library.find(model_id)
+        return describe(model, self._owners.get(model_id), self._bring_up.surveyed.get(model_id))
+
+    def engine_stats(self) -> dict[str, EngineStats]:
+        """The engines' own counters by model id, as of their last reports; resident models only."""
+        return {
+            model_id: owner.instance.stats for model_id, owner in self._owners.items() if owner.instance is not None
+        }
+
+    def subscribe(self) -> AsyncIterator[NodeEvent]:
+        """What changes from now on, after the state of everything that is not at rest."""
+        busy = [status for status in self.models() if status.state is not ModelState.COLD]
+        first = [NodeEvent(kind="model", at_s=time.time(), model=status) for status in busy]
+        activation = NodeEvent(kind="activation", at_s=time.time(), activation=self._activation.status())
+        return self._feed.subscribe((activation, *first))
+
+    # Wishes
+
+    async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus:
+        """Idempotent and single-flight: joins what is under way. With `wait`, returns when ready or raises why not."""
+        self._refuse_when_closing()
+        if request.harness not in self.discovery.harnesses:
+            offered = ", ".join(self.discovery.harnesses)
+            raise LoadFailed(f"this node has no harness {request.harness!r}; it has {offered}")
+        owner = self._owner(self._library.adopt(request).id)
+        if wait:
+            await owner.ensure_ready()
+        else:
+            owner.want_ready()
+        return self.model(request.model_id)
+
+    async def unload(self, request: UnloadRequest) -> ModelStatus:
+        """Returns when the memory is back. Running requests get `drain_s`, or nothing with `force`."""
+        model = self._library.find(request.model_id)
+        drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
+        await self._owner(model.id).ensure_gone(0.0 if request.force else drain_s)
+        return self.model(model.id)
+
+    async def text(self, model_id: str) -> TextModel:
+        """The model's tokenizer, template and parsers, without its weights; remembered. Raises LoadFailed."""
+        self._library.find(model_id)
+        if (survey := self._bring_up.surveyed.get(model_id)) is not None:
+            return survey.text
+        if model_id not in self._surveys:
+            task = asyncio.create_task(self._survey_text(model_id))
+            task.add_done_callback(lambda _: self._surveys.pop(model_id, None))
+            self._surveys[model_id] = task
+        return await asyncio.shield(self._surveys[model_id])
+
+    def submit(self, model_id: str, request: EngineRequest) -> Generation:
+        """Takes a request for a model that is ready.
+
+        Raises ModelNotFound, Overloaded, Recovering, ShuttingDown, LoadFailed, ContextLengthExceeded,
+        PromptTooLongForMemory.
+        """
+        self._refuse_when_closing()
+        return self._owner(self._library.find(model_id).id).serving().submit(request)
+
+    async def recycle(self, device: int) -> bool:
+        """Replaces an idle device's worker, which gives everything back. False while models are on it."""
+        return await self._supervisors[device].recycle()
+
+    async def close(self) -> None:
+        """Admission closes and the queue fails at once; running requests get `drain_s`; then the workers end."""
+        if self._closing:
+            return
+        self._closing = True
+        self._feed.publish(NodeEvent(kind="shutdown", at_s=time.time()))
+        for task in self._background:
+            task.cancel()
+        error = ShuttingDown("the node is shutting down; try another one, or again later", retry_after_s=10)
+        instances = [owner.instance for owner in self._owners.values() if owner.instance is not None]
+        for instance in instances:
+            instance.close_admission(error)
+        await asyncio.gather(*(instance.drained(self._config.drain_s) for instance in instances))
+        for instance in instances:
+            instance.end(error)
+        for owner in self._owners.values():
+            owner.abandon()
+        await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
+        await asyncio.gather(*(owner.abandoned() for owner in self._owners.values()))
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self._feed.close()
+
+    # Inside
+
+    def _owner(self, model_id: str) -> Owner:
+        if model_id not in self._owners:
+            self._owners[model_id] = Owner(model_id, self._bring_up, self._model_changed, self._parts.policy)
+        return self._owners[model_id]
+
+    def _refuse_when_closing(self) -> None:
+        if self._closing:
+            raise ShuttingDown("the node is shutting down; try another one, or again later", retry_after_s=10)
+
+    def _model_changed(self, model_id: str) -> None:
+        self._feed.publish(NodeEvent(kind="model", at_s=time.time(), model=self.model(model_id)))
+
+    def _activation_changed(self) -> None:
+        self._feed.publish(NodeEvent(kind="activation", at_s=time.time(), activation=self._activation.status()))
+
+    def _device_health(self, device: Device) -> DeviceHealth:
+        reading = self._readings.get(device.index, DeviceReading(device.total_bytes, 0))
+        return DeviceHealth(
+            index=device.index,
+            total_bytes=reading.total_bytes,
+            free_bytes=reading.free_bytes,
+            utilisation=reading.utilisation,
+            temperature_c=reading.temperature_c,
+            worker=self._supervisors[device.index].state,
+        )
+
+    def _run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._background.append(asyncio.create_task(work, name=name))
+
+    async def _keep_sampling(self) -> None:
+        """Keeps the readings and the library fresh, on threads: a sick driver or disk must not hold up the loop."""
+        sample = 0
+        while True:
+            self._readings = await asyncio.to_thread(self._parts.read_devices, self._devices)
+            if sample % _SCAN_EVERY_SAMPLES == 0:
+                await self._scan_cache()
+                await self._survey_library()
+            await asyncio.sleep(_SAMPLE_S)
+            sample += 1
+
+    async def _scan_cache(self) -> None:
+        self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
+
+    async def _survey_library(self) -> None:
+        """Looks at every model whose files are complete, so that others know its size before it is loaded."""
+        for model in self._library:
+            if model.id in self._bring_up.surveyed or model.id in self._unreadable:
+                continue
+            path = await asyncio.to_thread(self._parts.find_local, model.source, self._library.cache, model.quant)
+            if path is None:
+                continue
+            try:
+                await self._bring_up.survey(model, path)
+            except CortexError as error:
+                self._unreadable.add(model.id)
+                log.warning("%s", error.message)
+
+    async def _survey_text(self, model_id: str) -> TextModel:
+        model = self._library.find(model_id)
+        path = await asyncio.to_thread(self._parts.find_local, model.source, self._library.cache, model.quant)
+        if path is None:
+            raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")
+        return (await self._bring_up.survey(model, path)).text
+
+
+def _discovery(config: NeuronConfig, inventory: Inventory) -> Discovery:
+    return Discovery(
+        host=socket.gethostname(),
+        os=f"{platform.system()} {platform.release()}",
+        version=cortex.__version__,
+        devices=inventory.devices,
+        driver=inventory.driver,
+        driver_problem=inventory.driver_problem,
+        harnesses=tuple(harness.name for harness in config.harnesses),
+    )

@@ -1,0 +1,296 @@
+"""The one owner of a model on this node: feeds its lifecycle, carries out the effects, wakes who waits.
+
+`ensure_ready` and `ensure_gone` are idempotent and join what is under way. Inputs are handled one at a
+time, in order, on the loop; long work runs in one task, which reports back as an input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from cortex.neuron.device.backoff import BackoffPolicy
+from cortex.neuron.device.supervisor import WorkerLost
+from cortex.neuron.node.instance import Instance
+from cortex.neuron.node.lifecycle import (
+    BringUp,
+    BringUpFailed,
+    BroughtUp,
+    CallOff,
+    Downloading,
+    Effect,
+    EnsureGone,
+    EnsureReady,
+    FailReady,
+    FilesAtHand,
+    HurryDrain,
+    Input,
+    Lifecycle,
+    Lost,
+    Proved,
+    TakeDown,
+    TookDown,
+    WakeGone,
+    WakeReady,
+    transition,
+)
+from cortex.neuron.node.loadprogress import LoadProgress
+from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown
+from cortex.wire.node import ModelState
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_EVENT_S = 0.25
+"""Listeners hear of a load's progress at most this often."""
+
+
+class BringUpObserver(Protocol):
+    """Who is told how a bring-up goes, and later how the instance does."""
+
+    def on_downloading(self) -> None: ...
+    def on_files_at_hand(self) -> None: ...
+    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None: ...
+    def on_lost(self, reason: str) -> None: ...
+    def on_proved(self) -> None: ...
+
+
+class Owner:
+    """Belongs to the daemon's loop."""
+
+    def __init__(
+        self,
+        model_id: str,
+        bring_up: Callable[[str, BringUpObserver], Awaitable[Instance]],
+        on_changed: Callable[[str], None],
+        policy: BackoffPolicy,
+    ) -> None:
+        """`bring_up` makes a serving instance; it raises CortexError or WorkerLost, and cleans up when cancelled."""
+        self.model_id = model_id
+        self.life = Lifecycle(since_s=time.monotonic())
+        self.instance: Instance | None = None
+        self.progress: LoadProgress | None = None
+        self.last_error: CortexError | None = None
+        """Why the latest bring-up failed, as it was raised."""
+        self._make_instance = bring_up
+        self._on_changed = on_changed
+        self._policy = policy
+        self._inputs: deque[Input] = deque()
+        self._handling = False
+        self._abandoned = False
+        self._work: asyncio.Task[None] | None = None
+        self._drain_deadline_s = 0.0
+        self._drain_hurried = asyncio.Event()
+        self._ready_waiters: set[asyncio.Future[None]] = set()
+        self._gone_waiters: set[asyncio.Future[None]] = set()
+        self._progress_told_s = 0.0
+
+    # Wishes
+
+    def want_ready(self) -> None:
+        """Starts bringing the model up, unless that is done or under way."""
+        self._post(EnsureReady())
+
+    async def ensure_ready(self) -> None:
+        """Returns when the model is ready. Raises what kept it from it. Leaving early does not stop the load."""
+        await self._wait(self._ready_waiters, EnsureReady())
+
+    async def ensure_gone(self, drain_s: float) -> None:
+        """Returns when nothing of the model is in memory any more."""
+        await self._wait(self._gone_waiters, EnsureGone(drain_s))
+
+    def serving(self) -> Instance:
+        """The instance to send a request to. Raises a retryable error while there is none, LoadFailed when failed."""
+        state = self.life.state
+        if state is ModelState.READY and self.instance is not None:
+            return self.instance
+        if state is ModelState.RECOVERING:
+            message = f"{self.model_id} lost its device and is coming back by itself; try again"
+            raise Recovering(message, retry_after_s=self._retry_after_s())
+        if state is ModelState.FAILED:
+            raise self.last_error or LoadFailed(f"{self.model_id} failed: {self.life.reason}")
+        if state is ModelState.COLD:
+            raise Overloaded(f"{self.model_id} is not loaded; POST /models/load loads it", retry_after_s=1)
+        raise Overloaded(f"{self.model_id} is {state.value}; try again", retry_after_s=self._retry_after_s())
+
+    def abandon(self) -> None:
+        """The node goes down: nothing new is begun, what is under way is called off, who waits is told."""
+        self._abandoned = True
+        if self._work is not None:
+            self._work.cancel()
+        for waiter in self._ready_waiters:
+            _reject(waiter, ShuttingDown("the node is shutting down"))
+        _release(self._gone_waiters)
+
+    async def abandoned(self) -> None:
+        """Returns when nothing is under way any more; the workers must be gone by then."""
+        if self._work is not None:
+            await asyncio.wait({self._work})
+
+    def _retry_after_s(self) -> float:
+        eta_s = self.progress.told().eta_s if self.progress is not None else None
+        return max(1.0, eta_s if eta_s is not None else 2.0)
+
+    async def _wait(self, waiters: set[asyncio.Future[None]], wish: Input) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiters.add(waiter)
+        try:
+            self._post(wish)
+            await waiter
+        finally:
+            waiters.discard(waiter)
+
+    # The one place where the lifecycle changes
+
+    def _post(self, happened: Input) -> None:
+        self._inputs.append(happened)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inputs:
+                self._handle(self._inputs.popleft())
+        finally:
+            self._handling = False
+
+    def _handle(self, happened: Input) -> None:
+        before = self.life
+        self.life, effects = transition(before, happened, time.monotonic(), self._policy)
+        if self.life.state is not before.state:
+            reason = f": {self.life.reason}" if self.life.reason else ""
+            log.info("%s: %s → %s%s", self.model_id, before.state.value, self.life.state.value, reason)
+            if self.life.state not in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING):
+                self.progress = None
+        for effect in effects:
+            self._carry_out(effect)
+        if self.life.state is not before.state:
+            self._on_changed(self.model_id)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case BringUp() if self._abandoned:
+                pass
+            case BringUp(attempt, delay_s):
+                self.progress = LoadProgress.begin(time.monotonic())
+                self._work = asyncio.create_task(self._bring_up(attempt, delay_s), name=f"bring up {self.model_id}")
+                self._work.add_done_callback(lambda work: self._bring_up_ended(work, attempt))
+            case CallOff():
+                if self._work is not None:
+                    self._work.cancel()
+            case TakeDown(attempt, drain_s):
+                self._drain_deadline_s = time.monotonic() + drain_s
+                self._work = asyncio.create_task(self._take_down(attempt), name=f"take down {self.model_id}")
+            case HurryDrain(drain_s):
+                self._drain_deadline_s = min(self._drain_deadline_s, time.monotonic() + drain_s)
+                self._drain_hurried.set()
+            case WakeReady():
+                _release(self._ready_waiters)
+            case FailReady(reason):
+                error = self.last_error
+                if error is None or error.message != reason:
+                    error = LoadFailed(f"{self.model_id}: {reason}")
+                for waiter in self._ready_waiters:
+                    _reject(waiter, error)
+            case WakeGone():
+                _release(self._gone_waiters)
+
+    async def _bring_up(self, attempt: int, delay_s: float) -> None:
+        try:
+            if delay_s:
+                await asyncio.sleep(delay_s)
+            self.instance = await self._make_instance(self.model_id, _Observer(self, attempt))
+        except CortexError as error:
+            self.last_error = error
+            self._post(BringUpFailed(attempt, error.message))
+        except WorkerLost as error:
+            self.last_error = LoadFailed(f"{self.model_id}: {error}")
+            self._post(BringUpFailed(attempt, str(error), fault=True))
+        except Exception as error:
+            log.exception("bringing up %s failed in a way nobody foresaw", self.model_id)
+            self.last_error = LoadFailed(f"{self.model_id}: {type(error).__name__}: {error}; see the node's log")
+            self._post(BringUpFailed(attempt, self.last_error.message))
+        else:
+            self.last_error = None
+            self._post(BroughtUp(attempt))
+
+    def _bring_up_ended(self, work: asyncio.Task[None], attempt: int) -> None:
+        # A task may be cancelled before its first line runs, so this cannot be an `except` in it.
+        if work.cancelled():
+            self._post(BringUpFailed(attempt, "called off"))
+
+    async def _take_down(self, attempt: int) -> None:
+        instance, self.instance = self.instance, None
+        try:
+            if instance is not None:
+                message = f"{self.model_id} is being unloaded; try again to have it loaded"
+                instance.close_admission(Overloaded(message, retry_after_s=2))
+                await self._drain(instance)
+                reclaimed = await instance.unload()
+                log.info("%s: unloaded, %s", self.model_id, reclaimed)
+        finally:
+            self._post(TookDown(attempt))
+
+    async def _drain(self, instance: Instance) -> None:
+        """Until no request is left or the deadline has passed, which may be moved up meanwhile."""
+        while (left_s := self._drain_deadline_s - time.monotonic()) > 0:
+            self._drain_hurried.clear()
+            drained = asyncio.ensure_future(instance.drained(left_s))
+            hurried = asyncio.ensure_future(self._drain_hurried.wait())
+            try:
+                await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+                if drained.done():
+                    return
+            finally:
+                drained.cancel()
+                hurried.cancel()
+
+    def progressed(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        progress = self.progress or LoadProgress.begin(now_s)
+        self.progress = progress.advanced(stage, done_bytes, total_bytes, now_s)
+        if self.progress.stage != progress.stage or now_s - self._progress_told_s >= _PROGRESS_EVENT_S:
+            self._progress_told_s = now_s
+            self._on_changed(self.model_id)
+
+    def happened(self, what: Input) -> None:
+        """An input from the bring-up or from the instance."""
+        if isinstance(what, Lost):
+            self.instance = None
+        self._post(what)
+
+
+class _Observer:
+    """Ties reports to the attempt they belong to."""
+
+    def __init__(self, owner: Owner, attempt: int) -> None:
+        self._owner = owner
+        self._attempt = attempt
+
+    def on_downloading(self) -> None:
+        self._owner.happened(Downloading(self._attempt))
+
+    def on_files_at_hand(self) -> None:
+        self._owner.happened(FilesAtHand(self._attempt))
+
+    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        self._owner.progressed(stage, done_bytes, total_bytes)
+
+    def on_lost(self, reason: str) -> None:
+        self._owner.happened(Lost(reason))
+
+    def on_proved(self) -> None:
+        self._owner.happened(Proved())
+
+
+def _release(waiters: set[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+def _reject(waiter: asyncio.Future[None], error: CortexError) -> None:
+    if not waiter.done():
+        waiter.set_exception(error.with_traceback(None))

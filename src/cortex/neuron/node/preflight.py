@@ -1,0 +1,196 @@
+"""Everything that can be known before memory is touched: are the files whole, is the family supported, does
+the quantisation exist, does it fit. Reads headers only, imports no torch; run on a thread, the disk may be slow.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cortex.neuron.device.discovery import DeviceReading
+from cortex.neuron.models.registry import SUPPORTED
+from cortex.neuron.weights.checkpoint import open_checkpoint
+from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.stored import TensorInfo
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node import Device
+
+QUANT_BITS: Mapping[str, float] = {
+    "q8_0": 8.5,
+    "q6_k": 6.5625,
+    "q5_k": 5.5,
+    "q4_k": 4.5,
+    "q4_0": 4.5,
+}
+"""Quantisations that can be made at load, and the bits a weight takes in each."""
+
+CACHED_CONTEXTS = 4
+"""Full contexts for which a model gets cache on a GPU unless it is told otherwise; the rest stays for other models."""
+_DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
+_MIN_KV_TOKENS = 256
+"""Less cache than this is of no use to anybody."""
+_LEFT_OUT = ("visual.", "model.visual.", "vision_tower.", "mtp.")
+"""Parts of a checkpoint that are not loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model's files, judged."""
+
+    path: Path
+    family: str
+    quant: str | None
+    """The format its weights have once loaded, where that is not a plain one."""
+    context_tokens: int
+    least_weight_bytes: int
+    """What the weights take at the very least; a refusal is based on it, so that nothing that fits is refused."""
+    most_weight_bytes: int
+    """What they take if every quantised tensor is unpacked; a ceiling is based on it."""
+    kv_token_bytes: int
+
+    @property
+    def need_bytes(self) -> int:
+        """The least memory with which the model can answer."""
+        return self.least_weight_bytes + self.kv_token_bytes * min(_MIN_KV_TOKENS, self.context_tokens)
+
+    def ceiling_bytes(self, context_tokens: int | None) -> int:
+        """What the model should take of a GPU that it may share: its weights and a few full contexts."""
+        context_tokens = min(context_tokens or self.context_tokens, self.context_tokens)
+        return int(self.most_weight_bytes * 1.02) + CACHED_CONTEXTS * context_tokens * self.kv_token_bytes
+
+
+def inspect(path: Path, quant: str | None = None) -> ModelFacts:
+    """Opens the files at `path` and judges them. Raises LoadFailed with the reason and what to do about it."""
+    if quant is not None and quant.lower() not in QUANT_BITS:
+        raise LoadFailed(_unknown_quant(quant))
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError as error:
+        raise LoadFailed(str(error)) from error
+    try:
+        return _judge(path, checkpoint.config, list(checkpoint.tensors.items()), quant)
+    finally:
+        checkpoint.close()
+
+
+def _judge(
+    path: Path, config: Mapping[str, Any], tensors: Sequence[tuple[str, TensorInfo]], quant: str | None
+) -> ModelFacts:
+    family = config.get("model_type")
+    if family not in SUPPORTED:
+        raise LoadFailed(
+            f"{path.name} is of family {family!r}, which is not supported; supported are {', '.join(SUPPORTED)}"
+        )
+    # Models with more than text keep the text part's sizes one level down.
+    sizes: Mapping[str, Any] = config.get("text_config") or config
+    kept = [tensor for name, tensor in tensors if not name.startswith(_LEFT_OUT)]
+    formats = {tensor.dtype for tensor in kept}
+    try:
+        return ModelFacts(
+            path=path,
+            family=family,
+            quant=quant.lower() if quant else _stored_quant(formats),
+            context_tokens=int(sizes["max_position_embeddings"]),
+            least_weight_bytes=sum(_least_bytes(tensor, quant) for tensor in kept),
+            most_weight_bytes=sum(_most_bytes(tensor) for tensor in kept),
+            kv_token_bytes=_kv_token_bytes(sizes),
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise LoadFailed(f"the config of {path.name} is not usable: {error!r}; download the model again") from error
+
+
+def _stored_quant(formats: set[str]) -> str | None:
+    """The commonest name for a file that is quantised already: its smallest format."""
+    quantised = sorted(formats - _DENSE_FORMATS)
+    return quantised[0].lower() if quantised else None
+
+
+def _least_bytes(tensor: TensorInfo, quant: str | None) -> int:
+    elements: int = math.prod(tensor.shape)
+    if quant is not None and len(tensor.shape) >= 2:
+        return min(int(elements * QUANT_BITS[quant.lower()] / 8), tensor.num_bytes)
+    return min(elements * 2, tensor.num_bytes)
+
+
+def _most_bytes(tensor: TensorInfo) -> int:
+    return max(math.prod(tensor.shape) * 2, tensor.num_bytes if tensor.dtype not in _DENSE_FORMATS else 0)
+
+
+def _kv_token_bytes(sizes: Mapping[str, Any]) -> int:
+    """Keys and values of one token over the layers that keep them, in 16-bit numbers."""
+    layer_types = sizes.get("layer_types")
+    if isinstance(layer_types, list):
+        num_layers: int = sum(kind != "linear_attention" for kind in layer_types)
+    else:
+        num_layers = int(sizes["num_hidden_layers"]) // int(sizes.get("full_attention_interval") or 1)
+    heads = int(sizes["num_attention_heads"])
+    kv_heads = int(sizes.get("num_key_value_heads") or heads)
+    head_dim = int(sizes.get("head_dim") or int(sizes["hidden_size"]) // heads)
+    return num_layers * kv_heads * head_dim * 2 * 2
+
+
+def _unknown_quant(quant: str) -> str:
+    nearest = difflib.get_close_matches(quant.lower(), QUANT_BITS, n=1, cutoff=0.0)[0]
+    return f"there is no quantisation {quant!r}; the nearest is {nearest!r} (known: {', '.join(QUANT_BITS)})"
+
+
+def choose_device(
+    model_id: str,
+    facts: ModelFacts,
+    devices: Sequence[Device],
+    readings: Mapping[int, DeviceReading],
+    *,
+    allowed: Sequence[int],
+    min_free_bytes: int,
+) -> int:
+    """The index of the device with the most room among those where it fits, `allowed` ones only when given.
+
+    Raises InsufficientCapacity with need and have of every device.
+    """
+    need_bytes = facts.need_bytes + min_free_bytes
+    table: list[dict[str, Any]] = []
+    fitting: list[tuple[int, int]] = []
+    for device in devices:
+        reading = readings.get(device.index)
+        free_bytes = reading.free_bytes if reading is not None else 0
+        if allowed and device.index not in allowed:
+            reason = "not among the devices asked for"
+        elif reading is None:
+            reason = "the device does not answer"
+        elif need_bytes > device.total_bytes:
+            reason = "too small even when empty"
+        elif need_bytes > free_bytes:
+            reason = "too little is free; unload something"
+        else:
+            fitting.append((free_bytes, -device.index))
+            continue
+        table.append(
+            {
+                "device": device.index,
+                "name": device.name,
+                "need_bytes": need_bytes,
+                "have_bytes": free_bytes,
+                "total_bytes": device.total_bytes,
+                "reason": reason,
+            }
+        )
+    if fitting:
+        return -max(fitting)[1]
+    rows = "; ".join(
+        f"device {row['device']} ({row['name']}) has {_gigabytes(row['have_bytes'])} of "
+        f"{_gigabytes(row['total_bytes'])} free: {row['reason']}"
+        for row in table
+    )
+    raise InsufficientCapacity(
+        f"{model_id} needs at least {_gigabytes(need_bytes)} ({_gigabytes(facts.least_weight_bytes)} weights, "
+        f"{_gigabytes(min_free_bytes)} kept free), but {rows}",
+        details={"devices": table},
+    )
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

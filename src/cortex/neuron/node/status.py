@@ -1,0 +1,55 @@
+"""A model on this node as others see it: what is configured, what its files say, what its owner knows. Pure."""
+
+from __future__ import annotations
+
+import time
+
+from cortex.neuron.node.bringup import Surveyed
+from cortex.neuron.node.library import KnownModel
+from cortex.neuron.node.owner import Owner
+from cortex.wire.node import Capabilities, ModelLoad, ModelState, ModelStatus
+
+
+def describe(model: KnownModel, owner: Owner | None, survey: Surveyed | None) -> ModelStatus:
+    facts = survey.facts if survey is not None else None
+    life = owner.life if owner is not None else None
+    instance = owner.instance if owner is not None else None
+    resident = instance.resident if instance is not None else None
+    context_tokens = facts.context_tokens if facts is not None else model.context_tokens
+    if facts is not None and model.context_tokens is not None:
+        context_tokens = min(facts.context_tokens, model.context_tokens)
+    if resident is not None:
+        context_tokens = resident.info.context_tokens
+    return ModelStatus(
+        id=model.id,
+        state=life.state if life is not None else ModelState.COLD,
+        devices=(instance.supervisor.device.index,) if instance is not None else model.devices,
+        harness=model.harness,
+        family=facts.family if facts is not None else None,
+        quant=facts.quant if facts is not None else model.quant,
+        source=model.source,
+        estimate_bytes=facts.need_bytes if facts is not None else None,
+        measured_bytes=resident.measured_bytes if resident is not None else None,
+        context_tokens=context_tokens,
+        max_output_tokens=context_tokens,
+        capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
+        progress=owner.progress.told() if owner is not None and owner.progress is not None else None,
+        load=instance.load() if instance is not None else ModelLoad(),
+        reason=life.reason if life is not None else None,
+        state_age_s=round(time.monotonic() - life.since_s, 3) if life is not None else 0.0,
+        idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,
+    )
+
+
+def _capabilities(survey: Surveyed | None, engine_notes: tuple[str, ...]) -> Capabilities:
+    if survey is None:
+        return Capabilities()
+    told = survey.text.capabilities
+    return Capabilities(
+        chat=told.chat,
+        tools=told.tools,
+        reasoning=told.reasoning,
+        vision=told.vision,
+        embeddings=told.embeddings,
+        notes=(*told.notes, *engine_notes),
+    )

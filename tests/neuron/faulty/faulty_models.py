@@ -1,0 +1,68 @@
+"""Model directories small enough for a test and real enough for a preflight, and a node that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+
+from cortex.neuron.config import NeuronConfig
+from cortex.neuron.device.backoff import BackoffPolicy
+from cortex.neuron.device.watchdog import Patience
+from cortex.neuron.node.node import Node, Parts
+from cortex.wire.node import Capabilities
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "vocab_size": 1000,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def write_model(folder: Path, *, config: dict | None = None, **behaviour) -> Path:
+    """A directory that passes the preflight; how its load goes is up to `behaviour` (see `faulty_engine`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
+    (folder / "faulty.json").write_text(json.dumps(behaviour))
+    header = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}})
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(64))
+    return folder
+
+
+def load_text(path: Path):
+    return SimpleNamespace(capabilities=Capabilities(tools=True, notes=("from the template",)), path=path)
+
+
+def parts(**changes) -> Parts:
+    """The real node but for the engine and the tokenizer, and impatient."""
+    return Parts(
+        **{
+            "engine": "faulty_engine:load",
+            "load_text": load_text,
+            "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
+            "patience": Patience(step_s=0.8, load_s=0.8, unload_s=1.0, exit_s=2.0),
+            "first_retry_s": 0.1,
+            **changes,
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def running_node(tmp_path: Path, config: dict | None = None, **changes):
+    settings = {"harness": {"torch": {"hf_cache": str(tmp_path / "hub")}}, "drain_s": 2.0, **(config or {})}
+    neuron_config = msgspec.convert(settings, NeuronConfig, dec_hook=lambda kind, text: kind(text))
+    node = await Node.start(neuron_config, parts(**changes))
+    try:
+        yield node
+    finally:
+        await node.close()

@@ -13,6 +13,7 @@ from aiohttp import ClientSession, ClientTimeout
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.gateway.ledger import KeySection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 
@@ -22,7 +23,7 @@ from fake_neuron import Client, FakeNeuron
 
 
 @pytest.fixture
-async def start_gateway() -> AsyncIterator[Callable[..., Awaitable[Client]]]:
+async def start_gateway(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
     """Starts gateways over fake nodes and closes them when the test ends; fast polls, no eviction delays."""
     opened: list[Gateway] = []
     async with ClientSession(timeout=ClientTimeout(total=20)) as session:
@@ -32,7 +33,7 @@ async def start_gateway() -> AsyncIterator[Callable[..., Awaitable[Client]]]:
             foreign: tuple[FakeNeuron, ...] = (),
             catalogue: Catalogue | None = None,
             rules: EvictionRules | None = None,
-            meter: Any = None,
+            keys: tuple[KeySection, ...] = (),
             key_env: str | None = None,
             **gateway: Any,
         ) -> Client:
@@ -47,9 +48,9 @@ async def start_gateway() -> AsyncIterator[Callable[..., Awaitable[Client]]]:
                 **({"poll_interval_s": 0.05, "keepalive_s": 0.3} | gateway),
             )
             config = Config(
-                gateway=section, neurons=tuple(sections), eviction=rules or EvictionRules(min_residency_s=0)
+                gateway=section, neurons=tuple(sections), keys=keys, eviction=rules or EvictionRules(min_residency_s=0)
             )
-            started = Gateway(config, catalogue or Catalogue(), meter=meter)
+            started = Gateway(config, catalogue or Catalogue(), tmp_path)
             _, port = await started.start()
             opened.append(started)
             return Client(started, port, session)

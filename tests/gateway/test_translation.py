@@ -14,10 +14,6 @@ TOOL_DELTAS = [
     {"reasoning_content": "wants weather."},
     {"content": "Looking."},
     {"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": ""}}]},
-        "tool_calls": [
-            {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}}
-        ]
-    },
     {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
     {"tool_calls": [{"index": 0, "function": {"arguments": '"Oslo"}'}}]},
 ]

@@ -10,6 +10,7 @@ from pathlib import Path
 import uvloop
 
 from cortex.gateway import config as configuration
+from cortex.gateway.ledger.store import StoreError
 from cortex.gateway.server import CannotListen, serve
 from cortex.settings import SettingsError
 
@@ -24,7 +25,7 @@ def main() -> int:
     path: Path | None = parser.parse_args().config
     try:
         uvloop.run(serve(configuration.load(path, os.environ), path))
-    except SettingsError as problem:
+    except (SettingsError, StoreError) as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return EXIT_CONFIG
     except CannotListen as problem:

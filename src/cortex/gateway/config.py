@@ -15,6 +15,8 @@ from msgspec import Meta
 
 from cortex import settings
 from cortex.fleet.rules import EvictionRules
+from cortex.gateway.ledger.keys import Keyring, KeySection
+from cortex.gateway.ledger.store import LedgerSection
 from cortex.settings import Listen, Section
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -82,8 +84,11 @@ class Config(Section, frozen=True):
     gateway: GatewaySection = GatewaySection()
     eviction: EvictionRules = EvictionRules()
     neurons: tuple[NeuronSection, ...] = ()
+    keys: tuple[KeySection, ...] = ()
+    ledger: LedgerSection = LedgerSection()
 
     def __post_init__(self) -> None:
+        Keyring(self.keys)
         names = [neuron.name for neuron in self.neurons]
         for name in names:
             if names.count(name) > 1:

@@ -11,6 +11,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from urllib.parse import quote
 
 import msgspec
 
@@ -50,6 +52,12 @@ def request_id_of(given: bytes | None) -> bytes:
     if given is not None and _sane_id.fullmatch(given):
         return given
     return f"{_id_prefix}{next(_id_counter):06x}".encode()
+
+
+@lru_cache(maxsize=4096)
+def _header_value(text: str) -> bytes:
+    """`text`, which may be any name an operator gave, as one safe header value."""
+    return quote(text, safe=" @._-").encode()
 
 
 class Inference:
@@ -104,6 +112,7 @@ class Passage:
 
     __slots__ = (
         "_attempts",
+        "_began_with_token",
         "_body",
         "_envelope",
         "_error_code",
@@ -146,6 +155,7 @@ class Passage:
         self._ticket: Ticket | None = None
         self._excluded: frozenset[str] = frozenset()
         self._attempts = 0
+        self._began_with_token = False
         self._status = 0
         self._error_code: str | None = None
         self._started_at = services.clock()
@@ -207,7 +217,7 @@ class Passage:
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._stream else b"application/json"),
             (b"x-request-id", self._id),
-            (b"x-cortex-principal", self._hold.principal.encode()),
+            (b"x-cortex-principal", _header_value(self._hold.principal)),
         )
         if self._sent_at is None:
             self._sent_at = services.clock()
@@ -282,6 +292,7 @@ class Passage:
 
     def on_first_data(self, relay: Relay, data: bytes) -> None:  # noqa: ARG002
         self._first_data_at = self._services.clock()
+        self._began_with_token = not data.startswith(self._route.codec.KEEPALIVE[:6])
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002
         """Nothing was sent to the client yet: another node may answer, or this one once it is back."""
@@ -325,8 +336,7 @@ class Passage:
         self._release()
         model = self._resolution.model_id
         usage = self._usage(relay, outcome)
-        if self._route is not COUNT_TOKENS:
-            self._hold.settle(usage, model=model, node=node, request_id=self._id.decode())
+        self._hold.settle(usage, model=model, node=node, request_id=self._id.decode())
         if outcome is Outcome.CLIENT_LEFT:
             services.metrics.disconnects.labels(self._phase()).inc()
         if self._error_code is not None or self._status >= 400:
@@ -357,12 +367,12 @@ class Passage:
         if self._sent_at is not None:
             pair.overhead.observe(self._sent_at - self._started_at)
         first = self._first_data_at
-        if first is not None:
+        if first is not None and self._began_with_token:
             pair.first_token.observe(first - self._started_at)
         if usage is not None:
             metrics.spend(self._resolution.model_id, self._hold.principal).add(usage)
             later_tokens = usage.completion_tokens - 1
-            if self._stream and first is not None and now > first and later_tokens > 0:
+            if self._stream and self._began_with_token and first is not None and now > first and later_tokens > 0:
                 pair.speed.observe(later_tokens / (now - first))
 
     def _count_retry(self) -> None:

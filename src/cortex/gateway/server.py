@@ -22,8 +22,9 @@ from cortex.gateway.http.server import Answer, Server
 from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.inference import Inference
 from cortex.gateway.journal import Journal
+from cortex.gateway.ledger.store import StoreError
 from cortex.gateway.lifecycle import Lifecycle
-from cortex.gateway.meter import Meter, OpenMeter
+from cortex.gateway.metering import Metering
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics
 from cortex.gateway.nodes import NodeClient
 from cortex.gateway.poller import Poller
@@ -47,7 +48,8 @@ class CannotListen(Exception):
 class Gateway:
     """One gateway process. Everything it owns lives on the running loop."""
 
-    def __init__(self, config: Config, catalogue: Catalogue, *, meter: Meter | None = None) -> None:
+    def __init__(self, config: Config, catalogue: Catalogue, directory: Path) -> None:
+        """`directory` is where relative paths of the configuration begin."""
         loop = asyncio.get_running_loop()
         self.config = config
         self._ticker = Ticker(loop)
@@ -70,23 +72,27 @@ class Gateway:
             missed_polls=config.gateway.missed_polls,
         )
         self._lifecycle.outcomes = self.dispatcher
-        self._meter = meter or OpenMeter()
+        self._metering = Metering(directory)
         self._inference = Inference(
             config=config.gateway,
             dispatcher=self.dispatcher,
             nodes=self._nodes,
-            meter=self._meter,
+            meter=self._metering.meter,
             metrics=self.metrics,
             ticker=self._ticker,
             clock=loop.time,
         )
-        self._control = Control(self.dispatcher, self.journal, self._meter)
+        self._control = Control(self.dispatcher, self.journal, self._metering.meter)
         limits = ClientLimits(body_bytes=config.gateway.max_body_mb * 1024 * 1024)
         self.server = Server(self._handle, _refuse, self._ticker, limits)
         self._metrics_server = Server(self._handle_metrics, _refuse, self._ticker)
 
     async def start(self) -> tuple[str, int]:
-        """Hear every node once, then listen; returns the API's address. Raises CannotListen."""
+        """Open the books, hear every node once, then listen; returns the API's address.
+
+        Raises `StoreError` or `CannotListen`.
+        """
+        await self._use_keys(self.config)
         self._join_nodes(self.config.neurons)
         polls = [asyncio.create_task(poller.poll()) for poller in self._pollers.values()]
         if polls:
@@ -98,7 +104,7 @@ class Gateway:
         if section.metrics_listen is not None:
             await _listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen")
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
-        if self._meter.is_open and not section.listen.is_loopback:
+        if not self.config.keys and not section.listen.is_loopback:
             log.warning(
                 "anybody who can reach %s may use this gateway: no [[keys]] are configured. "
                 'Add one with `cortex keys add`, or set listen = "127.0.0.1:%s"',
@@ -120,11 +126,16 @@ class Gateway:
         await self._lifecycle.close()
         for node in self._nodes.values():
             node.pool.close()
+        await self._metering.close()
 
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
-        """Take over a new configuration. Running answers are untouched; addresses need a restart."""
+        """Take over a new configuration. Running answers are untouched; addresses need a restart.
+
+        Raises `StoreError`, and then nothing has changed.
+        """
+        await self._use_keys(config)
         before = self.config
-        for key in ("listen", "metrics_listen", "max_body_mb"):
+        for key in ("listen", "metrics_listen", "max_body_mb", "poll_interval_s"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
         kept = {section.name for section in config.neurons if section in before.neurons}
@@ -148,6 +159,10 @@ class Gateway:
         for section in config.neurons:
             if section.name not in kept:
                 self._pollers[section.name].start()
+
+    async def _use_keys(self, config: Config) -> None:
+        await self._metering.use(config)
+        self._inference.meter = self._control.meter = self._metering.meter
 
     def _join_nodes(self, sections: Iterable[NeuronSection]) -> None:
         for section in sections:
@@ -226,13 +241,20 @@ def load_catalogue(config: Config, path: Path | None) -> Catalogue:
 
 
 def catalogue_path(config: Config, path: Path | None) -> Path:
-    return (path.parent if path is not None else Path.cwd()) / config.gateway.models
+    return _directory(path) / config.gateway.models
+
+
+def _directory(path: Path | None) -> Path:
+    return path.parent if path is not None else Path.cwd()
 
 
 async def serve(config: Config, path: Path | None = None) -> None:
-    """Run a gateway until SIGTERM or SIGINT; reload `path` on SIGHUP and when it changes. Raises CannotListen."""
+    """Run a gateway until SIGTERM or SIGINT; reload `path` on SIGHUP and when it changes.
+
+    Raises SettingsError, CannotListen or StoreError.
+    """
     logs.configure(config.gateway.log_format, config.gateway.log_level)
-    gateway = Gateway(config, load_catalogue(config, path))
+    gateway = Gateway(config, load_catalogue(config, path), _directory(path))
     host, port = await gateway.start()
     log.info("cortex listens on http://%s:%s with %d nodes", host, port, len(config.neurons))
     loop = asyncio.get_running_loop()
@@ -266,7 +288,7 @@ async def _reload_when_needed(gateway: Gateway, path: Path | None, asked: asynci
             config = configuration.load(path, os.environ)
             await gateway.reconfigure(config, load_catalogue(config, path))
             log.info("configuration reloaded: %d nodes", len(config.neurons))
-        except SettingsError as problem:
+        except (SettingsError, StoreError) as problem:
             log.error("the configuration is not reloaded, the old one stays in force: %s", problem)
 
 

@@ -1,0 +1,139 @@
+"""The accounts in memory, and their way to disk.
+
+The loop settles into a batch; every `flush_s` a single thread writes the batch and reads back what other
+gateways on the same database have spent. While the database is away, limits hold by what is known here, and
+nothing is lost: the batch grows by rows of minutes, not of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from cortex.wire.events import Usage
+
+from .keys import Keyring, KeySection
+from .limits import MINUTE_S, Account, Spent
+from .store import Counts, Slot, Store, StoreError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_EMPTY = Usage()
+
+
+class Book:
+    """Accounts of every key. Owned by the event loop; the store is touched only by the book's own thread.
+
+    `await start()` before the first request and `await close()` at the end, which writes what is left.
+    """
+
+    def __init__(
+        self, store: Store, keyring: Keyring, *, flush_s: float = 1.0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._flush_s = flush_s
+        self.clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._batch: dict[Slot, Counts] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+        self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._keyring = keyring
+        self._failing = False
+
+    async def start(self) -> None:
+        """Read what was spent before, and begin to write. Raises `StoreError` when the books cannot be read."""
+        await self.use(self._keyring)
+        self._task = asyncio.create_task(self._flush_regularly(), name="ledger-flush")
+
+    async def use(self, keyring: Keyring) -> None:
+        """Change to other keys. Accounts of keys that stay keep their reservations. Raises `StoreError`."""
+        now = self.clock()
+        fresh = [key for key in keyring if key.id not in self._accounts]
+        spent = await self._in_thread(lambda: self._store.exchange({}, _windows(fresh, now)))
+        for key in keyring:
+            if key.id in self._accounts:
+                self._accounts[key.id].change(key, now)
+            else:
+                self._accounts[key.id] = Account(key, spent[key.id], now)
+        self._keyring = keyring
+
+    async def close(self) -> None:
+        """Stop writing regularly and write what is left. Raises `StoreError` when that fails."""
+        self._closing.set()
+        if self._task is not None:
+            await self._task
+        try:
+            await self._write()
+        finally:
+            await self._in_thread(self._store.close)
+            self._thread.shutdown()
+
+    @property
+    def keyring(self) -> Keyring:
+        return self._keyring
+
+    def account(self, key: KeySection) -> Account:
+        return self._accounts[key.id]
+
+    def settle(self, account: Account, reserved: int, usage: Usage | None, *, model: str, node: str) -> None:
+        """Book one request: what it used, or nothing when it ended without an answer."""
+        now = self.clock()
+        counts = Counts(requests=1, usage=usage or _EMPTY)
+        account.settle(reserved, counts.tokens, now)
+        slot = Slot.at(now, key_id=account.key.id, key_name=account.key.name, model=model, node=node)
+        earlier = self._batch.get(slot)
+        self._batch[slot] = counts if earlier is None else earlier + counts
+
+    async def flush(self) -> None:
+        """Write now. A failure is logged once, and the batch is kept for the next time."""
+        try:
+            await self._write()
+        except StoreError as error:
+            if not self._failing:
+                log.error("spend is kept in memory until the database is back: %s", error)
+            self._failing = True
+        else:
+            if self._failing:
+                log.info("spend is written again to %s", self._store.name)
+            self._failing = False
+
+    async def _flush_regularly(self) -> None:
+        while not self._closing.is_set():
+            try:
+                await asyncio.wait_for(self._closing.wait(), self._flush_s)
+            except TimeoutError:
+                await self.flush()
+
+    async def _write(self) -> None:
+        batch, self._batch = self._batch, {}
+        limited = [key for key in self._keyring if key.window_tokens is not None or key.balance_tokens is not None]
+        if not batch and not limited:
+            return
+        windows = _windows(limited, self.clock())
+        try:
+            spent = await self._in_thread(lambda: self._store.exchange(batch, windows))
+        except StoreError:
+            for slot, counts in batch.items():
+                self._batch[slot] = self._batch[slot] + counts if slot in self._batch else counts
+            raise
+        written: dict[str, dict[int, int]] = {}
+        for slot, counts in batch.items():
+            minutes = written.setdefault(slot.key_id, {})
+            minutes[slot.minute] = minutes.get(slot.minute, 0) + counts.tokens
+        for key_id in written.keys() | spent.keys():
+            self._accounts[key_id].book(spent.get(key_id, Spent()), written.get(key_id, {}))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _windows(keys: Iterable[KeySection], now: float) -> dict[str, int]:
+    """From which minute on each key's spend is in its window."""
+    return {key.id: int((now - key.window_s) // MINUTE_S) for key in keys}

@@ -1,0 +1,139 @@
+"""Keys: how they are made, kept and recognised.
+
+A key is `ck-<id>-<secret>`. The id is public and names the key in config, metrics and books; of the whole only
+the SHA-256 is kept. The secret has 256 random bits, so a slow hash would add nothing but latency.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import hmac
+import secrets
+import string
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import msgspec
+
+from cortex.settings import Section
+from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed
+
+PREFIX = "ck"
+_ALPHABET = string.ascii_letters + string.digits
+_ID_LENGTH = 8
+_SECRET_LENGTH = 43
+"""Letters and digits that hold 256 bits."""
+
+Limit = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class KeySection(Section, frozen=True):
+    """A key that clients may use; made by `cortex keys add`. Limits that are absent do not limit."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    """Whose it is, as shown in `cortex usage` and metrics."""
+    id: Annotated[str, msgspec.Meta(pattern=f"^[A-Za-z0-9]{{{_ID_LENGTH}}}$")]
+    """The public part of the key."""
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    """Of the whole key; the key itself is shown once, when it is made."""
+    models: tuple[str, ...] = ()
+    """Models it may use, as ids or patterns with `*`; all when empty."""
+    requests_per_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Requests in any minute; short bursts up to this number pass at once."""
+    window_tokens: Limit | None = None
+    """Prompt and completion tokens within `window_s`."""
+    window_s: Annotated[int, msgspec.Meta(ge=60)] = 86400
+    """The rolling window of `window_tokens`, in whole minutes."""
+    balance_tokens: Limit | None = None
+    """Tokens for the key's whole life; raise it to top the key up."""
+
+
+class NewKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A key just made. `text` is the only copy of the whole key."""
+
+    text: str
+    section: KeySection
+
+
+def generate(
+    name: str,
+    *,
+    models: tuple[str, ...] = (),
+    requests_per_min: int | None = None,
+    window_tokens: int | None = None,
+    window_s: int = 86400,
+    balance_tokens: int | None = None,
+) -> NewKey:
+    """A fresh key for `name`."""
+    key_id = _draw(_ID_LENGTH)
+    text = f"{PREFIX}-{key_id}-{_draw(_SECRET_LENGTH)}"
+    section = KeySection(
+        name=name,
+        id=key_id,
+        sha256=_hash(text),
+        models=models,
+        requests_per_min=requests_per_min,
+        window_tokens=window_tokens,
+        window_s=window_s,
+        balance_tokens=balance_tokens,
+    )
+    return NewKey(text=text, section=section)
+
+
+def as_toml(section: KeySection) -> str:
+    """The `[[keys]]` table to append to a config file; keys at their default are left out."""
+    lines = ["[[keys]]"]
+    for field in msgspec.structs.fields(section):
+        value = getattr(section, field.name)
+        if value != field.default:
+            lines.append(f"{field.name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+class Keyring:
+    """The keys in force. Immutable: a config reload makes a new one. Raises `ValueError` when two share an id."""
+
+    def __init__(self, keys: Iterable[KeySection]) -> None:
+        self._by_id: dict[str, KeySection] = {}
+        for key in keys:
+            if key.id in self._by_id:
+                raise ValueError(f"keys `{self._by_id[key.id].name}` and `{key.name}` have the same id `{key.id}`")
+            self._by_id[key.id] = key
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[KeySection]:
+        return iter(self._by_id.values())
+
+    def recognise(self, text: str) -> KeySection:
+        """The key whose whole text is `text`. Raises `InvalidAPIKey`."""
+        key = self._by_id.get(text[len(PREFIX) + 1 : len(PREFIX) + 1 + _ID_LENGTH])
+        # Hashing also when the id is unknown: the time taken tells nothing about which ids exist.
+        digest = _hash(text)
+        if key is None or not hmac.compare_digest(digest, key.sha256):
+            raise InvalidAPIKey("This API key is not known here; ask the operator for one (`cortex keys add`).")
+        return key
+
+
+def check_model(key: KeySection, model: str) -> None:
+    """Raise `ModelNotAllowed` when `key` is not for `model`."""
+    if key.models and not any(fnmatch.fnmatchcase(model, pattern) for pattern in key.models):
+        allowed = ", ".join(f"`{pattern}`" for pattern in key.models)
+        raise ModelNotAllowed(f"The key `{key.name}` may not use `{model}`, only {allowed}.", param="model")
+
+
+def _draw(length: int) -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _toml(value: str | int | tuple[str, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    # A JSON string is a TOML basic string.
+    return str(value) if isinstance(value, int) else msgspec.json.encode(value).decode()

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from cortex.gateway.ledger.keys import Keyring, KeySection, as_toml, check_model, generate
+from cortex.settings import Section, SettingsError, loads
+from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed
+
+
+class Config(Section, frozen=True):
+    keys: tuple[KeySection, ...] = ()
+
+
+def test_a_key_is_recognised_by_its_whole_text_only() -> None:
+    alice, bob = generate("alice"), generate("bob")
+    ring = Keyring([alice.section, bob.section])
+    assert ring.recognise(alice.text) == alice.section
+    assert ring.recognise(bob.text) == bob.section
+    wrong = [
+        "",
+        "ck-",
+        "sk-something",
+        alice.text[:-1],
+        alice.text + "x",
+        alice.text.replace(alice.section.id, bob.section.id),
+        f"ck-{alice.section.id}-",
+        alice.section.sha256,
+        "é" * 60,
+        "\udc80",
+    ]
+    for text in wrong:
+        with pytest.raises(InvalidAPIKey):
+            ring.recognise(text)
+
+
+def test_the_secret_is_not_kept() -> None:
+    key = generate("alice")
+    kept = msgspec.json.encode(key.section).decode()
+    assert key.text not in kept
+    assert key.text.split("-")[2] not in kept
+
+
+def test_keys_differ() -> None:
+    assert len({generate("x").text for _ in range(100)}) == 100
+
+
+def test_what_is_written_to_the_config_reads_back() -> None:
+    keys = [
+        generate("plain"),
+        generate('odd "name"\n\\', models=("qwen*", "a'b"), requests_per_min=60, window_tokens=10, window_s=3600),
+        generate("balance", balance_tokens=0),
+    ]
+    text = "\n".join(as_toml(key.section) for key in keys)
+    assert "window_s" not in as_toml(keys[0].section)
+    assert loads(Config, text).keys == tuple(key.section for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "model", "allowed"),
+    [
+        ((), "anything", True),
+        (("qwen3-4b",), "qwen3-4b", True),
+        (("qwen3-4b",), "qwen3-32b", False),
+        (("Qwen/*", "tiny"), "Qwen/Qwen3-4B", True),
+        (("Qwen/*", "tiny"), "tiny", True),
+        (("Qwen/*",), "qwen/x", False),
+    ],
+)
+def test_a_key_is_for_the_models_it_names(patterns: tuple[str, ...], model: str, allowed: bool) -> None:
+    key = generate("alice", models=patterns).section
+    if allowed:
+        check_model(key, model)
+    else:
+        with pytest.raises(ModelNotAllowed, match=r"`alice` may not use"):
+            check_model(key, model)
+
+
+def test_two_keys_with_one_id_are_refused() -> None:
+    key = generate("alice").section
+    with pytest.raises(ValueError, match="the same id"):
+        Keyring([key, key])
+
+
+@pytest.mark.parametrize("line", ['id = "short"', 'sha256 = "abc"', "requests_per_min = 0", "window_s = 5"])
+def test_a_damaged_table_is_refused(line: str) -> None:
+    table = as_toml(generate("alice").section).splitlines()
+    key = line.split(" ")[0]
+    damaged = [one for one in table if not one.startswith(f"{key} ")] + [line]
+    with pytest.raises(SettingsError, match=rf"keys\[0\]\.{key}"):
+        loads(Config, "\n".join(damaged))

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import pytest
+
+from cortex.gateway.http.request import Request
+from cortex.gateway.ledger import Book, KeyedMeter, Keyring, NewKey, Store, generate, open_store
+from cortex.gateway.ledger.limits import Spent
+from cortex.gateway.ledger.store import Counts, Slot, StoreError
+from cortex.gateway.ledger.usage import usage
+from cortex.gateway.meter import Hold, Meter
+from cortex.wire.errors import InsufficientQuota, InvalidAPIKey, ModelNotAllowed, RateLimitExceeded
+from cortex.wire.events import Usage
+
+NOW = 1_700_000_040.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(*headers: tuple[bytes, bytes]) -> Request:
+    return Request(b"POST", b"/v1/chat/completions", b"", headers, b"{}", "127.0.0.1")
+
+
+def bearer(key: NewKey) -> Request:
+    return request((b"authorization", b"Bearer " + key.text.encode()))
+
+
+def admit(meter: Meter, key: NewKey, *, limit: int | None = 100, model: str = "m") -> Hold:
+    return meter.admit(bearer(key), model=model, prompt_bytes=400, completion_limit=limit)
+
+
+def settle(hold: Hold, prompt: int, completion: int) -> None:
+    used = Usage(prompt_tokens=prompt, completion_tokens=completion)
+    hold.settle(used, model="m", node="n", request_id="r")
+
+
+async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tuple[Book, Meter]:
+    book = Book(open_store(database), Keyring(key.section for key in keys), flush_s=60, clock=clock or Clock())
+    await book.start()
+    return book, KeyedMeter(book)
+
+
+async def test_a_request_reserves_settles_and_is_written(database: str) -> None:
+    key = generate("alice", balance_tokens=1000)
+    book, meter = await opened(database, key)
+    assert not meter.is_open
+    hold = admit(meter, key)
+    assert hold.principal == "alice"
+    assert book.account(key.section).reserved_tokens == 200
+    settle(hold, 90, 30)
+    assert (book.account(key.section).reserved_tokens, book.account(key.section).total_spent()) == (0, 120)
+    await book.close()
+    store = open_store(database)
+    (row,) = usage(store, since=NOW - 60, until=NOW + 60)
+    assert (row.name, row.requests, row.total_tokens) == ("alice", 1, 120)
+    store.close()
+
+
+async def test_spend_counts_after_a_restart(database: str) -> None:
+    key = generate("alice", balance_tokens=250, window_tokens=10_000)
+    book, meter = await opened(database, key)
+    settle(admit(meter, key), 150, 50)
+    await book.close()
+    book, meter = await opened(database, key)
+    with pytest.raises(InsufficientQuota, match="has 50 of 250"):
+        admit(meter, key)
+    await book.close()
+
+
+async def test_gateways_on_one_database_see_each_others_spend(database: str) -> None:
+    key = generate("alice", balance_tokens=400)
+    first, meter = await opened(database, key)
+    second, other = await opened(database, key)
+    settle(admit(meter, key), 200, 50)
+    await first.flush()
+    await second.flush()
+    with pytest.raises(InsufficientQuota):
+        admit(other, key)
+    await first.close()
+    await second.close()
+
+
+@pytest.mark.parametrize("header", [b"authorization", b"x-api-key"])
+async def test_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
+    key = generate("alice")
+    book, meter = await opened(f"{tmp_path}/spend.db", key)
+    text = key.text.encode()
+    sent = request((header, b"bearer  " + text if header == b"authorization" else text))
+    assert meter.authenticate(sent) == "alice"
+    await book.close()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"Bearer nonsense")],
+        [(b"authorization", b"Basic abc")],
+        [(b"x-api-key", b"\xff\xfe")],
+        [(b"x-api-key", b"")],
+    ],
+)
+async def test_without_a_good_key_nobody_gets_in(tmp_path: object, headers: list[tuple[bytes, bytes]]) -> None:
+    book, meter = await opened(f"{tmp_path}/spend.db", generate("alice"))
+    with pytest.raises(InvalidAPIKey):
+        meter.admit(request(*headers), model="m", prompt_bytes=1, completion_limit=None)
+    with pytest.raises(InvalidAPIKey):
+        meter.authenticate(request(*headers))
+    await book.close()
+
+
+async def test_refusals_take_nothing(tmp_path: object) -> None:
+    key = generate("alice", models=("m",), requests_per_min=2, balance_tokens=10_000)
+    book, meter = await opened(f"{tmp_path}/spend.db", key)
+    with pytest.raises(ModelNotAllowed):
+        admit(meter, key, model="other")
+    admit(meter, key, limit=None)
+    admit(meter, key)
+    with pytest.raises(RateLimitExceeded):
+        admit(meter, key)
+    assert book.account(key.section).reserved_tokens == 100 + 1024 + 100 + 100
+    await book.close()
+
+
+async def test_an_unanswered_request_costs_nothing_but_is_counted(tmp_path: object) -> None:
+    key = generate("alice", balance_tokens=200)
+    book, meter = await opened(f"{tmp_path}/spend.db", key)
+    for _ in range(3):
+        admit(meter, key).settle(None, model="m", node="n", request_id="r")
+    await book.close()
+    store = open_store(f"{tmp_path}/spend.db")
+    (row,) = usage(store, since=NOW - 60, until=NOW + 60)
+    assert (row.requests, row.total_tokens) == (3, 0)
+    store.close()
+
+
+async def test_keys_change_while_requests_run(tmp_path: object) -> None:
+    alice, bob = generate("alice", balance_tokens=300), generate("bob")
+    book, meter = await opened(f"{tmp_path}/spend.db", alice)
+    hold = admit(meter, alice)
+    await book.use(Keyring([bob.section]))
+    assert meter.authenticate(bearer(bob)) == "bob"
+    with pytest.raises(InvalidAPIKey):
+        admit(meter, alice)
+    settle(hold, 100, 100)
+    await book.flush()
+    await book.use(Keyring([alice.section, bob.section]))
+    await book.flush()
+    assert book.account(alice.section).total_spent() == 200
+    with pytest.raises(InsufficientQuota):
+        admit(meter, alice)
+    await book.close()
+
+
+class Away:
+    """A store whose database can be away."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.is_away = False
+        self.name = "the books"
+
+    def exchange(self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int]) -> dict[str, Spent]:
+        if self.is_away:
+            raise StoreError("gone")
+        return self.store.exchange(batch, since_minute)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+async def test_a_database_that_goes_away_loses_nothing(database: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    key, clock = generate("alice", balance_tokens=500), Clock()
+    store = Away(open_store(database))
+    book = Book(store, Keyring([key.section]), flush_s=60, clock=clock)  # type: ignore[arg-type]
+    await book.start()
+    meter: Meter = KeyedMeter(book)
+    store.is_away = True
+    for _ in range(3):
+        settle(admit(meter, key), 50, 50)
+        clock.now += 1
+        await book.flush()
+    assert book.account(key.section).total_spent() == 300
+    with pytest.raises(InsufficientQuota):
+        admit(meter, key, limit=200)
+    store.is_away = False
+    settle(admit(meter, key), 50, 50)
+    await book.flush()
+    assert book.account(key.section).total_spent() == 400
+    await book.close()
+    assert [record.levelname for record in caplog.records if "ledger" in record.name] == ["ERROR", "INFO"]
+    again = open_store(database)
+    assert again.exchange({}, {key.section.id: 0})[key.section.id].total == 400
+    again.close()
+
+
+async def test_spend_is_written_without_being_asked(tmp_path: object) -> None:
+    key = generate("alice")
+    store = open_store(f"{tmp_path}/spend.db")
+    book = Book(store, Keyring([key.section]), flush_s=0.01)
+    await book.start()
+    settle(admit(KeyedMeter(book), key), 5, 5)
+    reader = open_store(f"{tmp_path}/spend.db")
+    for _ in range(300):
+        if reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        pytest.fail("nothing was written within 3 s")
+    reader.close()
+    await book.close()
+
+
+async def test_a_flush_in_the_middle_of_settling_counts_everything_once(tmp_path: object) -> None:
+    key = generate("alice", balance_tokens=10**9)
+    book, meter = await opened(f"{tmp_path}/spend.db", key)
+
+    async def spend() -> None:
+        for _ in range(50):
+            hold = admit(meter, key)
+            await asyncio.sleep(0)
+            settle(hold, 1, 1)
+
+    async def flush() -> None:
+        for _ in range(20):
+            await book.flush()
+
+    await asyncio.gather(*(spend() for _ in range(10)), flush())
+    assert book.account(key.section).total_spent() == 1000
+    await book.close()
+    store = open_store(f"{tmp_path}/spend.db")
+    assert store.exchange({}, {key.section.id: 0})[key.section.id].total == 1000
+    store.close()

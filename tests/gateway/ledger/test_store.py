@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cortex
+from cortex.gateway.ledger.limits import Spent
+from cortex.gateway.ledger.store import Counts, Slot, StoreError, open_store
+from cortex.gateway.ledger.usage import usage
+from cortex.wire.events import Usage
+
+NOW = 1_700_000_040.0
+MINUTE = int(NOW // 60)
+DAY_S = 86400
+
+
+def counts(prompt: int, completion: int, requests: int = 1) -> Counts:
+    return Counts(requests=requests, usage=Usage(prompt_tokens=prompt, cached_tokens=1, completion_tokens=completion))
+
+
+def slot(key: str = "k1", at: float = NOW, model: str = "m", node: str = "n") -> Slot:
+    return Slot.at(at, key_id=key, key_name=f"name of {key}", model=model, node=node)
+
+
+def test_spend_adds_up_and_survives_reopening(database: str) -> None:
+    store = open_store(database)
+    assert store.exchange({slot(): counts(10, 5)}, {"k1": 0}) == {"k1": Spent(by_minute={MINUTE: 15}, total=15)}
+    store.exchange({slot(): counts(1, 1), slot(node="other"): counts(2, 2), slot("k2"): counts(100, 0)}, {})
+    store.close()
+    again = open_store(database)
+    spent = again.exchange({slot(at=NOW + 60): counts(3, 0)}, {"k1": 0, "k2": 0, "nobody": 0})
+    assert spent == {
+        "k1": Spent(by_minute={MINUTE: 21, MINUTE + 1: 3}, total=24),
+        "k2": Spent(by_minute={MINUTE: 100}, total=100),
+        "nobody": Spent(),
+    }
+    assert again.exchange({}, {"k1": MINUTE + 1}) == {"k1": Spent(by_minute={MINUTE + 1: 3}, total=24)}
+    again.close()
+
+
+def test_usage_by_key_model_node_and_day(database: str) -> None:
+    store = open_store(database)
+    store.exchange(
+        {
+            slot("k1", model="big"): counts(100, 50),
+            slot("k1", NOW + DAY_S, model="small", node="other"): counts(10, 5, requests=3),
+            slot("k2", model="small"): counts(1, 1),
+            slot("k2", NOW - 30 * DAY_S): counts(9999, 9999),
+        },
+        {},
+    )
+    span = {"since": NOW - DAY_S, "until": NOW + 2 * DAY_S}
+
+    def told(group: str) -> list[tuple[str, int, int]]:
+        return [(row.id, row.requests, row.total_tokens) for row in usage(store, group=group, **span)]  # type: ignore[arg-type]
+
+    assert told("key") == [("k1", 4, 165), ("k2", 1, 2)]
+    assert told("model") == [("big", 1, 150), ("small", 4, 17)]
+    assert told("node") == [("n", 2, 152), ("other", 3, 15)]
+    assert told("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
+    (first, _) = usage(store, **span)
+    assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165"))
+    store.close()
+
+
+def test_a_batch_is_written_whole_or_not_at_all(database: str) -> None:
+    store = open_store(database)
+    broken = Counts(requests=None)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="requests"):
+        store.exchange({slot("a"): counts(1, 1), slot("b"): broken}, {})
+    assert store.exchange({}, {"a": 0, "b": 0}) == {"a": Spent(), "b": Spent()}
+    store.close()
+
+
+WRITER = """
+import sys
+from cortex.gateway.ledger.store import Counts, Slot, open_store
+from cortex.wire.events import Usage
+store = open_store(sys.argv[1])
+for _ in range(20):
+    batch = {
+        Slot.at(0.0, key_id=key, key_name=key, model="m", node="n"): Counts(requests=1, usage=Usage(prompt_tokens=1))
+        for key in sys.argv[2]
+    }
+    store.exchange(batch, {})
+store.close()
+"""
+
+
+def write(database: str, order: str, script: str = WRITER) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(cortex.__file__).parents[1])}
+    return subprocess.Popen([sys.executable, "-c", script, database, order], env=environment)
+
+
+def test_processes_that_start_and_write_together_lose_nothing(database: str) -> None:
+    writers = [write(database, order) for order in ("abc", "cba", "bca")]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    store = open_store(database)
+    spent = store.exchange({}, dict.fromkeys("abc", 0))
+    assert {key: told.total for key, told in spent.items()} == {"a": 60, "b": 60, "c": 60}
+    store.close()
+
+
+def test_what_was_committed_outlives_a_killed_process(database: str) -> None:
+    script = WRITER.replace("store.close()", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert write(database, "a", script).wait(timeout=60) == -signal.SIGKILL
+    store = open_store(database)
+    assert store.exchange({}, {"a": 0})["a"].total == 20
+    store.close()
+
+
+def test_a_lost_connection_is_made_again(postgres_url: str) -> None:
+    import psycopg
+
+    store = open_store(postgres_url)
+    with psycopg.connect(postgres_url, autocommit=True) as other:
+        other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+    with pytest.raises(StoreError, match="cannot use the spend database postgresql at"):
+        store.exchange({slot("lost"): counts(1, 1)}, {})
+    assert store.exchange({slot("lost"): counts(1, 1)}, {"lost": 0})["lost"].total == 2
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"this is no database, whatever its name says" * 50, None])
+def test_an_unusable_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "spend.db"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(StoreError, match=r"cannot use the spend database .*spend\.db"):
+        open_store(str(path))
+
+
+def test_an_unreachable_server_is_named_without_its_password() -> None:
+    pytest.importorskip("psycopg")
+    with pytest.raises(StoreError, match=r"postgresql at 127\.0\.0\.1") as caught:
+        open_store("postgresql://someone:secret-word@127.0.0.1:1/none")
+    assert "secret-word" not in str(caught.value)

@@ -111,12 +111,13 @@ def scan_cache(cache: Path) -> list[str]:
 
 
 def _names_a_model(source: str) -> bool:
-    """Whether `source` is a path that exists or could be a hub id."""
+    """Whether `source` is a path that exists or could be a hub id. A relative path must begin with `.` or `~`,
+    so that no name means something else depending on where the daemon was started."""
     try:
-        parse_source(source)
-    except CheckpointError:
+        parsed = parse_source(source)
+    except (CheckpointError, OSError, ValueError):
         return False
-    return True
+    return not isinstance(parsed, Path) or source.startswith(("/", "./", "~"))
 
 
 def _configured(config: NeuronConfig) -> Iterator[KnownModel]:

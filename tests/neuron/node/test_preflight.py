@@ -1,0 +1,82 @@
+from pathlib import Path
+
+import pytest
+from faulty_models import write_model
+
+from cortex.neuron.device.discovery import DeviceReading
+from cortex.neuron.node.preflight import ModelFacts, choose_device, inspect
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node import Device
+
+GIGABYTE = 10**9
+FACTS = ModelFacts(Path("m"), "llama", None, 4096, 8 * GIGABYTE, 8 * GIGABYTE, 100_000)
+
+
+def device(index, total):
+    return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
+
+
+def choose(readings, allowed=()):
+    devices = [device(0, 24), device(1, 24), device(2, 6)]
+    return choose_device(
+        "big",
+        FACTS,
+        devices,
+        {index: DeviceReading(24 * GIGABYTE, free * GIGABYTE) for index, free in readings.items()},
+        allowed=allowed,
+        min_free_bytes=0,
+    )
+
+
+def test_the_device_with_the_most_room_is_chosen():
+    assert choose({0: 10, 1: 20, 2: 6}) == 1
+    assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == 0
+    assert choose({0: 10, 1: 10, 2: 6}) == 0
+
+
+def test_a_refusal_names_every_device_with_need_have_and_reason():
+    with pytest.raises(InsufficientCapacity) as refused:
+        choose({0: 5, 2: 6}, allowed=(0, 1, 2))
+    reasons = [row["reason"] for row in refused.value.details["devices"]]
+    assert reasons == [
+        "too little is free; unload something",
+        "the device does not answer",
+        "too small even when empty",
+    ]
+    assert "needs at least 8.03 GB" in refused.value.message
+    assert "device 0 (card) has 5.00 GB of 24.00 GB free" in refused.value.message
+
+
+def test_a_model_is_judged_from_its_headers(tmp_path):
+    facts = inspect(write_model(tmp_path / "m"))
+    assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
+    assert facts.kv_token_bytes == 2 * 2 * 16 * 2 * 2  # layers × heads × size × (key, value) × 16 bits
+    assert facts.least_weight_bytes == 32  # sixteen numbers, two bytes each once loaded
+    assert facts.ceiling_bytes(None) > facts.ceiling_bytes(100)
+
+
+def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    hybrid = inspect(write_model(tmp_path / "m", config=layers))
+    assert hybrid.kv_token_bytes == inspect(write_model(tmp_path / "n")).kv_token_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("config", "quant", "reason"),
+    [
+        ({"model_type": "mamba9000"}, None, "family 'mamba9000', which is not supported; supported are"),
+        ({"num_attention_heads": 0}, None, "not usable"),
+        ({"max_position_embeddings": "many"}, None, "not usable"),
+        ({}, "q9_9", "nearest is"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_reason(tmp_path, config, quant, reason):
+    with pytest.raises(LoadFailed, match=reason):
+        inspect(write_model(tmp_path / "m", config=config), quant)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 32)
+    with pytest.raises(LoadFailed):
+        inspect(folder)

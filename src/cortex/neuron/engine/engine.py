@@ -72,9 +72,7 @@ class Engine:
         )
 
     @classmethod
-    def load(
-        cls, spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]
-    ) -> Engine:
+    def load(cls, spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]) -> Engine:
         """Raises LoadError or LoadCancelled, and then leaves nothing on the device."""
         engine = cls(load_model(spec, device, progress, cancelled), spec)
         progress("warm", 0, 0)
@@ -82,11 +80,12 @@ class Engine:
         return engine
 
     def warm_up(self) -> None:
-        """Runs one short prompt, so that the first request does not pay for what is built on first use."""
+        """Runs one short prompt and captures graphs, so that the first request does not pay for what is built once."""
         token = min(1, self.info.vocab_size - 1)
         self.submit(EngineRequest("warm-up", (token,) * min(4, self.info.context_tokens - 2), max_tokens=2))
         while self.has_work:
             self.step()
+        self._runner.capture()
         self._steps = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
     # -- requests --------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import UnsupportedModel, family_of
-from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
+from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.transfer import Placement, load_into
 
@@ -39,17 +40,26 @@ class LoadedModel:
     notes: tuple[str, ...]
 
 
-def load_model(
-    spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]
-) -> LoadedModel:
+def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]) -> LoadedModel:
     """Raises LoadError or LoadCancelled; when it raises, nothing it allocated is referenced any more."""
     progress("resolve", 0, 0)
     try:
         checkpoint = open_checkpoint(Path(spec.path))
     except CheckpointError as error:
         raise LoadError(str(error)) from error
+
+    def fill(parameters: Parameters) -> None:
+        placements = [
+            Placement(binding.source, binding.destination, transform=binding.transform)
+            for binding in parameters.bindings
+        ]
+        load_into(
+            checkpoint, placements, progress=lambda done, total: progress("read", done, total), cancelled=cancelled
+        )
+        progress("place", 0, 0)
+
     try:
-        return _load(checkpoint, spec, device, progress, cancelled)
+        return build_model(checkpoint.config, spec, device, fill)
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
     except Cancelled as error:
@@ -60,36 +70,25 @@ def load_model(
         checkpoint.close()
 
 
-def _load(
-    checkpoint: Checkpoint,
-    spec: LoadSpec,
-    device: torch.device,
-    progress: Progress,
-    cancelled: Callable[[], bool],
+def build_model(
+    config: Mapping[str, Any], spec: LoadSpec, device: torch.device, fill: Callable[[Parameters], None]
 ) -> LoadedModel:
-    family = family_of(checkpoint.config)
+    """Sizes the model, refuses what does not fit, allocates it, has `fill` give it its weights, and adds the pages."""
+    family = family_of(config)
     dtype = numeric_format(spec.dtype, device)
-    sized = family(checkpoint.config, Parameters(torch.device("meta"), dtype), num_positions=1)
-    weight_bytes = sized.parameters.num_bytes
+    sized = family(config, Parameters(torch.device("meta"), dtype), num_positions=1)
     context, num_pages, notes = _plan_pages(sized, spec, device, dtype)
     parameters = Parameters(device, dtype)
-    model = family(checkpoint.config, parameters, num_positions=context)
-    placements = [
-        Placement(binding.source, binding.destination, transform=binding.transform)
-        for binding in parameters.bindings
-    ]
-    load_into(
-        checkpoint, placements, progress=lambda done, total: progress("read", done, total), cancelled=cancelled
-    )
-    progress("place", 0, 0)
+    model = family(config, parameters, num_positions=context)
+    fill(parameters)
     kv = KVCache(model.attentions, num_pages, PAGE_TOKENS, dtype, device)
-    return LoadedModel(model, dtype, context, weight_bytes, kv, num_pages, PAGE_TOKENS, (*model.notes, *notes))
+    return LoadedModel(model, dtype, context, parameters.num_bytes, kv, num_pages, PAGE_TOKENS, (*model.notes, *notes))
 
 
 def _plan_pages(
     model: Decoder, spec: LoadSpec, device: torch.device, dtype: torch.dtype
 ) -> tuple[int, int, tuple[str, ...]]:
-    """How long a sequence may be and how many pages there are, given what is free. Raises LoadError with the numbers."""
+    """How long a sequence may be and how many pages there are, given what is free. Raises LoadError."""
     own_context = min(spec.context_tokens or model.config.context_tokens, model.config.context_tokens)
     cost = page_bytes(model.attentions, PAGE_TOKENS, dtype)
     memory = device_memory(device)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cortex.neuron.engine.graphs import StepGraphs
+from cortex.neuron.engine.inputs import StepInputs
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampler import Draw, Drawn, Sampler
-from cortex.neuron.engine.scheduler import RowPlan, StepPlan
-from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.engine.scheduler import StepPlan
+from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.models.decoder import Decoder
 
 
@@ -39,7 +43,7 @@ class Launched:
         if drawn is None:
             return
         parts = (drawn.tokens, drawn.healthy, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
-        self._host = [part if part is None else part.to("cpu", non_blocking=True) for part in parts]
+        self._host = [part if part is None else _to_host(part) for part in parts]
         if drawn.tokens.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
@@ -50,9 +54,8 @@ class Launched:
             self._event.synchronize()
         if not self._host:
             return Result([], [], None)
-        tokens, healthy, logprobs, top_ids, top_logprobs = (
-            None if part is None else part.tolist() for part in self._host
-        )
+        parts: list[Any] = [None if part is None else part.tolist() for part in self._host]
+        tokens, healthy, logprobs, top_ids, top_logprobs = parts
         if logprobs is None:
             return Result(tokens, healthy, None)
         if top_ids is None:
@@ -68,29 +71,65 @@ class Runner:
         self.model = model
         self.device = model.parameters.device
         self.page_tokens = page_tokens
-        self.padding_row = max_rows
+        self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device)
         max_pages = -(-context_tokens // page_tokens)
+        # One row more than there are: padding rows of a captured graph, whose pages are all the padding page.
         self._pages = np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32)
         self._page_table = torch.from_numpy(self._pages).to(self.device)  # on the CPU: the same memory
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
-        self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device)
+        self._graphs: StepGraphs | None = None
+        if self.device.type == "cuda":
+            self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens)
+
+    def capture(self) -> None:
+        """Captures the graphs of single-token steps, where the device has them."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture()
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
         """Starts a step. `draws` are the plan's drawing rows in order; `mask` forbids tokens to them."""
-        for row, request in plan.new_rows:
-            self.sampler.assign(row, request)
-        self._extend_tables(plan)
-        batch, last = self._batch(plan)
         with torch.inference_mode():
-            hidden = self.model(batch)
-            if not draws:
-                return Launched(None)
-            rows = self._upload(np.fromiter((draw.row for draw in draws), np.int64, len(draws)))
-            index = self._upload(last)
-            logits = self.model.logits(hidden.index_select(0, index))
-            drawn = self.sampler.draw(logits, rows, batch.positions[index], draws, mask)
-            self._last_tokens.index_copy_(0, rows, drawn.tokens)
+            for row, request in plan.new_rows:
+                self.sampler.assign(row, request)
+            self._extend_tables(plan)
+            inputs = StepInputs.of(plan, self._pages, self.page_tokens)
+            if self._graphs is not None and plan.num_singles == len(plan.rows) <= self._graphs.largest:
+                drawn = self._replay(plan, inputs, draws, mask)
+            else:
+                drawn = self._forward(plan, inputs, draws, mask)
             return Launched(drawn)
+
+    def _replay(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
+        """A step of single tokens, through a captured graph."""
+        assert self._graphs is not None
+        brought = [(row.row, row.tokens[0]) for row in plan.rows if row.tokens is not None]
+        if brought:
+            rows, tokens = self._upload(np.array(brought, dtype=np.int64).T)
+            self._last_tokens.index_copy_(0, rows, tokens)
+        logits, tokens, healthy = self._graphs.replay(inputs.rows, inputs.positions, inputs.slots)
+        if not draws:
+            return None
+        if len(draws) == len(plan.rows) and mask is None and self.sampler.is_plain(draws):
+            return Drawn(tokens, healthy)
+        index = self._upload(inputs.last)
+        rows = self._upload(inputs.rows)[index]
+        drawn = self.sampler.draw(logits[index], rows, self._upload(inputs.positions)[index], draws, mask)
+        self._last_tokens.index_copy_(0, rows, drawn.tokens)
+        return drawn
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
+        """Any step, launched operation by operation."""
+        batch = self._batch(plan, inputs)
+        hidden = self.model(batch)
+        if not draws:
+            return None
+        index = self._upload(inputs.last)
+        rows = self._upload(np.fromiter((draw.row for draw in draws), np.int64, len(draws)))
+        logits = self.model.logits(hidden.index_select(0, index))
+        drawn = self.sampler.draw(logits, rows, batch.positions[index], draws, mask)
+        self._last_tokens.index_copy_(0, rows, drawn.tokens)
+        return drawn
 
     def _extend_tables(self, plan: StepPlan) -> None:
         if not plan.new_pages:
@@ -101,51 +140,47 @@ class Runner:
             return
         rows = np.concatenate([np.full(len(pages), row) for row, _, pages in plan.new_pages])
         columns = np.concatenate([np.arange(first, first + len(pages)) for _, first, pages in plan.new_pages])
-        pages = np.concatenate([pages for _, _, pages in plan.new_pages]).astype(np.int32)
-        self._page_table.index_put_((self._upload(rows), self._upload(columns)), self._upload(pages))
+        numbers = np.concatenate([pages for _, _, pages in plan.new_pages]).astype(np.int32)
+        self._page_table.index_put_((self._upload(rows), self._upload(columns)), self._upload(numbers))
 
-    def _batch(self, plan: StepPlan) -> tuple[Batch, np.ndarray]:
-        """The step's tensors, and for each drawing row the index of its last token."""
-        decodes, prefills = plan.rows[: plan.num_decodes], plan.rows[plan.num_decodes :]
-        row_ids = np.fromiter((row.row for row in plan.rows), np.int64, len(plan.rows))
-        counts = np.fromiter((row.count for row in plan.rows), np.int64, len(plan.rows))
-        starts = np.fromiter((row.start for row in plan.rows), np.int64, len(plan.rows))
-        offsets = np.concatenate(([0], counts.cumsum()))
-        positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - starts, counts)
-        pages = self._pages[np.repeat(row_ids, counts), positions // self.page_tokens]
-        slots = pages.astype(np.int64) * self.page_tokens + positions % self.page_tokens
-        for index, row in enumerate(plan.rows):
-            if not row.writes:
-                slots[offsets[index] : offsets[index + 1]] = PADDING_PAGE
-        tokens = np.zeros(offsets[-1], dtype=np.int64)
-        for index, prefill in enumerate(prefills, len(decodes)):
-            tokens[offsets[index] : offsets[index + 1]] = prefill.tokens
-        rows = self._upload(row_ids)
-        token_ids = self._upload(tokens)
-        if decodes:
-            token_ids[: len(decodes)] = self._last_tokens[rows[: len(decodes)]]
-        lengths = starts + counts
-        batch = Batch(
-            tokens=token_ids,
-            positions=self._upload(positions),
-            slots=self._upload(slots),
+    def _batch(self, plan: StepPlan, inputs: StepInputs) -> Batch:
+        singles = plan.num_singles
+        rows, tokens = self._upload(inputs.rows), self._upload(inputs.tokens)
+        drawn_before = inputs.drawn_before
+        if len(drawn_before):
+            index = self._upload(drawn_before)
+            tokens[index] = self._last_tokens[rows[index]]
+        return Batch(
+            tokens=tokens,
+            positions=self._upload(inputs.positions),
+            slots=self._upload(inputs.slots),
             rows=rows,
-            lengths=self._upload(lengths.astype(np.int32)),
+            lengths=self._upload(inputs.lengths),
             page_table=self._page_table,
-            num_decodes=len(decodes),
-            max_length=int(lengths.max()),
-            prefills=tuple(_prefill_rows(prefills, offsets[len(decodes) :])),
-            prefill_offsets=self._upload((offsets[len(decodes) :] - len(decodes)).astype(np.int32)),
+            num_decodes=singles,
+            max_length=int(inputs.lengths.max()),
+            prefills=tuple(
+                PrefillRow(row.row, row.start, row.count, int(offset))
+                for row, offset in zip(plan.rows[singles:], inputs.offsets[singles:], strict=False)
+            ),
+            prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
+            prefill_tiles=self._upload(_tiles([row.count for row in plan.rows[singles:]])),
         )
-        last = offsets[1:][np.fromiter((row.draws for row in plan.rows), bool, len(plan.rows))] - 1
-        return batch, last
 
-    def _upload(self, array: np.ndarray) -> Tensor:
+    def _upload(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-def _prefill_rows(rows: Sequence[RowPlan], offsets: np.ndarray) -> list[PrefillRow]:
-    return [PrefillRow(row.row, row.start, row.count, int(offset)) for row, offset in zip(rows, offsets, strict=False)]
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _tiles(counts: Sequence[int]) -> NDArray[np.int32]:
+    """(prefill row, first token) of every tile, the later ones of each row first: they are the longest to compute."""
+    tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, PREFILL_TILE)]
+    return np.array(tiles[::-1], dtype=np.int32).reshape(-1, 2)

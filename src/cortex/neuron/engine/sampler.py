@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cortex.neuron.engine.penalties import Penalties
+from cortex.neuron.engine.penalties import Penalties, is_penalised
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.kernels.gumbel import gumbel_noise
 
@@ -68,6 +68,16 @@ class Sampler:
             self._min_p[row] = params.min_p
             self._seeds[row] = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self._penalties.assign(row, params, request.prompt)
+
+    def is_plain(self, draws: Sequence[Draw]) -> bool:
+        """Whether these draws are all a bare argmax."""
+        for draw in draws:
+            params, request = self._params[draw.row], self._requests[draw.row]
+            if params.temperature > 0 or params.logit_bias or params.top_logprobs is not None or is_penalised(params):
+                return False
+            if request is not None and draw.num_drawn < request.min_tokens:
+                return False
+        return True
 
     def draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None = None

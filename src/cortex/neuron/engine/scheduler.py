@@ -49,10 +49,11 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, as plain values: everything another rank would need to run it too. Decode rows come first."""
+    """One step, as plain values: everything another rank would need to run it too."""
 
     rows: tuple[RowPlan, ...]
-    num_decodes: int
+    """Rows of one token come first: to the kernels they are all decodes."""
+    num_singles: int
     new_rows: tuple[tuple[int, EngineRequest], ...]
     """Rows given to a sequence with this step."""
     new_pages: tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -128,8 +129,9 @@ class Scheduler:
         self._admit(draft, budget)
         if not draft.rows:
             return None
-        # A prefill of one token is as cheap as a decode, but it brings its own token: it stays behind the decodes.
-        return StepPlan(tuple(draft.rows), num_decodes, tuple(draft.new_rows), tuple(draft.new_pages))
+        rows = tuple(sorted(draft.rows, key=lambda row: row.count > 1))
+        num_singles = sum(row.count == 1 for row in rows)
+        return StepPlan(rows, num_singles, tuple(draft.new_rows), tuple(draft.new_pages))
 
     def _plan_decodes(self, draft: _Draft) -> None:
         for sequence in list(self.running):

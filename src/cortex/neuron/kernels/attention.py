@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 
 
@@ -17,7 +18,7 @@ def paged_attention(
     Each token attends to its own row's positions up to itself; with `window`, to the last `window` of them.
     The step's own keys and values must be in the pages already.
     """
-    if not q.is_cuda:
+    if not has_kernels(q):
         return paged_attention_reference(q, key_pages, value_pages, batch, scale, window)
     from cortex.neuron.kernels.decode_attention import decode_attention
     from cortex.neuron.kernels.prefill_attention import prefill_attention

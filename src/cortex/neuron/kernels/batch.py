@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+PREFILL_TILE = 128
+"""Tokens of one prefill row that one program of the attention kernel takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
@@ -27,7 +30,7 @@ class Batch:
     positions: Tensor
     """[tokens] int64"""
     slots: Tensor
-    """[tokens] int64: where in the pages each token's KV goes, page · page_tokens + offset. What must not be written goes to the padding page"""
+    """[tokens] int64: where each token's KV goes, page · page_tokens + offset; what must not be kept goes to page 0"""
     rows: Tensor
     """[rows] int64: each row's place in the page table"""
     lengths: Tensor
@@ -40,3 +43,5 @@ class Batch:
     prefills: tuple[PrefillRow, ...] = ()
     prefill_offsets: Tensor | None = None
     """[prefills + 1] int32: where each prefill row's tokens begin, counted from the first prefill token"""
+    prefill_tiles: Tensor | None = None
+    """[tiles, 2] int32: prefill row and first token of each PREFILL_TILE"""

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -102,22 +100,22 @@ def _blocks(inputs: int) -> tuple[int, int]:
 
 @jit
 def _matvec_kernel(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    norm_weight: Any,
-    residual: Any,
-    out: Any,
-    inputs: Any,
-    outputs: Any,
-    eps: Any,
+    x,
+    weight,
+    bias,
+    norm_weight,
+    residual,
+    out,
+    inputs,
+    outputs,
+    eps,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-) -> None:
+):
     """One program per BLOCK_OUT rows. The norm's scale is a common factor of the dot product, applied at the end."""
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row_inside = row < outputs

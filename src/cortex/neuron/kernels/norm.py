@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import jit, tl, triton
+from cortex.neuron.kernels.jit import has_kernels, jit, tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., size], any strides but the last dimension dense → same shape, contiguous."""
-    if not x.is_cuda:
+    if not has_kernels(x):
         return rms_norm_reference(x, weight, eps)
     size = x.shape[-1]
     rows = x.reshape(-1, size)
@@ -32,7 +30,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @jit
-def _rms_norm_kernel(x: Any, weight: Any, out: Any, stride: Any, size: Any, eps: Any, BLOCK: tl.constexpr) -> None:
+def _rms_norm_kernel(x, weight, out, stride, size, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

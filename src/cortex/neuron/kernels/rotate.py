@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import jit, tl, triton
+from cortex.neuron.kernels.jit import has_kernels, jit, tl, triton
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 
@@ -30,7 +28,7 @@ def rotate_and_store(
     q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], strided views allowed, each head dense.
     rope: [positions, rotated dims], cosines then sines. Dimensions past the rotated ones pass through.
     """
-    if not q.is_cuda:
+    if not has_kernels(q):
         return rotate_and_store_reference(
             q,
             k,
@@ -101,7 +99,7 @@ def rotate_and_store_reference(
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x: [tokens, heads, dim]; cosine and sine: [tokens, 1, rotated dims / 2]"""
     half = cosine.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x[..., :half], x[..., half : 2 * half]
     torch.mul(first, cosine, out=out[..., :half]).addcmul_(second, sine, value=-1)
     torch.mul(second, cosine, out=out[..., half : 2 * half]).addcmul_(first, sine)
@@ -112,30 +110,30 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 @jit
 def _rotate_kernel(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    q_scale: Any,
-    k_scale: Any,
-    positions: Any,
-    rope: Any,
-    slots: Any,
-    key_pages: Any,
-    value_pages: Any,
-    q_token_stride: Any,
-    q_head_stride: Any,
-    k_token_stride: Any,
-    v_token_stride: Any,
-    heads: Any,
-    kv_heads: Any,
-    eps: Any,
+    q,
+    k,
+    v,
+    out,
+    q_scale,
+    k_scale,
+    positions,
+    rope,
+    slots,
+    key_pages,
+    value_pages,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    v_token_stride,
+    heads,
+    kv_heads,
+    eps,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
-) -> None:
+):
     """One program per token and head; heads beyond the q heads are k heads, then v heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

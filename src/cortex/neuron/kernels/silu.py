@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import jit, tl, triton
+from cortex.neuron.kernels.jit import has_kernels, jit, tl, triton
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up: [tokens, 2 · size] → [tokens, size]"""
-    if not gate_up.is_cuda:
+    if not has_kernels(gate_up):
         return silu_mul_reference(gate_up)
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
@@ -28,7 +26,7 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @jit
-def _silu_mul_kernel(gate_up: Any, out: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def _silu_mul_kernel(gate_up, out, size, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

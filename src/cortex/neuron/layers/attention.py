@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.attention import paged_attention
-from cortex.neuron.kernels.rotate import rotate_and_store
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.rotate import rotate_and_store
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -84,8 +84,8 @@ class Attention:
             q.view(-1, config.heads, config.head_dim) if gate is None else q,
             k.view(-1, config.kv_heads, config.head_dim),
             v.view(-1, config.kv_heads, config.head_dim),
-            q_scale=self.q_norm and self.q_norm.weight,
-            k_scale=self.k_norm and self.k_norm.weight,
+            q_scale=self.q_norm.weight if self.q_norm else None,
+            k_scale=self.k_norm.weight if self.k_norm else None,
             eps=config.norm_eps,
             positions=batch.positions,
             rope=self.rope.table,

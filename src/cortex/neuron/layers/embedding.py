@@ -26,4 +26,3 @@ class Head(Linear):
             super().__init__(parameters, size, {source: vocab})
         else:
             self.inputs, self.splits, self.weight, self.bias = size, [vocab], tied.weight, None
-

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matvec import MATVEC_ROWS, gated_matvec, matvec
 from cortex.neuron.kernels.silu import silu_mul
 from cortex.neuron.layers.norm import RMSNorm
@@ -36,8 +37,8 @@ class Linear:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        if x.is_cuda and x.shape[0] <= MATVEC_ROWS:
-            return matvec(x, self.weight, self.bias, norm and norm.weight, norm.eps if norm else 0.0, residual)
+        if has_kernels(x) and x.shape[0] <= MATVEC_ROWS:
+            return matvec(x, self.weight, self.bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual)
         if norm is not None:
             x = norm(x)
         if residual is not None and self.bias is None and x.is_cuda:
@@ -56,6 +57,6 @@ class GatedLinear:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        if x.is_cuda and x.shape[0] <= MATVEC_ROWS and self.gate_up.bias is None:
+        if has_kernels(x) and x.shape[0] <= MATVEC_ROWS and self.gate_up.bias is None:
             return gated_matvec(x, self.gate_up.weight, norm.weight, norm.eps)
         return silu_mul(self.gate_up(x, norm=norm))

@@ -10,7 +10,9 @@ from cortex.neuron.layers.parameters import Parameters
 
 
 class RMSNorm:
-    def __init__(self, parameters: Parameters, size: int, eps: float, source: str, *, zero_centred: bool = False) -> None:
+    def __init__(
+        self, parameters: Parameters, size: int, eps: float, source: str, *, zero_centred: bool = False
+    ) -> None:
         """`zero_centred`: the checkpoint stores the scale's distance from one."""
         self.eps = eps
         if zero_centred:

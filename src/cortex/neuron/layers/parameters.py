@@ -39,9 +39,7 @@ class Parameters:
         self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
-    def bind(
-        self, source: str, destination: Tensor, transform: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+    def bind(self, source: str, destination: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> None:
         self.bindings.append(Binding(source, destination, transform))
 
     def load(self, source: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

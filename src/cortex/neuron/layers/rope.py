@@ -41,10 +41,10 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
 
 def _llama3(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    factor = settings["factor"]
+    factor = float(settings["factor"])
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     turns = settings["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / factor
 
 

@@ -14,13 +14,9 @@ from cortex.neuron.models.decoder import Decoder
 class LlamaLayer:
     def __init__(self, model: Decoder, attention: AttentionConfig, prefix: str, *, mlp_bias: bool = False) -> None:
         parameters, config = model.parameters, model.config
-        self.attention_norm = RMSNorm(
-            parameters, config.hidden, config.norm_eps, f"{prefix}.input_layernorm.weight"
-        )
+        self.attention_norm = RMSNorm(parameters, config.hidden, config.norm_eps, f"{prefix}.input_layernorm.weight")
         self.attention = Attention(parameters, attention, model.rope, f"{prefix}.self_attn")
-        self.mlp_norm = RMSNorm(
-            parameters, config.hidden, config.norm_eps, f"{prefix}.post_attention_layernorm.weight"
-        )
+        self.mlp_norm = RMSNorm(parameters, config.hidden, config.norm_eps, f"{prefix}.post_attention_layernorm.weight")
         self.mlp = MLP(parameters, config.hidden, config.inner, f"{prefix}.mlp", bias=mlp_bias)
 
     def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -32,9 +28,7 @@ class Llama(Decoder):
     layers: list[LlamaLayer]
 
     def layer(self, index: int, prefix: str) -> LlamaLayer:
-        return LlamaLayer(
-            self, self.attention_config(index), prefix, mlp_bias=bool(self.raw.get("mlp_bias", False))
-        )
+        return LlamaLayer(self, self.attention_config(index), prefix, mlp_bias=bool(self.raw.get("mlp_bias", False)))
 
     def attention_config(self, index: int) -> AttentionConfig:
         """The attention of one layer; every Llama layer has the same."""

@@ -28,7 +28,7 @@ class UnsupportedModel(Exception):
 def family_of(config: Mapping[str, Any]) -> type[Decoder]:
     """The class for a checkpoint's config. Raises UnsupportedModel and says what it saw."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(
             f"model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)} "
             "(docs/adding-a-model.md shows how to add one)"

@@ -1,0 +1,59 @@
+"""A step's inputs on the host: where each of its tokens stands, and where its KV goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cortex.neuron.engine.pages import PADDING_PAGE
+from cortex.neuron.engine.scheduler import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Arrays over a plan's rows, and over its tokens in row order."""
+
+    rows: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    """Positions each row attends to, its own tokens included."""
+    offsets: NDArray[np.int64]
+    """[rows + 1]: where each row's tokens begin."""
+    tokens: NDArray[np.int64]
+    """Zero where the token was drawn on the device: at `drawn_before`."""
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    drawn_before: NDArray[np.int64]
+    last: NDArray[np.int64]
+    """The last token of each row that draws."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, pages: NDArray[np.int32], page_tokens: int) -> StepInputs:
+        """`pages` are the rows' page tables, this plan's new pages included."""
+        num_rows = len(plan.rows)
+        rows = np.fromiter((row.row for row in plan.rows), np.int64, num_rows)
+        counts = np.fromiter((row.count for row in plan.rows), np.int64, num_rows)
+        starts = np.fromiter((row.start for row in plan.rows), np.int64, num_rows)
+        offsets = np.concatenate((np.zeros(1, np.int64), counts.cumsum()))
+        positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - starts, counts)
+        page = pages[np.repeat(rows, counts), positions // page_tokens].astype(np.int64)
+        slots = page * page_tokens + positions % page_tokens
+        tokens = np.zeros(offsets[-1], dtype=np.int64)
+        for index, row in enumerate(plan.rows):
+            if row.tokens is not None:
+                tokens[offsets[index] : offsets[index + 1]] = row.tokens
+            if not row.writes:
+                slots[offsets[index] : offsets[index + 1]] = PADDING_PAGE
+        draws = np.fromiter((row.draws for row in plan.rows), bool, num_rows)
+        on_device = np.fromiter((row.tokens is None for row in plan.rows), bool, num_rows)
+        return cls(
+            rows=rows,
+            lengths=(starts + counts).astype(np.int32),
+            offsets=offsets,
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            drawn_before=offsets[:-1][on_device],
+            last=offsets[1:][draws] - 1,
+        )

@@ -1,0 +1,39 @@
+"""Kernels run on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`, as `make test` does)."""
+
+import pytest
+import torch
+
+from cortex.neuron.kernels.jit import INTERPRETED
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+        return torch.device("cuda")
+    if INTERPRETED:
+        torch.manual_seed(0)
+        return torch.device("cpu")
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+
+
+@pytest.fixture
+def dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖out − reference‖ / ‖reference‖; not a number counts as infinite."""
+    error = ((out.double() - reference.double()).norm() / reference.double().norm()).item()
+    return error if error == error else float("inf")
+
+
+@pytest.fixture
+def assert_close(dtype: torch.dtype):
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
+
+    def check(out: torch.Tensor, reference: torch.Tensor) -> None:
+        assert out.shape == reference.shape
+        assert relative_error(out, reference) < limit
+
+    return check

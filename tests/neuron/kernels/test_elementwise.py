@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
+from cortex.neuron.kernels.rotate import rotate_and_store, rotate_and_store_reference
+from cortex.neuron.kernels.silu import silu_mul, silu_mul_reference
+
+
+@pytest.mark.parametrize("shape", [(1, 576), (5, 4096), (3, 7, 128), (2, 33)])
+def test_rms_norm_matches_its_reference(shape, device, dtype, assert_close):
+    x = torch.randn(shape, device=device, dtype=dtype)
+    weight = torch.randn(shape[-1], device=device, dtype=dtype)
+    assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x.float(), weight.float(), 1e-6))
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (5, 100), (33, 2050)])
+def test_silu_mul_matches_its_reference(tokens, size, device, dtype, assert_close):
+    x = torch.randn(tokens, 2 * size, device=device, dtype=dtype)
+    assert_close(silu_mul(x), silu_mul_reference(x.float()))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim", "rotated", "normed"),
+    [(1, 9, 3, 64, 64, False), (7, 8, 2, 128, 128, True), (5, 6, 2, 96, 32, True), (3, 4, 4, 80, 80, False)],
+)
+def test_rotate_and_store_matches_its_reference(
+    tokens, heads, kv_heads, dim, rotated, normed, device, dtype, assert_close
+):
+    projected = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device, dtype=dtype)
+    q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
+    scales = [torch.randn(dim, device=device, dtype=dtype) if normed else None for _ in range(2)]
+    positions = torch.randint(0, 500, (tokens,), device=device)
+    slots = torch.randperm(8 * 16, device=device)[:tokens]
+    rope = torch.randn(500, rotated, device=device)
+
+    def run(function, kind):
+        pages = [torch.zeros(8, 16, kv_heads, dim, device=device, dtype=kind) for _ in range(2)]
+        out = function(
+            q.to(kind),
+            k.to(kind),
+            v.to(kind),
+            q_scale=None if scales[0] is None else scales[0].to(kind),
+            k_scale=None if scales[1] is None else scales[1].to(kind),
+            eps=1e-6,
+            positions=positions,
+            rope=rope,
+            slots=slots,
+            key_pages=pages[0],
+            value_pages=pages[1],
+        )
+        return out, *pages
+
+    expected = run(rotate_and_store_reference, torch.float32)
+    for out, reference in zip(run(rotate_and_store, dtype), expected, strict=True):
+        assert_close(out, reference)

@@ -175,7 +175,7 @@ def _staged(pieces: Sequence[_Piece], device: torch.device, cancelled: Callable[
         while num_left:
             if cancelled():
                 raise Cancelled("the load was called off")
-            while in_flight and in_flight[0][0].query():  # type: ignore[no-untyped-call]
+            while in_flight and in_flight[0][0].query():
                 _, buffer, piece = in_flight.popleft()
                 readers.release(buffer)
                 num_left -= 1

@@ -1,0 +1,110 @@
+"""The hub's cache layout on disk: `blobs/<digest>`, `snapshots/<commit>/<path>` linking to them, `refs/<revision>`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from cortex.neuron.weights.hub.listing import RemoteFile
+
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_LOCK_POLL_S: Final = 0.1
+
+
+def cache_directory(environment: Mapping[str, str]) -> Path:
+    """Where the environment keeps the hub's cache."""
+    if directory := environment.get("HF_HUB_CACHE"):
+        return Path(directory).expanduser()
+    return hub_home(environment) / "hub"
+
+
+def hub_home(environment: Mapping[str, str]) -> Path:
+    """Where the hub's own tools keep the cache and the token."""
+    if home := environment.get("HF_HOME"):
+        return Path(home).expanduser()
+    return Path(environment.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface"
+
+
+class RepositoryCache:
+    """One repository's corner of the cache. What is under `snapshots` is always whole and verified."""
+
+    def __init__(self, cache_directory: Path, repository: str) -> None:
+        folder = f"models--{repository.replace('/', '--')}"
+        self.root = cache_directory / folder
+        self._locks = cache_directory / ".locks" / folder
+
+    def blob(self, file: RemoteFile) -> Path:
+        return self.root / "blobs" / file.digest
+
+    def partial(self, file: RemoteFile) -> Path:
+        """Where a file grows until it is whole; it outlives a failed download, so that the next one continues."""
+        return self.root / "blobs" / f"{file.digest}.incomplete"
+
+    def snapshot(self, commit: str) -> Path:
+        return self.root / "snapshots" / commit
+
+    def num_missing_bytes(self, file: RemoteFile) -> int:
+        """What is still to be fetched of `file`."""
+        if self.blob(file).exists():
+            return 0
+        try:
+            return max(0, file.num_bytes - self.partial(file).stat().st_size)
+        except OSError:
+            return file.num_bytes
+
+    def link(self, commit: str, file: RemoteFile) -> None:
+        """Show the blob under the file's own name, at once or not at all."""
+        pointer = self.snapshot(commit) / file.path
+        if pointer.exists() and pointer.samefile(self.blob(file)):
+            return
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        temporary = pointer.with_name(f".{uuid.uuid4().hex}")
+        temporary.symlink_to(os.path.relpath(self.blob(file), pointer.parent))
+        temporary.replace(pointer)
+
+    def remember(self, revision: str, commit: str) -> None:
+        """Note which commit `revision` was, once its snapshot is complete."""
+        if self.commit_of(revision) == commit:
+            return
+        ref = self.root / "refs" / revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        temporary = ref.with_name(f".{uuid.uuid4().hex}")
+        temporary.write_text(commit)
+        temporary.replace(ref)
+
+    def commit_of(self, revision: str) -> str | None:
+        """The commit that `revision` was when we last heard; None where the cache does not know."""
+        if _COMMIT.fullmatch(revision):
+            return revision
+        try:
+            commit = (self.root / "refs" / revision).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return commit if _COMMIT.fullmatch(commit) else None
+
+    def paths_in(self, commit: str) -> list[str]:
+        """Files of a snapshot whose contents are there."""
+        snapshot = self.snapshot(commit)
+        return sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
+
+    @contextmanager
+    def locked(self, file: RemoteFile, pause: Callable[[float], None]) -> Iterator[None]:
+        """Alone with the file among all processes that use this cache; `pause` waits, and may raise to give up."""
+        self._locks.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._locks / f"{file.digest}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    pause(_LOCK_POLL_S)
+            yield
+        finally:
+            os.close(descriptor)

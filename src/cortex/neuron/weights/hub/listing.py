@@ -1,0 +1,100 @@
+"""What the hub says is in a repository: files, sizes and digests, for one commit."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cortex.neuron.weights.directory import parse_json_object
+from cortex.neuron.weights.errors import HubError, HubUnreachable, Malformed, NotOnHub
+from cortex.neuron.weights.hub.source import HubSource
+from cortex.neuron.weights.hub.transport import Answer, Interrupted, Transport
+
+_MAX_LISTING_BYTES: Final = 64 << 20
+_NUM_ATTEMPTS: Final = 3
+_BACKOFF_S: Final = 0.5
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of the repository. `digest` is also its name in the cache."""
+
+    path: str
+    num_bytes: int
+    digest: str
+    """SHA-256 of the contents for large files, git's SHA-1 of the blob for small ones."""
+
+    @property
+    def is_git_blob(self) -> bool:
+        return len(self.digest) == 40
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    commit: str
+    files: Mapping[str, RemoteFile]
+
+
+def fetch_listing(transport: Transport, source: HubSource) -> Listing:
+    """Ask the hub; raises NotOnHub when it says no, HubUnreachable when it does not say anything useful."""
+    revision = urllib.parse.quote(source.revision, safe="")
+    url = f"{transport.endpoint}/api/models/{source.repository}/revision/{revision}?blobs=true"
+    reason = ""
+    for attempt in range(_NUM_ATTEMPTS):
+        if attempt:
+            transport.pause(_BACKOFF_S * 2 ** (attempt - 1))
+        try:
+            with transport.get(url, {}) as answer:
+                if answer.status == 200:
+                    return _parse(answer.read(_MAX_LISTING_BYTES + 1), transport.endpoint)
+                raise_if_refused(answer, source.repository)
+                reason = f"it answers {answer.status}"
+        except Interrupted as error:
+            reason = str(error)
+    raise HubUnreachable(f"{transport.endpoint} cannot be reached ({reason}); check the network or HF_ENDPOINT")
+
+
+def raise_if_refused(answer: Answer, repository: str) -> None:
+    """Raise NotOnHub for the answers that trying again will not change."""
+    code = answer.header("x-error-code")
+    if code == "GatedRepo":
+        raise NotOnHub(f"{repository} is gated; accept its terms on the hub and set HF_TOKEN")
+    if code == "RevisionNotFound":
+        raise NotOnHub(f"{repository} has no such revision; check the part after the @")
+    if answer.status in (401, 403, 404):
+        raise NotOnHub(
+            f"the hub shows no {repository} ({answer.status}); check the name, or set HF_TOKEN for private ones"
+        )
+
+
+def _parse(raw: bytes, endpoint: str) -> Listing:
+    if len(raw) > _MAX_LISTING_BYTES:
+        raise HubError(f"{endpoint} sends an endless listing; check HF_ENDPOINT")
+    try:
+        body = parse_json_object(raw, Path(endpoint))
+        commit, siblings = body["sha"], body["siblings"]
+        if not _COMMIT.fullmatch(commit):
+            raise ValueError(f"the commit {commit[:80]!r}")
+        files = [_file(sibling) for sibling in siblings]
+    except (Malformed, KeyError, TypeError, ValueError) as error:
+        raise HubError(f"{endpoint} does not answer like a hub ({error}); check HF_ENDPOINT") from error
+    return Listing(commit, {file.path: file for file in files})
+
+
+def _file(sibling: Mapping[str, Any]) -> RemoteFile:
+    path, lfs = sibling["rfilename"], sibling.get("lfs")
+    digest, num_bytes = (lfs["sha256"], lfs["size"]) if lfs else (sibling["blobId"], sibling["size"])
+    if not (_SHA256 if lfs else _COMMIT).fullmatch(digest):
+        raise ValueError(f"the digest {digest[:80]!r}")
+    if type(num_bytes) is not int or num_bytes < 0:
+        raise ValueError(f"the size {num_bytes!r}")
+    parts = path.split("/")
+    if not all(parts) or ".." in parts or "." in parts or "\\" in path or "\0" in path:
+        raise ValueError(f"the path {path[:80]!r}")
+    return RemoteFile(path, num_bytes, digest)

@@ -1,0 +1,197 @@
+"""From what a user calls a model to files on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Final, TypeVar
+
+from cortex.neuron.weights.directory import read_json
+from cortex.neuron.weights.errors import Cancelled, CheckpointError, DiskFull, HubError, HubUnreachable
+from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory, hub_home
+from cortex.neuron.weights.hub.download import FileDownload
+from cortex.neuron.weights.hub.listing import Listing, RemoteFile, fetch_listing
+from cortex.neuron.weights.hub.selection import Selection, missing_parts, select
+from cortex.neuron.weights.hub.source import HubSource, parse_source
+from cortex.neuron.weights.hub.transport import Transport
+
+_DEFAULT_ENDPOINT: Final = "https://huggingface.co"
+_NUM_DOWNLOADS_AT_ONCE: Final = 4
+_POLL_S: Final = 0.05
+_LAST_WAIT_S: Final = 0.5
+_SPARE_DISK_BYTES: Final = 64 << 20
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), on the calling thread; never goes back."""
+
+
+def resolve(
+    source: str,
+    *,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+    cache_dir: Path | None = None,
+    offline: bool | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Path:
+    """The model directory or `.gguf` file that `source` names, downloaded first if need be.
+
+    Blocks, so it belongs on a thread; ends with Cancelled a moment after `cancelled()` turns true. What is not given is
+    taken from the environment (`HF_HUB_CACHE`, `HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, `HF_ENDPOINT`). When the hub
+    refuses or does not answer, a complete model in the cache is used. Raises CheckpointError.
+    """
+    parsed = parse_source(source)
+    if isinstance(parsed, Path):
+        return parsed
+    cache = RepositoryCache(cache_dir or cache_directory(environment), parsed.repository)
+    if offline is None:
+        offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    if offline:
+        return _cached(
+            cache, parsed, HubUnreachable(f"{parsed.repository} is not in the cache and the node is offline")
+        )
+    transport = Transport(
+        endpoint or environment.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT, token or _environment_token(environment)
+    )
+    pool = ThreadPoolExecutor(_NUM_DOWNLOADS_AT_ONCE, thread_name_prefix="hub")
+    try:
+        try:
+            [listing] = _finished([pool.submit(fetch_listing, transport, parsed)], transport, cancelled)
+        except HubError as error:
+            return _cached(cache, parsed, error)
+        selection = select(parsed.repository, listing.files, parsed.quant)
+        _download(pool, transport, cache, parsed, listing, selection, progress, cancelled)
+        cache.remember(parsed.revision, listing.commit)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"the disk of {cache.root} is full; make room and try again") from error
+        raise HubError(f"cannot write to {cache.root}: {error.strerror}; check permissions or HF_HUB_CACHE") from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return cache.snapshot(listing.commit) / (selection.entry or "")
+
+
+def _download(
+    pool: ThreadPoolExecutor,
+    transport: Transport,
+    cache: RepositoryCache,
+    source: HubSource,
+    listing: Listing,
+    selection: Selection,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+) -> None:
+    files = [listing.files[path] for path in selection.paths]
+    _check_disk(cache, files)
+    meter = _Meter(sum(file.num_bytes for file in files), progress)
+
+    def fetch(file: RemoteFile) -> None:
+        FileDownload(
+            transport, cache, source.repository, listing.commit, file, lambda done: meter.note(file.path, done)
+        ).run()
+        cache.link(listing.commit, file)
+
+    _finished([pool.submit(fetch, file) for file in files], transport, cancelled, meter.show)
+    meter.show()
+
+
+class _Meter:
+    """Adds up what the downloads report on their threads, and shows it on the caller's, never going back."""
+
+    def __init__(self, total_bytes: int, progress: Progress) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._done_bytes: dict[str, int] = {}
+        self._shown_bytes = -1
+
+    def note(self, path: str, done_bytes: int) -> None:
+        self._done_bytes[path] = done_bytes
+
+    def show(self) -> None:
+        done_bytes = sum(list(self._done_bytes.values()))
+        if done_bytes > self._shown_bytes:
+            self._shown_bytes = done_bytes
+            self._progress(done_bytes, self._total_bytes)
+
+
+def _finished(
+    futures: Sequence[Future[T]],
+    transport: Transport,
+    cancelled: Callable[[], bool],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[T]:
+    """Results of all futures; at the first failure or a cancellation the others are broken off."""
+    try:
+        while True:
+            done, pending = wait(futures, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
+            meanwhile()
+            for future in done:
+                future.result()
+            if not pending:
+                return [future.result() for future in futures]
+            if cancelled():
+                raise Cancelled("the download was called off")
+    except BaseException:
+        transport.abort()
+        for future in futures:
+            future.cancel()
+        # A thread that is still waiting for a connection cannot be reached; it ends by itself, with nothing to do.
+        wait(futures, timeout=_LAST_WAIT_S)
+        raise
+
+
+def _check_disk(cache: RepositoryCache, files: Sequence[RemoteFile]) -> None:
+    need = sum(cache.num_missing_bytes(file) for file in files)
+    if not need:
+        return
+    cache.root.mkdir(parents=True, exist_ok=True)
+    have = shutil.disk_usage(cache.root).free
+    if need + _SPARE_DISK_BYTES > have:
+        raise DiskFull(
+            f"{need / 1e9:.1f} GB are to be downloaded and {have / 1e9:.1f} GB are free on the disk of {cache.root}; "
+            "make room, or set HF_HUB_CACHE to another disk"
+        )
+
+
+def _cached(cache: RepositoryCache, source: HubSource, reason: HubError) -> Path:
+    """The complete model in the cache; raises `reason` where there is none."""
+    commit = cache.commit_of(source.revision)
+    if commit is None:
+        raise reason
+    snapshot = cache.snapshot(commit)
+    try:
+        selection = select(source.repository, cache.paths_in(commit), source.quant)
+        missing = missing_parts(selection) if selection.entry else _missing_shards(snapshot, selection)
+    except CheckpointError:
+        raise reason from None
+    if missing:
+        raise HubUnreachable(f"{reason}; the cache holds a part of the model only ({missing[0]} is missing)")
+    return snapshot / (selection.entry or "")
+
+
+def _missing_shards(snapshot: Path, selection: Selection) -> list[str]:
+    """Files that a safetensors model needs and its snapshot lacks."""
+    needed = {"config.json"}
+    if "model.safetensors.index.json" in selection.paths:
+        weight_map = read_json(snapshot, "model.safetensors.index.json").get("weight_map")
+        if isinstance(weight_map, dict):
+            needed |= {str(shard) for shard in weight_map.values()}
+    return sorted(needed - set(selection.paths))
+
+
+def _environment_token(environment: Mapping[str, str]) -> str | None:
+    """`HF_TOKEN`, or what `hf auth login` left behind."""
+    if token := environment.get("HF_TOKEN", "").strip():
+        return token
+    path = Path(environment.get("HF_TOKEN_PATH") or hub_home(environment) / "token").expanduser()
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None

@@ -1,0 +1,103 @@
+"""Which of a repository's files make up the model that was asked for. Pure: names in, names out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from cortex.neuron.weights.errors import NotOnHub
+
+_SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_COMPANION: Final = re.compile(r"[^/]+\.(?:json|jinja)|merges\.txt|tokenizer\.model")
+_GGUF_PART: Final = re.compile(r"(?P<stem>.*?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.gguf", re.IGNORECASE)
+_QUANT: Final = re.compile(r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)+|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The files to have, and what a reader opens: one of them, or (None) the directory they are in."""
+
+    paths: tuple[str, ...]
+    entry: str | None
+
+
+def select(repository: str, paths: Iterable[str], quant: str | None) -> Selection:
+    """Choose from `paths`; raises NotOnHub with what there is instead."""
+    paths = sorted(paths)
+    models = _gguf_models(paths)
+    if quant is not None:
+        return _gguf_selection(models[_label_for(repository, models, quant)])
+    weights = _safetensors(paths)
+    if weights:
+        companions = [path for path in paths if _COMPANION.fullmatch(path)]
+        return Selection((*companions, *weights), entry=None)
+    if len(models) == 1:
+        return _gguf_selection(next(iter(models.values())))
+    if models:
+        raise NotOnHub(f"{repository} holds several GGUF models; name one, such as {repository}:{_middle(models)}")
+    raise NotOnHub(f"{repository} has neither safetensors nor GGUF weights; choose a repository that has")
+
+
+def missing_parts(selection: Selection) -> list[str]:
+    """Parts of a split GGUF model that its own names call for and the selection lacks."""
+    if selection.entry is None:
+        return []
+    match = _GGUF_PART.fullmatch(selection.entry)
+    if match is None or match["count"] is None:
+        return []
+    named = [f"{match['stem']}-{number:05}-of-{match['count']}.gguf" for number in range(1, int(match["count"]) + 1)]
+    return [name for name in named if name not in selection.paths]
+
+
+def _safetensors(paths: list[str]) -> list[str]:
+    """The root's weights: shards or the single file, not other layouts of the same weights beside them."""
+    found = [path for path in paths if path.endswith(".safetensors") and "/" not in path]
+    if "model.safetensors.index.json" in paths and (shards := [path for path in found if _SHARD.fullmatch(path)]):
+        return shards
+    if "model.safetensors" in found:
+        return ["model.safetensors"]
+    return [path for path in found if not path.startswith("consolidated")]
+
+
+def _gguf_models(paths: list[str]) -> dict[str, list[str]]:
+    """Paths of each GGUF model, by its quantisation, or by its name where it tells none."""
+    models: dict[str, list[str]] = {}
+    for path in paths:
+        match = _GGUF_PART.fullmatch(path)
+        if match is None or "mmproj" in path.lower() or "imatrix" in path.lower():
+            continue
+        labels = _QUANT.findall(match["stem"])
+        models.setdefault(labels[-1].upper() if labels else match["stem"], []).append(path)
+    return models
+
+
+def _gguf_selection(paths: list[str]) -> Selection:
+    return Selection(tuple(paths), entry=paths[0])
+
+
+def _label_for(repository: str, models: dict[str, list[str]], quant: str) -> str:
+    wanted = quant.upper()
+    for label, paths in models.items():
+        if wanted in (label.upper(), label.upper().removeprefix("UD-")) or quant in paths:
+            return label
+    if not models:
+        raise NotOnHub(f"{repository} has no GGUF files, so no {quant}; leave the quantisation out of the name")
+    near = min(models, key=lambda label: (abs(_bits(label) - _bits(wanted)), -_likeness(label, wanted)))
+    raise NotOnHub(f"{repository} has no {quant}; the nearest is {repository}:{near} (there are {', '.join(models)})")
+
+
+def _bits(label: str) -> int:
+    digits = re.search(r"\d+", label)
+    return int(digits[0]) if digits else 0
+
+
+def _likeness(label: str, wanted: str) -> float:
+    return difflib.SequenceMatcher(None, label.upper(), wanted).ratio()
+
+
+def _middle(models: dict[str, list[str]]) -> str:
+    """What most people want: four bits, medium."""
+    return min(models, key=lambda label: (abs(_bits(label) - 4), -_likeness(label, "Q4_K_M")))

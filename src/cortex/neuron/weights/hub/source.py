@@ -1,0 +1,37 @@
+"""What a user may name as a model: a path, or `owner/name`, `owner/name:Q4_K_M`, `owner/name@revision`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cortex.neuron.weights.errors import FilesMissing
+
+DEFAULT_REVISION: Final = "main"
+
+_WORD: Final = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_-])?"
+_SOURCE: Final = re.compile(
+    rf"(?P<repository>{_WORD}/{_WORD})(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]{{0,127}}))?(?::(?P<quant>[\w.-]{{1,200}}))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """A model on the hub; `quant` picks one of a repository's GGUF models."""
+
+    repository: str
+    revision: str = DEFAULT_REVISION
+    quant: str | None = None
+
+
+def parse_source(source: str) -> Path | HubSource:
+    """The local path or hub model that `source` names; raises FilesMissing when it can be neither."""
+    path = Path(source).expanduser()
+    if source and path.exists():
+        return path
+    match = _SOURCE.fullmatch(source)
+    if match is None or ".." in source:
+        raise FilesMissing(f"there is no {source!r}; name a model directory, a .gguf file or owner/name on the hub")
+    return HubSource(match["repository"], match["revision"] or DEFAULT_REVISION, match["quant"])

@@ -1,0 +1,161 @@
+"""HTTP GET with redirects and proxies, that another thread can break off at once."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from socket import SHUT_RDWR, socket
+from typing import Final
+
+from cortex.neuron.weights.errors import Cancelled, HubError
+
+CONNECT_TIMEOUT_S: Final = 10.0
+IDLE_TIMEOUT_S: Final = 20.0
+_MAX_REDIRECTS: Final = 6
+_REDIRECTS: Final = (301, 302, 303, 307, 308)
+_USER_AGENT: Final = "cortex"
+
+
+_FAILURES: Final = (OSError, http.client.HTTPException)
+
+
+class Interrupted(Exception):
+    """The exchange broke off; trying again may help."""
+
+
+class Answer:
+    """A response whose body is read piece by piece."""
+
+    def __init__(self, response: http.client.HTTPResponse, transport: Transport) -> None:
+        self._response = response
+        self._transport = transport
+        self.status = response.status
+
+    def header(self, name: str) -> str:
+        """The header's value, empty where it is absent."""
+        return self._response.getheader(name) or ""
+
+    def read(self, num_bytes: int) -> bytes:
+        """At most `num_bytes` of the body, none at its end; raises Interrupted or Cancelled."""
+        try:
+            return self._response.read(num_bytes)
+        except _FAILURES as error:
+            raise self._transport.interrupted(error) from error
+
+
+class Transport:
+    """Exchanges with one hub. Thread-safe; after `abort()` every running and later exchange raises Cancelled.
+
+    The token goes to the endpoint's own host only, never to where it redirects.
+    """
+
+    def __init__(self, endpoint: str, token: str | None) -> None:
+        self.endpoint = endpoint.rstrip("/")
+        self._token = token
+        self._origin = _origin(self.endpoint)
+        self._tls = ssl.create_default_context()
+        self._aborted = threading.Event()
+        self._sockets: set[socket] = set()
+        self._sockets_lock = threading.Lock()
+
+    def abort(self) -> None:
+        """Break off all exchanges; idempotent."""
+        self._aborted.set()
+        with self._sockets_lock:
+            for open_socket in self._sockets:
+                try:
+                    # Not TLS's own shutdown, which would pull the session from under the thread that reads.
+                    socket.shutdown(open_socket, SHUT_RDWR)
+                except OSError:
+                    pass  # it was closed by its peer, which is what we want
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but not through an abort; then raises Cancelled."""
+        self._aborted.wait(seconds)
+        self.check()
+
+    def check(self) -> None:
+        """Raise Cancelled after an abort."""
+        if self._aborted.is_set():
+            raise Cancelled("the download was called off")
+
+    def interrupted(self, error: Exception) -> Interrupted:
+        """What `error` means; raises Cancelled where it comes from an abort."""
+        self.check()
+        return Interrupted(str(error) or type(error).__name__)
+
+    @contextmanager
+    def get(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
+        """The answer at the end of the redirects, whatever its status; raises Interrupted, Cancelled or HubError."""
+        for _ in range(_MAX_REDIRECTS):
+            with self._exchange(url, headers) as answer:
+                location = answer.header("location")
+                if answer.status not in _REDIRECTS or not location:
+                    yield answer
+                    return
+                url = urllib.parse.urljoin(url, location)
+        raise HubError(f"{self.endpoint} redirects in circles; check the endpoint")
+
+    @contextmanager
+    def _exchange(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
+        self.check()
+        connection, target = self._connection(url)
+        all_headers = {"user-agent": _USER_AGENT, "accept-encoding": "identity", **headers}
+        if self._token and _origin(url) == self._origin:
+            all_headers["authorization"] = f"Bearer {self._token}"
+        with ExitStack() as stack:
+            stack.callback(connection.close)
+            try:
+                connection.connect()
+                stack.enter_context(self._watched(connection.sock))
+                connection.request("GET", target, headers=all_headers)
+                response = stack.enter_context(connection.getresponse())
+            except _FAILURES as error:
+                raise self.interrupted(error) from error
+            yield Answer(response, self)
+
+    @contextmanager
+    def _watched(self, open_socket: socket) -> Iterator[None]:
+        """While inside, `abort` reaches the socket."""
+        open_socket.settimeout(IDLE_TIMEOUT_S)
+        with self._sockets_lock:
+            self._sockets.add(open_socket)
+        try:
+            self.check()
+            yield
+        finally:
+            with self._sockets_lock:
+                self._sockets.discard(open_socket)
+
+    def _connection(self, url: str) -> tuple[http.client.HTTPConnection, str]:
+        """A connection for `url`, through the environment's proxy if it asks for one, and the request's target."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise HubError(f"{self.endpoint} leads to {url[:200]!r}, which is not an HTTP address; check the endpoint")
+        target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        proxy = urllib.request.getproxies().get(parts.scheme)
+        if not proxy or urllib.request.proxy_bypass(parts.hostname):
+            return self._plain(parts.scheme, parts.hostname, parts.port), target
+        via = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        if not via.hostname:
+            raise HubError(f"the proxy {proxy!r} has no host name; check {parts.scheme}_proxy in the environment")
+        if parts.scheme == "http":
+            return http.client.HTTPConnection(via.hostname, via.port, timeout=CONNECT_TIMEOUT_S), url
+        tunnel = http.client.HTTPSConnection(via.hostname, via.port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
+        tunnel.set_tunnel(parts.hostname, parts.port or 443)
+        return tunnel, target
+
+    def _plain(self, scheme: str, host: str, port: int | None) -> http.client.HTTPConnection:
+        if scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
+        return http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port

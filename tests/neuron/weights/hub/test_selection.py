@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from cortex.neuron.weights.errors import NotOnHub
+from cortex.neuron.weights.hub.selection import Selection, missing_parts, select
+
+QUANTS = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "m-bf16.gguf", "mmproj-m-f16.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "quant", "chosen"),
+    [
+        (QUANTS, "Q4_K_M", ["m-Q4_K_M.gguf"]),
+        (QUANTS, "q8_0", ["m-Q8_0.gguf"]),
+        (QUANTS, "BF16", ["m-bf16.gguf"]),
+        (QUANTS, "m-Q4_K_S.gguf", ["m-Q4_K_S.gguf"]),
+        (["m-UD-Q4_K_XL.gguf", "m-Q4_K_M.gguf"], "Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
+        (["only-IQ4_XS.gguf", "mmproj.gguf"], None, ["only-IQ4_XS.gguf"]),
+        (["unlabelled.gguf", "README.md"], None, ["unlabelled.gguf"]),
+        (["Q8_0/m-00001-of-00002.gguf", "Q8_0/m-00002-of-00002.gguf", "m-Q4_0.gguf"], "Q8_0",
+         ["Q8_0/m-00001-of-00002.gguf", "Q8_0/m-00002-of-00002.gguf"]),
+    ],
+)  # fmt: skip
+def test_one_gguf_model_is_chosen(paths: list[str], quant: str | None, chosen: list[str]) -> None:
+    assert select("org/m", paths, quant) == Selection(tuple(chosen), entry=chosen[0])
+
+
+def test_safetensors_come_with_their_companions_and_without_other_layouts() -> None:
+    paths = [
+        "config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "merges.txt",
+        "model-00002-of-00002.safetensors", "consolidated.safetensors", "original/model.safetensors", "LICENSE.txt",
+        "tokenizer.model", "vocab.json", "chat_template.jinja", "m-Q8_0.gguf", "flax_model.msgpack",
+    ]  # fmt: skip
+    selection = select("org/m", paths, None)
+    assert selection.entry is None
+    assert set(selection.paths) == {
+        "config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "merges.txt",
+        "model-00002-of-00002.safetensors", "tokenizer.model", "vocab.json", "chat_template.jinja",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("paths", "quant", "message"),
+    [
+        (QUANTS, "Q4_0", r"nearest is org/m:Q4_K_[MS]"),
+        (QUANTS, "Q3_K_M", r"nearest is org/m:Q(2_K|4_K_M)"),
+        (QUANTS, "Q6_K", r"nearest is org/m:Q\d_"),
+        (QUANTS, None, r"name one, such as org/m:Q4_K_M"),
+        (["model.safetensors"], "Q4_K_M", "has no GGUF"),
+        (["pytorch_model.bin"], None, "neither safetensors nor GGUF"),
+        ([], None, "neither"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_says_what_there_is(paths: list[str], quant: str | None, message: str) -> None:
+    with pytest.raises(NotOnHub, match=message):
+        select("org/m", paths, quant)
+
+
+def test_missing_parts_of_a_split_model_are_found() -> None:
+    assert missing_parts(Selection(("m-00001-of-00003.gguf", "m-00003-of-00003.gguf"), "m-00001-of-00003.gguf")) == [
+        "m-00002-of-00003.gguf"
+    ]
+    assert missing_parts(Selection(("m.gguf",), "m.gguf")) == []
+    assert missing_parts(Selection(("model.safetensors",), None)) == []

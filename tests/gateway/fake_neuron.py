@@ -244,7 +244,7 @@ class Client:
             return response.status, msgspec.json.decode(await response.read())
 
     async def post(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         async with self.session.post(self.url + path, data=data, headers=headers) as response:
             return response.status, msgspec.json.decode(await response.read())
 

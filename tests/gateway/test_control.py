@@ -1,0 +1,221 @@
+"""Models, status, explanations, events and the operator's orders, as clients and SDKs see them."""
+
+import asyncio
+
+import anthropic
+import msgspec
+import openai
+import pytest
+from fake_neuron import GB, until
+
+from cortex.fleet.catalogue import Alias, Catalogue, Cost, ModelSpec
+from cortex.gateway.ledger import generate
+from cortex.wire.node import ModelState
+
+READY = ModelState.READY
+CATALOGUE = Catalogue(
+    models=(ModelSpec(id="org/big", cost=Cost(input=1.0, output=2.0)), ModelSpec(id="org/small")),
+    aliases={"claude-*haiku*": Alias(model="org/small", background=True), "gpt-4o": "org/big"},
+)
+
+
+async def test_models_are_merged_from_catalogue_nodes_and_aliases(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"org/big": 10 * GB, "extra": GB}, states={"org/big": READY})
+    client = await start_gateway(beast, catalogue=CATALOGUE)
+    status, listed = await client.get("/v1/models")
+    entries = {entry["id"]: entry for entry in listed["data"]}
+    assert status == 200
+    assert set(entries) == {"org/big", "org/small", "extra", "claude-*haiku*", "gpt-4o"}
+    assert (listed["object"], listed["has_more"]) == ("list", False)
+    assert (listed["first_id"], listed["last_id"]) == (listed["data"][0]["id"], listed["data"][-1]["id"])
+    big = entries["org/big"]
+    assert big["loaded"] is True
+    assert big["locations"] == [{"node": "beast", "status": "ready", "vram_mb": 10 * 1024}]
+    assert big["limit"] == {"context": 32768, "input": 32768, "output": 8192}
+    assert big["capabilities"]["tools"] is True
+    assert big["cost"]["output"] == 2.0
+    assert big["feasible_on"] == ["beast"]
+    assert entries["extra"]["loaded"] is False
+    assert entries["gpt-4o"]["alias_of"] == "org/big"
+    assert entries["gpt-4o"]["loaded"] is True
+
+
+async def test_both_sdks_read_the_listing_and_ids_with_slashes(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"org/big": GB}, states={"org/big": READY})
+    client = await start_gateway(beast, catalogue=CATALOGUE)
+    openai_sdk = openai.AsyncOpenAI(base_url=client.url + "/v1", api_key="x", max_retries=0)
+    anthropic_sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
+    assert "org/big" in [model.id async for model in openai_sdk.models.list()]
+    assert "org/big" in [model.id async for model in anthropic_sdk.models.list()]
+    assert (await openai_sdk.models.retrieve("org/big")).id == "org/big"
+    found = await anthropic_sdk.models.retrieve("org/big")
+    assert (found.id, found.type) == ("org/big", "model")
+    assert found.created_at.year >= 2024
+    assert (await openai_sdk.models.retrieve("claude-3-haiku-x")).id == "claude-3-haiku-x"
+    with pytest.raises(openai.NotFoundError, match="org/big"):
+        await openai_sdk.models.retrieve("org/bigg")
+
+
+async def test_a_loading_model_says_so(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    request = asyncio.create_task(client.chat("a"))
+    await until(lambda: beast.load_requests)
+    _, entry = await client.get("/v1/models/a")
+    assert entry["loaded"] is False
+    assert entry["locations"][0]["status"] == "loading"
+    beast.load_gate.set()
+    await request
+
+
+async def test_aliases_are_resolved_and_the_node_sees_the_real_name(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"org/big": GB, "org/small": GB}, states={"org/big": READY})
+    client = await start_gateway(beast, catalogue=CATALOGUE)
+    assert (await client.chat("gpt-4o"))[0] == 200
+    assert (await client.chat("claude-3-5-haiku-latest"))[0] == 200
+    assert [seen.body["model"] for seen in beast.seen] == ["org/big", "org/small"]
+
+
+async def test_the_greeting_says_what_this_is(start_gateway):
+    client = await start_gateway()
+    status, greeting = await client.get("/")
+    assert (status, greeting["name"]) == (200, "cortex")
+    assert "/v1/chat/completions" in greeting["inference"]
+    async with client.session.head(client.url + "/") as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "route_not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/fleet/models/a/load", 405, "method_not_allowed"),
+        ("POST", "/fleet/models/a/dance", 404, "route_not_found"),
+        ("GET", "/v1/models/%ff", 404, "model_not_found"),
+        ("DELETE", "/", 405, "method_not_allowed"),
+    ],
+)
+async def test_wrong_paths_and_methods_are_told_in_json(start_gateway, method, path, status, code):
+    client = await start_gateway()
+    async with client.session.request(method, client.url + path) as response:
+        assert response.status == status
+        assert (await response.json())["error"]["code"] == code
+
+
+async def test_anthropic_paths_get_anthropic_errors(start_gateway):
+    client = await start_gateway()
+    status, body = await client.get("/v1/messages")
+    assert (status, body["type"]) == (405, "error")
+
+
+async def test_status_and_explain_show_need_and_have(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": 20 * GB, "b": 10 * GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    _, status = await client.get("/fleet/status")
+    node = status["nodes"][0]
+    assert (node["name"], node["up"], node["kind"]) == ("beast", True, "neuron")
+    assert [model["id"] for model in node["models"]] == ["a"]
+    assert node["cold_models"] == ["b"]
+    _, explained = await client.get("/fleet/explain/b")
+    assert (explained["action"], explained["victims"]) == ("load", ["a"])
+    device = explained["nodes"][0]["devices"][0]
+    assert (device["need_bytes"], device["have_bytes"]) == (10 * GB, 4 * GB)
+    assert "beast" in explained["text"]
+    assert not beast.load_requests, "explaining changes nothing"
+
+
+async def test_decisions_are_listed_newest_first(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB})
+    client = await start_gateway(beast)
+    await client.chat("a")
+    await client.chat("b")
+    _, body = await client.get("/fleet/decisions")
+    assert [(each["model"], each["action"]) for each in body["decisions"]] == [("b", "load"), ("a", "load")]
+    assert body["decisions"][0]["victims"] == ["a"]
+    _, body = await client.get("/fleet/decisions?model=a")
+    assert [each["model"] for each in body["decisions"]] == ["a"]
+
+
+async def test_events_are_streamed_as_they_happen(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast)
+    async with client.session.get(client.url + "/fleet/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        await client.chat("a")
+        kinds = []
+        while "model_loaded" not in kinds:
+            frame = await response.content.readuntil(b"\n\n")
+            if frame.startswith(b"event: "):
+                kinds.append(frame.split(b"\n")[0].removeprefix(b"event: ").decode())
+                assert msgspec.json.decode(frame.split(b"data: ")[1])["kind"] == kinds[-1]
+    assert kinds == ["decision", "load_started", "model_loaded"]
+
+
+async def test_load_and_unload_by_hand_answer_when_done(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"org/a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    order = asyncio.create_task(client.post("/fleet/models/org%2Fa/load"))
+    await until(lambda: beast.load_requests)
+    assert not order.done()
+    beast.load_gate.set()
+    assert (await order)[0] == 200
+    assert (await client.post("/fleet/models/org/a/load"))[0] == 200
+    assert len(beast.load_requests) == 1
+    status, body = await client.post("/fleet/models/org/a/unload", {"force": True})
+    assert (status, body["nodes"]) == (200, ["beast"])
+    assert beast.unload_requests[0].force
+    status, body = await client.post("/fleet/models/org/a/unload")
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_load_by_hand_that_fails_says_why(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
+    client = await start_gateway(beast)
+    status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
+    assert (status, body["error"]["message"]) == (502, "corrupt file")
+    status, body = await client.post("/fleet/models/a/load", {"node": "nobody"})
+    assert status == 502
+    assert "beast" in body["error"]["message"]
+
+
+async def test_pin_loads_and_keeps_and_unpin_lets_go(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB})
+    client = await start_gateway(beast)
+    assert (await client.post("/fleet/models/a/pin"))[1]["nodes"] == ["beast"]
+    assert beast.states["a"] is READY
+    status, body = await client.chat("b")
+    assert (status, body["error"]["code"]) == (507, "insufficient_capacity")
+    assert (await client.post("/fleet/models/a/pin", {"pinned": False}))[1]["nodes"] == ["beast"]
+    assert (await client.chat("b"))[0] == 200
+
+
+async def test_with_keys_only_the_greeting_and_health_are_open(neurons, start_gateway):
+    key = generate("alice", models=("a",))
+    beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": READY, "b": READY})
+    client = await start_gateway(beast, keys=(key.section,))
+    for path in ("/", "/health"):
+        assert (await client.get(path))[0] == 200
+    for path in ("/v1/models", "/fleet/status", "/fleet/events"):
+        status, body = await client.get(path)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    assert (await client.chat("a"))[0] == 401
+    authorized = {"Authorization": f"Bearer {key.text}"}
+    status, _ = await client.post("/v1/chat/completions", {"model": "a", "messages": []}, **authorized)
+    assert status == 200
+    assert beast.seen[-1].headers["x-cortex-principal"] == "alice"
+    status, body = await client.post("/v1/messages", {"model": "b", "messages": []}, **{"x-api-key": key.text})
+    assert (status, body["error"]["type"]) == (403, "permission_error")
+    assert 'cortex_completion_tokens_total{key="alice",model="a"} 3.0' in client.metrics()
+
+
+async def test_a_spent_budget_is_429(neurons, start_gateway):
+    key = generate("bob", balance_tokens=15)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast, keys=(key.section,))
+    headers = {"Authorization": f"Bearer {key.text}"}
+    body = {"model": "a", "messages": [], "max_tokens": 1}
+    assert (await client.post("/v1/chat/completions", body, **headers))[0] == 200
+    status, answer = await client.post("/v1/chat/completions", body, **headers)
+    assert (status, answer["error"]["code"]) == (429, "insufficient_quota")

@@ -1,0 +1,181 @@
+"""The gateway as a process: its exit codes, its signals, its files."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.request
+
+import pytest
+from fake_neuron import GB, begin_stream, chunk, until
+
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.gateway.server import Gateway
+from cortex.settings import Listen
+from cortex.wire.node import ModelState
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+class Process:
+    def __init__(self, process, port, metrics_port, log):
+        self.process = process
+        self.port = port
+        self.metrics_port = metrics_port
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    async def get(self, path: str, port: int | None = None) -> bytes:
+        url = f"http://127.0.0.1:{port or self.port}{path}"
+        return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())
+
+
+@pytest.fixture
+async def spawn(tmp_path):
+    started = []
+
+    async def start(node=None, extra: str = "", listen_host: str = "127.0.0.1") -> Process:
+        port, metrics_port = free_port(), free_port()
+        config = tmp_path / "cortex.toml"
+        text = f'[gateway]\nlisten = "{listen_host}:{port}"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n{extra}\n'
+        if node is not None:
+            text += f'[[neurons]]\nname = "{node.name}"\nendpoint = "{node.endpoint}"\n'
+        config.write_text(text)
+        log = tmp_path / "log"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=log.open("w"), env=os.environ
+        )
+        started.append(process)
+        running = Process(process, port, metrics_port, log)
+        await until(lambda: "listens" in running.log or process.returncode is not None, 15.0)
+        return running
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_it_serves_reloads_and_ends_on_sigterm(neurons, spawn, tmp_path):
+    proceed = asyncio.Event()
+
+    async def slow(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": "first"}))
+        await proceed.wait()
+        await response.write(chunk("a", {"content": "last"}) + b"data: [DONE]\n\n")
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, answer=slow)
+    gateway = await spawn(beast)
+    assert b'"beast":"up"' in await gateway.get("/health")
+    assert b"cortex_node_up" in await gateway.get("/metrics", gateway.metrics_port)
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    body = b'{"model":"a","stream":true,"messages":[]}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    writer.write(head + body)
+    assert b"first" in await reader.readuntil(b"first")
+
+    config = tmp_path / "cortex.toml"
+    good = config.read_text()
+    config.write_text(good + "[eviction]\nstrategi = 1\n")
+    gateway.process.send_signal(signal.SIGHUP)
+    await until(lambda: "not reloaded" in gateway.log, 10.0)
+    assert "strategy" in gateway.log, "a bad file is answered with a did-you-mean"
+    (tmp_path / "models.toml").write_text('[[models]]\nid = "new"\nvram_mb = 1024\n')
+    config.write_text(good)
+    gateway.process.send_signal(signal.SIGHUP)
+    await until(lambda: "reloaded: 1 nodes" in gateway.log, 10.0)
+    assert b'"id":"new"' in await gateway.get("/v1/models")
+
+    gateway.process.send_signal(signal.SIGTERM)
+    await until(lambda: "shutting down" in gateway.log, 10.0)
+    proceed.set()
+    assert b"last" in await reader.read()
+    assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+    writer.close()
+
+
+async def test_a_taken_port_is_one_clear_line(spawn, tmp_path):
+    first = await spawn()
+    config = tmp_path / "cortex.toml"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 3
+    assert f"cannot listen on 127.0.0.1:{first.port}" in errors.decode().splitlines()[-1]
+    assert "Traceback" not in errors.decode()
+
+
+async def test_a_bad_file_is_one_clear_line(tmp_path):
+    config = tmp_path / "cortex.toml"
+    config.write_text('[gateway]\nlistn = "x"\n')
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert "listen" in errors.decode()
+    assert len(errors.decode().splitlines()) == 1
+
+
+async def test_an_open_address_without_keys_is_warned_about(spawn):
+    gateway = await spawn(listen_host="0.0.0.0")
+    assert "anybody who can reach" in gateway.log
+
+
+async def test_a_reload_adds_and_removes_nodes_without_dropping_a_stream(neurons, start_gateway):
+    proceed = asyncio.Event()
+
+    async def slow(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": "first"}))
+        await proceed.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    old = await neurons("old", sizes={"a": GB}, states={"a": ModelState.READY}, answer=slow)
+    new = await neurons("new", sizes={"b": GB}, states={"b": ModelState.READY})
+    client = await start_gateway(old)
+    stream = asyncio.create_task(client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True}))
+    await until(lambda: old.seen)
+    before = client.gateway.config
+    config = Config(
+        gateway=before.gateway, neurons=(NeuronSection(name="new", endpoint=new.endpoint),), eviction=before.eviction
+    )
+    await client.gateway.reconfigure(config, Catalogue())
+    await until(lambda: client.gateway.dispatcher.is_ready("b", "new"))
+    assert (await client.chat("b"))[0] == 200
+    assert (await client.chat("a"))[0] == 404
+    proceed.set()
+    assert (await stream).endswith(b"data: [DONE]\n\n")
+    assert client.gateway.dispatcher.in_flight == {}
+
+
+async def test_a_gateway_starts_although_a_node_is_down(neurons, tmp_path):
+    port = free_port()
+    config = Config(
+        gateway=GatewaySection(listen=Listen("127.0.0.1:0"), metrics_listen=None, poll_interval_s=0.05),
+        neurons=(NeuronSection(name="later", endpoint=f"http://127.0.0.1:{port}"),),
+    )
+    gateway = Gateway(config, Catalogue(), tmp_path)
+    began = time.monotonic()
+    await gateway.start()
+    assert time.monotonic() - began < 2.0
+    late = await neurons("later", sizes={"a": GB}, states={"a": ModelState.READY})
+    await late.stop()
+    await late.start(port)
+    await until(lambda: gateway.dispatcher.is_ready("a", "later"))
+    await gateway.close()

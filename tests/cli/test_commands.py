@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cortex.cli.failures import ExitCode
+from cortex.gateway.ledger.store import Counts, Slot, open_store
+from cortex.wire.events import Usage
 
 if TYPE_CHECKING:
     from .conftest import CannedGateway, Invoke
@@ -248,3 +251,43 @@ def test_every_command_explains_itself(invoke: Invoke) -> None:
     for name, command in cortex.commands.items():
         assert command.help, f"{name} has no help"
         assert not command.get_short_help_str(60).endswith("..."), f"the first line of {name}'s help is too long"
+
+
+def test_a_key_is_added_to_a_config_that_still_loads(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('# mine\n[gateway]\nlisten = "127.0.0.1:1"\n')
+    made = json.loads(invoke("keys", "add", 'an"na', "--model", "small*", "--config", str(config), "--json").stdout)
+    assert made["key"].startswith("ck-")
+    assert made["key"] not in config.read_text()
+    assert config.read_text().startswith("# mine\n")
+    (listed,) = json.loads(invoke("keys", "list", "--config", str(config), "--json").stdout)
+    assert (listed["name"], listed["id"], listed["models"]) == ('an"na', made["id"], ["small*"])
+    assert 'an"na' in invoke("keys", "list", "--config", str(config)).stdout
+
+
+def test_a_key_without_a_config_is_printed_with_what_to_paste(invoke: Invoke) -> None:
+    shown = invoke("keys", "add", "anna").stdout
+    assert "ck-" in shown
+    assert "[[keys]]" in shown
+
+
+def test_a_key_is_not_added_to_a_broken_config(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text("[gatewy]\n")
+    assert invoke("keys", "add", "anna", "--config", str(config)).code is ExitCode.CONFIG
+    assert config.read_text() == "[gatewy]\n"
+
+
+def test_usage_shows_what_the_books_hold(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[ledger]\ndatabase = "books.db"\n')
+    assert invoke("usage", "--config", str(config)).code is ExitCode.NOT_FOUND
+    store = open_store(str(tmp_path / "books.db"))
+    slot = Slot.at(time.time(), key_id="abcdefgh", key_name="anna", model="small", node="beast")
+    store.add({slot: Counts(requests=2, usage=Usage(prompt_tokens=1000, completion_tokens=234))})
+    store.close()
+    shown = invoke("usage", "--config", str(config)).stdout
+    assert "anna" in shown
+    assert "1,234" in shown
+    (row,) = json.loads(invoke("usage", "--config", str(config), "--by", "model", "--json").stdout)
+    assert (row["id"], row["requests"]) == ("small", 2)

@@ -10,11 +10,13 @@ from .chat import chat
 from .doctor import doctor
 from .explain import explain
 from .failures import EXIT_CODES_HELP, Group, run
+from .keys import keys
 from .lifecycle import load, pin, unload, unpin
 from .models import models
 from .serve import serve
 from .status import status
 from .up import up
+from .usage import usage
 
 
 @click.group(cls=Group, name="cortex", epilog=EXIT_CODES_HELP)
@@ -23,7 +25,7 @@ def cortex() -> None:
     """One OpenAI + Anthropic endpoint over a handful of mismatched GPU boxes."""
 
 
-for command in (up, status, models, chat, load, unload, pin, unpin, explain, doctor, serve):
+for command in (up, status, models, chat, load, unload, pin, unpin, explain, doctor, keys, usage, serve):
     cortex.add_command(command)
 
 

@@ -18,7 +18,7 @@ from cortex.settings import SettingsError
 from . import checks
 from .checks import Finding, Verdict
 from .doctor import report
-from .failures import EXIT_CODES_HELP, Group, run
+from .failures import EXIT_CODES_HELP, CommandError, ExitCode, Group, run
 from .output import bar, console, json_option, print_json, size, table
 from .preflight import require_engine
 
@@ -37,12 +37,19 @@ def neuron() -> None:
 @neuron.command()
 @config_option
 @click.option("--port", type=click.IntRange(1, 65535), help="Listen here instead of where the configuration says.")
-def serve(config: Path | None, port: int | None) -> int:
+def serve(config: Path | None, port: int | None) -> None:
     """Run the node daemon until SIGTERM or Ctrl-C."""
     require_engine()
-    from cortex.neuron.serve import serve as serve_node
+    import uvloop
 
-    return serve_node(_load(config, {"NEURON_PORT": str(port)} if port else {}))
+    from cortex.neuron.api.server import CannotListen
+    from cortex.neuron.api.server import serve as serve_node
+
+    try:
+        uvloop.run(serve_node(_load(config, {"NEURON_PORT": str(port)} if port else {})))
+    except CannotListen as error:
+        what, _, remedy = str(error).partition("; ")
+        raise CommandError(what, remedy, ExitCode.NO_ROOM) from error
 
 
 @neuron.command()

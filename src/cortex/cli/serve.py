@@ -20,6 +20,7 @@ def serve(config: Path | None) -> None:
     import uvloop
 
     from cortex.gateway.config import load
+    from cortex.gateway.ledger.store import StoreError
     from cortex.gateway.server import CannotListen
     from cortex.gateway.server import serve as serve_gateway
 
@@ -28,3 +29,5 @@ def serve(config: Path | None) -> None:
     except CannotListen as error:
         what, _, remedy = str(error).partition("; ")
         raise CommandError(what, remedy, ExitCode.NO_ROOM) from error
+    except StoreError as error:
+        raise CommandError(str(error), "check [ledger] database in the configuration", ExitCode.CONFIG) from error

@@ -1,0 +1,109 @@
+"""`cortex keys`: make keys for clients, and see which there are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+import msgspec
+
+from cortex import settings
+from cortex.gateway.config import Config, load
+from cortex.gateway.ledger.keys import KeySection, as_toml, generate
+
+from .failures import CommandError, ExitCode, Group
+from .output import console, json_option, print_json, table
+
+
+@click.group(cls=Group)
+def keys() -> None:
+    """Make and list the keys that clients use."""
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--model", "models", multiple=True, help="A model it may use, or a pattern with *; repeat for more.")
+@click.option("--requests-per-min", type=click.IntRange(1), help="Most requests in a minute.")
+@click.option("--window-tokens", type=click.IntRange(0), help="Most tokens within the window.")
+@click.option("--window-s", type=click.IntRange(60), default=86400, show_default=True, help="The window's length.")
+@click.option("--balance-tokens", type=click.IntRange(0), help="Tokens for the key's whole life.")
+@click.option("--config", type=click.Path(path_type=Path), help="Add it to this cortex.toml; else it is printed.")
+@json_option
+def add(
+    name: str,
+    models: tuple[str, ...],
+    requests_per_min: int | None,
+    window_tokens: int | None,
+    window_s: int,
+    balance_tokens: int | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Make a key for NAME and show it, once.
+
+    Only its hash is kept. A running gateway takes it up as soon as the file has changed.
+    """
+    if not name.strip():
+        raise CommandError("a key needs a name", "say whose it is: cortex keys add anna", ExitCode.USAGE)
+    made = generate(
+        name,
+        models=models,
+        requests_per_min=requests_per_min,
+        window_tokens=window_tokens,
+        window_s=window_s,
+        balance_tokens=balance_tokens,
+    )
+    if config is not None:
+        append(config, made.section)
+    if as_json:
+        print_json({"key": made.text, **msgspec.to_builtins(made.section)})
+        return
+    out = console()
+    out.print(f"{made.text}\n", markup=False, soft_wrap=True)
+    if config is not None:
+        out.print(f"Added to {config}. This is the only time the whole key is shown.", markup=False, soft_wrap=True)
+    else:
+        out.print("This is the only time the whole key is shown. Put this into cortex.toml:\n")
+        out.print(as_toml(made.section), markup=False, soft_wrap=True)
+
+
+def append(config: Path, section: KeySection) -> None:
+    """Put the key at the end of the file, which must load before and after; replaced in one step."""
+    load(config, os.environ)
+    text = f"{config.read_text(encoding='utf-8').rstrip()}\n\n{as_toml(section)}"
+    settings.loads(Config, text, file=config)
+    mode = config.stat().st_mode
+    fresh = config.with_name(f".{config.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.chmod(mode)
+    fresh.replace(config)
+
+
+@keys.command("list")
+@click.option("--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to read.")
+@json_option
+def list_keys(config: Path, as_json: bool) -> None:
+    """List the keys of a configuration.
+
+    To take one back, delete its [[keys]] table.
+    """
+    found = load(config, os.environ).keys
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        console().print("no keys: everybody who can reach the gateway may use it; add one with `cortex keys add NAME`")
+        return
+    rows = table("NAME", "ID", "MODELS", ">REQUESTS/MIN", ">TOKENS/WINDOW", ">BALANCE")
+    for key in found:
+        window = f"{key.window_tokens:,} in {key.window_s:,} s" if key.window_tokens is not None else ""
+        rows.add_row(
+            key.name,
+            key.id,
+            ", ".join(key.models) or "all",
+            str(key.requests_per_min or ""),
+            window,
+            f"{key.balance_tokens:,}" if key.balance_tokens is not None else "",
+        )
+    console().print(rows)

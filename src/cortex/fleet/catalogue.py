@@ -25,7 +25,7 @@ Price = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Cost(Section, frozen=True):
-    """What a million tokens cost, in whatever currency the operator counts in; shown, and used by budgets."""
+    """What a million tokens cost, in whatever currency the operator counts in; clients read it in `/v1/models`."""
 
     input: Price = 0.0
     cached_input: Price = 0.0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.ledger.limits import Account, RateBucket, Spent
+from cortex.gateway.ledger.limits import Account, RateBucket, RollingSum, Spent
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 NOW = 1_000_000.0
@@ -151,3 +151,24 @@ def test_admitted_work_never_promises_more_than_the_budget(
             reserved = held.pop()
             limited.settle(reserved, min(used, reserved), now)
     assert limited.reserved_tokens == sum(held)
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.integers(1, 100), max_size=10),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100), st.integers(1, 20)), max_size=30),
+)
+def test_the_running_sum_is_the_sum(start: dict[int, int], steps: list[tuple[int, int, int]]) -> None:
+    window, expected, minute = RollingSum(start), dict(start), max(start, default=0)
+    for gap, tokens, length in steps:
+        minute += gap
+        window.add(minute, tokens)
+        expected[minute] = expected.get(minute, 0) + tokens
+        expected = {at: spent for at, spent in expected.items() if at >= minute - length}
+        assert window.since(minute - length) == sum(expected.values())
+
+
+def test_a_clock_that_steps_back_loses_no_spend() -> None:
+    limited = account(window_tokens=100, window_s=600)
+    limited.settle(limited.reserve(10, NOW), 10, NOW)
+    limited.settle(limited.reserve(10, NOW - 120), 10, NOW - 120)
+    assert limited.window_spent(NOW) == 20

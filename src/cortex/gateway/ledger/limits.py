@@ -6,6 +6,7 @@ spend the same tokens. Time is wall-clock seconds; spend is kept by the minute, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import msgspec
@@ -50,19 +51,57 @@ class RateBucket:
         self._level += 1
 
 
+class RollingSum:
+    """Tokens by minute, and their sum over a window that only moves forward. Mutable; owned by one account.
+
+    Adding and reading cost the same however long the window is: a request must not pay for its history.
+    """
+
+    __slots__ = ("_minutes", "_sum")
+
+    def __init__(self, by_minute: Mapping[int, int]) -> None:
+        self._minutes = deque(sorted(by_minute.items()))
+        self._sum = sum(by_minute.values())
+
+    def add(self, minute: int, tokens: int) -> None:
+        """Tokens spent now. A clock that stepped back adds to the latest minute."""
+        if self._minutes and self._minutes[-1][0] >= minute:
+            minute, earlier = self._minutes.pop()
+            tokens_there = earlier + tokens
+        else:
+            tokens_there = tokens
+        self._minutes.append((minute, tokens_there))
+        self._sum += tokens
+
+    def since(self, first: int) -> int:
+        """The sum from minute `first` on; what is older is forgotten."""
+        while self._minutes and self._minutes[0][0] < first:
+            self._sum -= self._minutes.popleft()[1]
+        return self._sum
+
+    def minute_when_gone(self, tokens: int) -> int | None:
+        """The minute with which at least `tokens` of the oldest spend will have left; `None` when there is less."""
+        for minute, spent in self._minutes:
+            tokens -= spent
+            if tokens <= 0:
+                return minute
+        return None
+
+
 class Account:
     """What one key has spent and promised. Mutable; owned by the gateway's loop.
 
     Invariant: with a budget, `spent + reserved + a newcomer's reservation` is at most the budget when it is admitted.
     """
 
-    __slots__ = ("_bucket", "_recorded", "_reserved", "_unrecorded", "key")
+    __slots__ = ("_bucket", "_reserved", "_total", "_unrecorded", "_window", "key")
 
     def __init__(self, key: KeySection, recorded: Spent, now: float) -> None:
         self.key = key
-        self._recorded = recorded
+        self._total = recorded.total
+        self._window = RollingSum(recorded.by_minute)
         self._unrecorded: dict[int, int] = {}
-        """Settled here, not yet part of `_recorded`."""
+        """By minute: settled here, not yet known to be in the books."""
         self._reserved = 0
         self._bucket = RateBucket(key.requests_per_min or 0, now)
 
@@ -72,10 +111,10 @@ class Account:
 
     def window_spent(self, now: float) -> int:
         """Tokens spent in the rolling window. A minute counts until all of it has left the window."""
-        return sum(tokens for _, tokens in self._in_window(now))
+        return self._window.since(int((now - self.key.window_s) // MINUTE_S))
 
     def total_spent(self) -> int:
-        return self._recorded.total + sum(self._unrecorded.values())
+        return self._total
 
     def reserve(self, tokens: int, now: float) -> int:
         """Take a request and `tokens` of the budgets; returns what to hand to `settle`.
@@ -90,9 +129,12 @@ class Account:
                 message = f"The key `{key.name}` has used its {key.requests_per_min} requests per minute"
                 raise RateLimitExceeded(f"{message}; try again in {_seconds(wait_s)}.", retry_after_s=wait_s)
         try:
-            tokens = min((tokens, *self._budgets()))
-            self._check_balance(tokens)
-            self._check_window(tokens, now)
+            if key.balance_tokens is not None:
+                tokens = min(tokens, key.balance_tokens)
+                self._check_balance(tokens, key.balance_tokens)
+            if key.window_tokens is not None:
+                tokens = min(tokens, key.window_tokens)
+                self._check_window(tokens, key.window_tokens, now)
         except (RateLimitExceeded, InsufficientQuota):
             self._bucket.give_back()
             raise
@@ -105,6 +147,8 @@ class Account:
         if used:
             minute = int(now // MINUTE_S)
             self._unrecorded[minute] = self._unrecorded.get(minute, 0) + used
+            self._window.add(minute, used)
+            self._total += used
 
     def change(self, key: KeySection, now: float) -> None:
         """The operator has changed the key's limits; what was spent and promised stays."""
@@ -114,29 +158,23 @@ class Account:
 
     def book(self, recorded: Spent, written: Mapping[int, int]) -> None:
         """The books now say `recorded`, which includes `written` of what was settled here."""
-        self._recorded = recorded
         left = {minute: tokens - written.get(minute, 0) for minute, tokens in self._unrecorded.items()}
         self._unrecorded = {minute: tokens for minute, tokens in left.items() if tokens}
+        self._total = recorded.total + sum(self._unrecorded.values())
+        by_minute = dict(recorded.by_minute)
+        for minute, tokens in self._unrecorded.items():
+            by_minute[minute] = by_minute.get(minute, 0) + tokens
+        self._window = RollingSum(by_minute)
 
-    def _budgets(self) -> tuple[int, ...]:
-        budgets = (self.key.window_tokens, self.key.balance_tokens)
-        return tuple(budget for budget in budgets if budget is not None)
-
-    def _check_balance(self, tokens: int) -> None:
-        balance = self.key.balance_tokens
-        if balance is None:
-            return
-        left = balance - self.total_spent() - self._reserved
+    def _check_balance(self, tokens: int, balance: int) -> None:
+        left = balance - self._total - self._reserved
         if left < tokens or balance == 0:
             raise InsufficientQuota(
                 f"The key `{self.key.name}` has {max(0, left)} of {balance} tokens left and this request may take "
                 f"{tokens}; lower max_tokens, or ask the operator to top it up."
             )
 
-    def _check_window(self, tokens: int, now: float) -> None:
-        budget = self.key.window_tokens
-        if budget is None:
-            return
+    def _check_window(self, tokens: int, budget: int, now: float) -> None:
         left = budget - self.window_spent(now) - self._reserved
         if left < tokens or budget == 0:
             wait_s = self._until_free(tokens - left, now)
@@ -146,18 +184,10 @@ class Account:
                 retry_after_s=wait_s,
             )
 
-    def _in_window(self, now: float) -> list[tuple[int, int]]:
-        first = int((now - self.key.window_s) // MINUTE_S)
-        both = (*self._recorded.by_minute.items(), *self._unrecorded.items())
-        return [(minute, tokens) for minute, tokens in both if minute >= first]
-
     def _until_free(self, missing: int, now: float) -> float:
         """Seconds until `missing` tokens have left the window. What is only reserved may settle much sooner."""
-        for minute, tokens in sorted(self._in_window(now)):
-            missing -= tokens
-            if missing <= 0:
-                return max(1.0, (minute + 1) * MINUTE_S + self.key.window_s - now)
-        return 1.0
+        minute = self._window.minute_when_gone(missing)
+        return 1.0 if minute is None else max(1.0, (minute + 1) * MINUTE_S + self.key.window_s - now)
 
 
 def _seconds(seconds: float) -> str:

@@ -113,7 +113,7 @@ class Node:
 class Books:
     """An observer that goes through a list of nodes and writes everything down."""
 
-    def __init__(self, pools: list[Pool], exchange: Exchange, translation: Callable[[], object] | None) -> None:
+    def __init__(self, pools: list[Pool], exchange: Exchange, translation: Callable[[], object] | None = None) -> None:
         self.pools = list(pools)
         self.exchange = exchange
         self.translation = translation
@@ -122,6 +122,7 @@ class Books:
         self.first: bytes | None = None
         self.outcome: Outcome | None = None
         self.tail = b""
+        self.relay: Relay | None = None
 
     def attempt(self, relay: Relay) -> None:
         request = self.exchange.request
@@ -225,6 +226,11 @@ class Stage:
             books.attempt(relay)
 
         return await self.server(handler, **limits)
+
+    def open_books(self, exchange: Exchange) -> Books:
+        """An observer for a relay that a test makes itself; it has no node to go to."""
+        self.books.append(Books([], exchange))
+        return self.books[-1]
 
     async def client(self, port: int, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.faults import ConnectFailed, ConnectionLost, MalformedResponse
-from cortex.gateway.http.relay import TAIL_BYTES, Outcome
+from cortex.gateway.http.relay import TAIL_BYTES, Keepalive, Outcome, Relay
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -409,6 +410,49 @@ async def test_nonsense_found_by_a_translation_is_the_nodes_fault(stage):
     _, port = await stage.relaying(stage.pool(bad.origin), translation=Upper)
     answer = await stage.ask(port, POST)
     assert answer.endswith(chunk(b"event: interrupted\n\n") + END)
+
+
+async def test_a_request_that_waits_for_its_node_hears_us_and_may_leave(stage):
+    def handler(exchange: Exchange) -> None:
+        books = stage.open_books(exchange)
+        books.relay = Relay(exchange, books, stage.ticker, keepalive=Keepalive(b": wait\n\n", 0.03))
+
+    node = await stage.answering(STREAM_HEAD + chunk(b"data: a\n\n") + END)
+    pool = stage.pool(node.origin)
+    server, port = await stage.server(handler)
+    reader, _ = await stage.client(port, POST)
+    await reader.readuntil(chunk(b": wait\n\n") * 2)
+    stage.books[0].relay.send(pool, b"POST", b"/", (), b"")
+    assert (await reader.readuntil(END)).endswith(chunk(b"data: a\n\n") + END)
+    reader, writer = await stage.client(port, POST)
+    await reader.readuntil(chunk(b": wait\n\n"))
+    writer.close()
+    await stage.eventually(lambda: stage.books[1].outcome is Outcome.CLIENT_LEFT)
+    gone = stage.books[1].relay
+    gone.send(pool, b"POST", b"/", (), b"")
+    gone.refuse(503, (), b"", b"")
+    assert server.num_exchanges == pool.num_calls == 0
+    assert len(node.requests) == 1
+    late = Relay(gone.exchange, stage.open_books(gone.exchange), stage.ticker)
+    assert late.closed
+    assert stage.books[2].outcome is Outcome.CLIENT_LEFT
+
+
+async def test_an_observer_that_fails_does_not_leave_the_client_waiting(stage):
+    def handler(exchange: Exchange) -> None:
+        books = stage.open_books(exchange)
+        books.on_head = lambda relay, status, headers: 1 // 0
+        Relay(exchange, books, stage.ticker).send(pool, b"POST", b"/", (), b"")
+
+    node = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+    pool = stage.pool(node.origin)
+    _, port = await stage.server(handler)
+    problems = []
+    stage.loop.set_exception_handler(lambda loop, context: problems.append(context["exception"]))
+    reader, _ = await stage.client(port, POST)
+    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 502")
+    assert isinstance(problems[0], ZeroDivisionError)
+    await stage.eventually(lambda: pool.num_calls == 0)
 
 
 async def test_200_streams_of_which_a_third_leave_leave_nothing_behind(stage):

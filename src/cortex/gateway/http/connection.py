@@ -114,8 +114,8 @@ class Connection(asyncio.Protocol):
         self._house.ticker.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._exchange is not None:
-            self._backlog += data
+        if self._exchange is not None or self._ready or self._backlog:
+            self._backlog += data  # not its turn yet, even if the running exchange has just ended
             if len(self._backlog) > _BACKLOG_BYTES:
                 self.transport.pause_reading()
         elif not self._closing:

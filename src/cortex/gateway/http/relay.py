@@ -309,7 +309,8 @@ class Relay:
         head = self._head
         if head is None:
             raise RuntimeError("a body without a head")
-        self._observer.on_first_data(self, data)
+        if data:
+            self._observer.on_first_data(self, data)
         if self.exchange.started:
             self._mode = _EVENTS if head.is_stream and head.status == 200 else _LATE
             self._pass_on(data)

@@ -69,4 +69,5 @@ class Server:
             await asyncio.sleep(_DRAIN_CHECK_S)
         for connection in tuple(self.connections):
             connection.transport.abort()
-        await asyncio.sleep(0)
+        while self.connections:
+            await asyncio.sleep(0)  # an aborted connection is gone within a few turns

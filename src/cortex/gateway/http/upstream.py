@@ -134,7 +134,7 @@ class Pool:
                 )
         except TimeoutError:
             call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
             call.fail(ConnectFailed(f"no connection to {self.origin}: {error}"))
         else:
             if call.done:

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cortex.settings import Listen, Section, SettingsError, load, loads
 
@@ -210,3 +212,54 @@ def test_the_environment_wins_over_the_file() -> None:
 )
 def test_a_refused_variable_is_named(env: dict[str, str], message: str) -> None:
     assert refuse("", env).message == message
+
+
+keys = st.sampled_from(
+    [
+        "gateway",
+        "listen",
+        "workers",
+        "eviction",
+        "strategy",
+        "neurons",
+        "name",
+        "tags",
+        "aliases",
+        "level",
+        '"a\\nb"',
+        "x",
+    ]
+)
+values = st.recursive(
+    st.sampled_from(["1", "-0.5", "true", '"text"', '"""two\nlines"""', "1979-05-27", '"0.0.0.0:1"', "'lru'"]),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]")
+        | st.dictionaries(keys, inner, max_size=3).map(
+            lambda table: "{" + ", ".join(f"{key} = {value}" for key, value in table.items()) + "}"
+        )
+    ),
+    max_leaves=6,
+)
+lines = st.one_of(
+    st.tuples(keys, values).map(lambda pair: f"{pair[0]} = {pair[1]}"),
+    keys.map(lambda key: f"[{key}]"),
+    keys.map(lambda key: f"[[{key}]]"),
+    st.text(max_size=20),
+)
+variables = st.dictionaries(
+    st.lists(keys.map(str.upper) | st.sampled_from(["0", "1", ""]), max_size=3).map(
+        lambda parts: "C_" + "__".join(parts)
+    ),
+    values | st.text(max_size=10),
+    max_size=3,
+)
+
+
+@given(st.lists(lines, max_size=8).map("\n".join), variables)
+def test_any_text_and_environment_gives_a_config_or_one_clear_line(text: str, env: dict[str, str]) -> None:
+    try:
+        config = loads(Config, text, file=Path("cortex.toml"), env_prefix="C_", env=env)
+    except SettingsError as error:
+        assert error.message.splitlines() == [error.message]  # noqa: PT017
+    else:
+        assert isinstance(config, Config)

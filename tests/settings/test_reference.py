@@ -32,6 +32,9 @@ class Config(Section):
     verbose: bool = False
     timeouts: Timeouts = Timeouts()
     nodes: tuple[Node, ...] = ()
+    """Hosts, in order of preference."""
+    names: dict[str, str | Node] = msgspec.field(default_factory=dict)
+    """Other names."""
     extra: dict[str, Timeouts] = msgspec.field(default_factory=dict)
 
 
@@ -45,6 +48,7 @@ def test_the_page_is_written_from_the_types() -> None:
         '| `tags` | list of text | `["a"]` |  |\n'
         "| `title` | text |  |  |\n"
         "| `verbose` | true or false | `false` |  |\n"
+        "| `names` | table of text or table | `{}` | Other names. |\n"
         "\n"
         "## `[timeouts]`\n"
         "\n"
@@ -55,6 +59,17 @@ def test_the_page_is_written_from_the_types() -> None:
         "| `connect_s` | number, > 0 | `2.0` | To open a connection. |\n"
         "\n"
         "## `[[nodes]]`\n"
+        "\n"
+        "Hosts, in order of preference.\n"
+        "\n"
+        "A host of the fleet.\n"
+        "\n"
+        "| key | type | default | meaning |\n"
+        "|---|---|---|---|\n"
+        "| `name` | text | required | What it is called, in logs and tables. |\n"
+        '| `kind` | "neuron" or "openai" | `"neuron"` |  |\n'
+        "\n"
+        "## `[names.NAME]`\n"
         "\n"
         "A host of the fleet.\n"
         "\n"

@@ -21,8 +21,8 @@ class SettingsError(Exception):
         line: int | None = None,
         variable: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = " ".join(message.splitlines())
+        super().__init__(self.message)
         self.key = key
         self.file = file
         self.line = line

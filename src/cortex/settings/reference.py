@@ -25,26 +25,30 @@ def reference(cls: type[msgspec.Struct]) -> str:
     return "\n".join(_sections(info, "")).rstrip() + "\n"
 
 
-def _sections(table: inspect.StructType, heading: str) -> Iterator[str]:
+def _sections(table: inspect.StructType, heading: str, meaning: str = "") -> Iterator[str]:
     if heading:
         yield f"## `{heading}`\n"
-    if text := _prose(table.cls):
+    for text in filter(None, (meaning, _prose(table.cls))):
         yield f"{text}\n"
-    meanings = _attribute_docstrings(table.cls)
-    nested = [(field, *_nested(field.type)) for field in table.fields]
-    plain = [field for field, inner, _ in nested if inner is None]
-    if plain:
+    meanings = {
+        field.name: _attribute_docstrings(table.cls).get(field.name) or _description(field.type)
+        for field in table.fields
+    }
+    rows = [field for field in table.fields if _is_row(field.type)]
+    if rows:
         yield "| key | type | default | meaning |"
         yield "|---|---|---|---|"
-        for field in plain:
-            meaning = meanings.get(field.name) or _description(field.type)
-            yield f"| `{field.encode_name}` | {_cell(_type(field.type))} | {_default(field)} | {_cell(meaning)} |"
+        for field in rows:
+            kind, text = _cell(_type(field.type)), _cell(meanings[field.name])
+            yield f"| `{field.encode_name}` | {kind} | {_default(field)} | {text} |"
         yield ""
     outer = heading.strip("[]")
-    for field, inner, form in nested:
+    for field in table.fields:
+        inner, form = _nested(field.type)
         if inner is not None:
             name = f"{outer}.{field.encode_name}" if outer else field.encode_name
-            yield from _sections(inner, form.format(name))
+            told_above = _is_row(field.type)
+            yield from _sections(inner, form.format(name), "" if told_above else meanings[field.name])
 
 
 def _nested(kind: inspect.Type) -> tuple[inspect.StructType | None, str]:
@@ -57,6 +61,14 @@ def _nested(kind: inspect.Type) -> tuple[inspect.StructType | None, str]:
         if isinstance(member, inspect.DictType) and (inner := shape.struct(member.value_type)):
             return inner, "[{}.NAME]"
     return None, ""
+
+
+def _is_row(kind: inspect.Type) -> bool:
+    """Whether a key can be written as `key = value`: it is no table, or a table of what need not be tables."""
+    if _nested(kind)[0] is None:
+        return True
+    members = [member for member in shape.alternatives(kind) if isinstance(member, inspect.DictType)]
+    return any(shape.takes_text(member.value_type) for member in members)
 
 
 def _prose(cls: type) -> str:

@@ -25,12 +25,12 @@ def sample_gauges():
 
 def test_everything_listed_is_in_the_exposition():
     metrics = Metrics(sample_gauges)
-    pair = metrics.pair("m", "n")
-    pair.requests.inc()
-    pair.duration.observe(1.0)
-    pair.first_token.observe(0.1)
-    pair.speed.observe(50.0)
-    pair.overhead.observe(0.0001)
+    traffic = metrics.traffic("m", "n")
+    traffic.num_requests += 1
+    traffic.duration.observe(1.0)
+    traffic.first_token.observe(0.1)
+    traffic.speed.observe(50.0)
+    metrics.overhead.observe(0.0001)
     metrics.errors.labels("m", "overloaded").inc()
     metrics.cold_starts.labels("m", "n").inc()
     metrics.evictions.labels("m", "n").inc()
@@ -42,7 +42,7 @@ def test_everything_listed_is_in_the_exposition():
 
 def test_durations_are_real_histograms():
     metrics = Metrics(list)
-    metrics.pair("m", "n").duration.observe(0.3)
+    metrics.traffic("m", "n").duration.observe(0.3)
     text = metrics.exposition().decode()
     assert "# TYPE cortex_request_duration_seconds histogram" in text
     assert 'cortex_request_duration_seconds_bucket{le="0.25",model="m",node="n"} 0.0' in text
@@ -60,6 +60,19 @@ def test_spend_is_labelled_by_key():
     assert 'cortex_completion_tokens_total{key="alice",model="m"} 3.0' in text
 
 
-def test_children_are_looked_up_once():
+def test_bounds_belong_to_their_bucket_and_sums_add_up():
     metrics = Metrics(list)
-    assert metrics.pair("m", "n") is metrics.pair("m", "n")
+    for value in (0.01, 0.25, 0.26, 5000.0):
+        metrics.traffic("m", "n").duration.observe(value)
+    text = metrics.exposition().decode()
+    assert 'cortex_request_duration_seconds_bucket{le="0.01",model="m",node="n"} 1.0' in text
+    assert 'cortex_request_duration_seconds_bucket{le="0.25",model="m",node="n"} 2.0' in text
+    assert 'cortex_request_duration_seconds_bucket{le="1800.0",model="m",node="n"} 3.0' in text
+    assert 'cortex_request_duration_seconds_bucket{le="+Inf",model="m",node="n"} 4.0' in text
+    assert 'cortex_request_duration_seconds_sum{model="m",node="n"} 5000.52' in text
+
+
+def test_tallies_are_kept_per_pair():
+    metrics = Metrics(list)
+    assert metrics.traffic("m", "n") is metrics.traffic("m", "n")
+    assert metrics.traffic("m", "n") is not metrics.traffic("m", "o")

@@ -361,19 +361,19 @@ class Passage:
 
     def _count(self, node: str, now: float, usage: Usage | None) -> None:
         metrics = self._services.metrics
-        pair = metrics.pair(self._resolution.model_id, node)
-        pair.requests.inc()
-        pair.duration.observe(now - self._started_at)
+        traffic = metrics.traffic(self._resolution.model_id, node)
+        traffic.num_requests += 1
+        traffic.duration.observe(now - self._started_at)
         if self._sent_at is not None:
-            pair.overhead.observe(self._sent_at - self._started_at)
-        first = self._first_data_at
-        if first is not None and self._began_with_token:
-            pair.first_token.observe(first - self._started_at)
+            metrics.overhead.observe(self._sent_at - self._started_at)
+        first = self._first_data_at if self._began_with_token else None
+        if first is not None:
+            traffic.first_token.observe(first - self._started_at)
         if usage is not None:
             metrics.spend(self._resolution.model_id, self._hold.principal).add(usage)
             later_tokens = usage.completion_tokens - 1
-            if self._stream and self._began_with_token and first is not None and now > first and later_tokens > 0:
-                pair.speed.observe(later_tokens / (now - first))
+            if self._stream and first is not None and now > first and later_tokens > 0:
+                traffic.speed.observe(later_tokens / (now - first))
 
     def _count_retry(self) -> None:
         assert self._lease is not None

@@ -1,19 +1,21 @@
 """What the gateway counts. Names are fixed; a dashboard depends on them.
 
-Counters and histograms are bumped as requests end, through label children that are looked up once per
-(model, node). Gauges of nodes, devices and models are read from the fleet when somebody scrapes.
+What every request bumps is kept as plain numbers per (model, node) and (model, key), and becomes counters and
+histograms only when somebody scrapes; so do the gauges of nodes, devices and models, which are read from the fleet.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from itertools import accumulate
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from cortex.wire.events import Usage
 
@@ -70,33 +72,102 @@ class _Gauges(Collector):
         yield from families.values()
 
 
-class PairMetrics:
-    """The children of one (model, node) pair, so that a request pays no label lookup."""
+class Distribution:
+    """A histogram as plain numbers: one request pays for a bisection and two additions."""
 
-    __slots__ = ("duration", "first_token", "overhead", "requests", "speed")
+    __slots__ = ("_bounds", "_counts", "_total")
 
-    def __init__(self, metrics: Metrics, model: str, node: str) -> None:
-        self.requests = metrics.requests.labels(model, node)
-        self.duration = metrics.duration.labels(model, node)
-        self.first_token = metrics.first_token.labels(model, node)
-        self.speed = metrics.speed.labels(model, node)
-        self.overhead = metrics.overhead
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...]) -> None:
+        """Expose it as one series of `family`."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric(labels, buckets, self._total)
 
 
-class SpendMetrics:
-    """The token counters of one (model, key) pair."""
+class Traffic:
+    """What requests to one model on one node came to."""
+
+    __slots__ = ("duration", "first_token", "num_requests", "speed")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.duration = Distribution(DURATION_BUCKETS)
+        self.first_token = Distribution(FIRST_TOKEN_BUCKETS)
+        self.speed = Distribution(SPEED_BUCKETS)
+
+
+class Spend:
+    """The tokens one key has used on one model."""
 
     __slots__ = ("cached", "completion", "prompt")
 
-    def __init__(self, metrics: Metrics, model: str, key: str) -> None:
-        self.prompt = metrics.prompt_tokens.labels(model, key)
-        self.cached = metrics.cached_tokens.labels(model, key)
-        self.completion = metrics.completion_tokens.labels(model, key)
+    def __init__(self) -> None:
+        self.prompt = 0
+        self.cached = 0
+        self.completion = 0
 
     def add(self, usage: Usage) -> None:
-        self.prompt.inc(usage.prompt_tokens)
-        self.cached.inc(usage.cached_tokens)
-        self.completion.inc(usage.completion_tokens)
+        self.prompt += usage.prompt_tokens
+        self.cached += usage.cached_tokens
+        self.completion += usage.completion_tokens
+
+
+class _Tallies(Collector):
+    """The numbers that every request bumps, turned into metrics only when somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.overhead = Distribution(OVERHEAD_BUCKETS)
+        self.traffic: dict[tuple[str, str], Traffic] = {}
+        self.spend: dict[tuple[str, str], Spend] = {}
+
+    def describe(self) -> list[Metric]:
+        return list(self.collect())
+
+    def collect(self) -> Iterator[Metric]:
+        pair = ("model", "node")
+        requests = CounterMetricFamily("cortex_requests", "Requests that reached a node.", labels=pair)
+        duration = HistogramMetricFamily(
+            "cortex_request_duration_seconds", "From the request's last byte to the answer's last.", labels=pair
+        )
+        first_token = HistogramMetricFamily(
+            "cortex_time_to_first_token_seconds", "From the request to the first token of its answer.", labels=pair
+        )
+        speed = HistogramMetricFamily(
+            "cortex_tokens_per_second", "Completion tokens over the time after the first.", labels=pair
+        )
+        for seat, traffic in self.traffic.items():
+            requests.add_metric(seat, traffic.num_requests)
+            traffic.duration.add_to(duration, seat)
+            traffic.first_token.add_to(first_token, seat)
+            traffic.speed.add_to(speed, seat)
+        overhead = HistogramMetricFamily(
+            "cortex_overhead_seconds", "Time the gateway itself took before it passed a request on."
+        )
+        self.overhead.add_to(overhead, ())
+        yield from (requests, duration, first_token, speed, overhead)
+        yield from self._tokens()
+
+    def _tokens(self) -> Iterator[Metric]:
+        labels = ("model", "key")
+        prompt = CounterMetricFamily("cortex_prompt_tokens", "Prompt tokens.", labels=labels)
+        cached = CounterMetricFamily(
+            "cortex_cached_prompt_tokens", "Prompt tokens served from a prefix cache.", labels=labels
+        )
+        completion = CounterMetricFamily("cortex_completion_tokens", "Generated tokens.", labels=labels)
+        for account, spend in self.spend.items():
+            prompt.add_metric(account, spend.prompt)
+            cached.add_metric(account, spend.cached)
+            completion.add_metric(account, spend.completion)
+        yield from (prompt, cached, completion)
 
 
 class Metrics:
@@ -106,53 +177,19 @@ class Metrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         pair = ("model", "node")
-        spend = ("model", "key")
-        self.requests = Counter("cortex_requests", "Requests that reached a node.", pair, registry=registry)
+        self._tallies = _Tallies()
+        self.overhead = self._tallies.overhead
+        registry.register(self._tallies)
         self.errors = Counter(
             "cortex_request_errors", "Requests that ended in an error.", ("model", "code"), registry=registry
         )
-        self.cold_starts = Counter("cortex_cold_starts", "Loads begun for a request.", pair, registry=registry)
+        self.cold_starts = Counter("cortex_cold_starts", "Loads begun.", pair, registry=registry)
         self.evictions = Counter("cortex_evictions", "Models unloaded to make room.", pair, registry=registry)
         self.load_seconds = Histogram(
             "cortex_load_duration_seconds", "Time a load took.", pair, buckets=LOAD_BUCKETS, registry=registry
         )
-        self.duration = Histogram(
-            "cortex_request_duration_seconds",
-            "From the request's first byte to the answer's last.",
-            pair,
-            buckets=DURATION_BUCKETS,
-            registry=registry,
-        )
-        self.first_token = Histogram(
-            "cortex_time_to_first_token_seconds",
-            "From the request to the first byte of the answer's body.",
-            pair,
-            buckets=FIRST_TOKEN_BUCKETS,
-            registry=registry,
-        )
-        self.speed = Histogram(
-            "cortex_tokens_per_second",
-            "Completion tokens over the time after the first.",
-            pair,
-            buckets=SPEED_BUCKETS,
-            registry=registry,
-        )
-        self.prompt_tokens = Counter("cortex_prompt_tokens", "Prompt tokens.", spend, registry=registry)
-        self.cached_tokens = Counter(
-            "cortex_cached_prompt_tokens", "Prompt tokens served from a prefix cache.", spend, registry=registry
-        )
-        self.completion_tokens = Counter("cortex_completion_tokens", "Generated tokens.", spend, registry=registry)
-        self.overhead = Histogram(
-            "cortex_overhead_seconds",
-            "Time the gateway itself took before it passed a request on.",
-            buckets=OVERHEAD_BUCKETS,
-            registry=registry,
-        )
         self.retries = Counter(
-            "cortex_retries",
-            "Requests sent again because a node failed before its first byte.",
-            pair,
-            registry=registry,
+            "cortex_retries", "Requests sent again after a node failed before its first byte.", pair, registry=registry
         )
         self.disconnects = Counter(
             "cortex_client_disconnects", "Clients that left before their answer ended.", ("phase",), registry=registry
@@ -161,8 +198,22 @@ class Metrics:
             "cortex_billing_headers_stripped", "Requests whose billing header block was removed.", registry=registry
         )
         registry.register(_Gauges(read_gauges))
-        self.pair = cache(lambda model, node: PairMetrics(self, model, node))
-        self.spend = cache(lambda model, key: SpendMetrics(self, model, key))
+
+    def traffic(self, model: str, node: str) -> Traffic:
+        """The tally of one model on one node, to be bumped."""
+        seat = (model, node)
+        found = self._tallies.traffic.get(seat)
+        if found is None:
+            found = self._tallies.traffic[seat] = Traffic()
+        return found
+
+    def spend(self, model: str, key: str) -> Spend:
+        """The tally of one key on one model, to be added to."""
+        account = (model, key)
+        found = self._tallies.spend.get(account)
+        if found is None:
+            found = self._tallies.spend[account] = Spend()
+        return found
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

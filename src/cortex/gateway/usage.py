@@ -6,14 +6,36 @@ in a closing SSE comment, `: usage {…}`, that clients ignore.
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import msgspec
 
 from cortex.wire.events import Usage
 
 USAGE_COMMENT = b"\n: usage "
 _USAGE_KEY = b'"usage":'
-_decoder = json.JSONDecoder()
+
+
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What OpenAI and Anthropic call the same numbers."""
+
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+_decoder = msgspec.json.Decoder(_Report)
+_NO_DETAILS = _Details()
 
 
 def usage_in(tail: bytes) -> Usage | None:
@@ -23,22 +45,30 @@ def usage_in(tail: bytes) -> Usage | None:
         brace = tail.find(b"{", at, at + 16)
         if brace >= 0:
             try:
-                report, _ = _decoder.raw_decode(tail[brace:].decode("utf-8", "replace"))
-            except ValueError:
+                return _usage(_decoder.decode(_object_at(tail, brace)))
+            except msgspec.DecodeError:
                 return None
-            return _usage(report)
         end = at
     return None
 
 
-def _usage(report: dict[str, Any]) -> Usage:
+def _object_at(text: bytes, start: int) -> bytes:
+    """The JSON object that begins at `start`; its strings hold no braces. Shorter than whole when it is cut off."""
+    end = start
+    while (end := text.find(b"}", end) + 1) > 0:
+        if text.count(b"{", start, end) == text.count(b"}", start, end):
+            return text[start:end]
+    return text[start:]
+
+
+def _usage(report: _Report) -> Usage:
     """OpenAI counts cached tokens inside the prompt, Anthropic beside it."""
-    prompt_details = report.get("prompt_tokens_details") or report.get("input_tokens_details") or {}
-    completion_details = report.get("completion_tokens_details") or report.get("output_tokens_details") or {}
-    beside = (report.get("cache_read_input_tokens") or 0) + (report.get("cache_creation_input_tokens") or 0)
+    prompt_details = report.prompt_tokens_details or report.input_tokens_details or _NO_DETAILS
+    completion_details = report.completion_tokens_details or report.output_tokens_details or _NO_DETAILS
+    beside = (report.cache_read_input_tokens or 0) + (report.cache_creation_input_tokens or 0)
     return Usage(
-        prompt_tokens=(report.get("prompt_tokens") or report.get("input_tokens") or 0) + beside,
-        cached_tokens=prompt_details.get("cached_tokens") or report.get("cache_read_input_tokens") or 0,
-        completion_tokens=report.get("completion_tokens") or report.get("output_tokens") or 0,
-        reasoning_tokens=completion_details.get("reasoning_tokens") or 0,
+        prompt_tokens=(report.prompt_tokens or report.input_tokens or 0) + beside,
+        cached_tokens=prompt_details.cached_tokens or report.cache_read_input_tokens or 0,
+        completion_tokens=report.completion_tokens or report.output_tokens or 0,
+        reasoning_tokens=completion_details.reasoning_tokens or 0,
     )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cortex.neuron.weights import transfer
+from cortex.neuron.weights import placement, staging
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, Malformed, TensorMissing
 from cortex.neuron.weights.transfer import Placement, load_into
@@ -36,8 +38,8 @@ def fill(checkpoint: Checkpoint, *placements: Placement) -> list[tuple[int, int]
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that every tensor here moves in several pieces."""
-    monkeypatch.setattr(transfer, "_PIECE_BYTES", 100)
-    monkeypatch.setattr(transfer, "_MAX_PINNED_BYTES", 400)
+    monkeypatch.setattr(placement, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(staging, "_MAX_PINNED_BYTES", 400)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -93,17 +95,28 @@ def test_only_the_rows_that_are_needed_are_read(model_directory: Directory) -> N
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_transform_sees_whole_rows_on_the_destinations_device(model_directory: Directory, device: str) -> None:
-    source = torch.randn(40, 1, 6)
-    place = torch.empty(40, 6, device=device)
+def test_a_transform_sees_all_it_selected_on_the_destinations_device(model_directory: Directory, device: str) -> None:
+    source = {"w": torch.randn(40, 1, 6), "scale": torch.tensor(2.0)}
+    place, scale = torch.empty(6, 30, device=device), torch.empty(1, device=device)
 
-    def squeeze(rows: torch.Tensor) -> torch.Tensor:
-        assert rows.device.type == device
-        assert rows.shape[1:] == (1, 6)
-        return rows.squeeze(1) + 1
+    def turn(whole: torch.Tensor) -> torch.Tensor:
+        assert whole.device.type == device
+        assert whole.shape == (30, 1, 6)
+        return whole.squeeze(1).T
 
-    fill(open_checkpoint(model_directory({"w": source})), Placement("w", place, transform=squeeze))
-    assert torch.equal(place.cpu(), source.squeeze(1) + 1)
+    fill(
+        open_checkpoint(model_directory(source)),
+        Placement("w", place, (slice(5, 35),), turn),
+        Placement("scale", scale, transform=lambda whole: whole.view(1)),
+    )
+    assert torch.equal(place.cpu(), source["w"][5:35].squeeze(1).T)
+    assert scale.item() == 2
+
+
+def test_a_transform_that_gives_another_shape_is_an_error(model_directory: Directory) -> None:
+    checkpoint = open_checkpoint(model_directory({"w": torch.randn(4, 4)}))
+    with pytest.raises(TensorMissing, match=r"becomes \(1, 4\), the model needs \(4, 4\)"):
+        fill(checkpoint, Placement("w", torch.empty(4, 4), transform=lambda whole: whole[:1]))
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -165,13 +178,13 @@ def test_a_load_that_is_called_off_ends_and_leaves_no_threads(model_directory: D
 def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_a_crash(model_directory: Directory) -> None:
     directory = model_directory({"w": torch.randn(1000, 4)})
     checkpoint = open_checkpoint(directory)
-    pieces = list(transfer._pieces(checkpoint, Placement("w", torch.empty(1000, 4))))
+    pieces = list(placement.Target(Placement("w", torch.empty(1000, 4)), checkpoint.stored("w")).pieces())
     os.truncate(directory / "model.safetensors", 5000)
     memory = memoryview(bytearray(100))
-    buffers = [transfer._Buffer(torch.frombuffer(memory, dtype=torch.uint8), memory) for _ in range(2)]
+    buffers = [staging.Buffer(torch.frombuffer(memory, dtype=torch.uint8), memory) for _ in range(2)]
 
     def drain() -> None:
-        with transfer._Readers(pieces, buffers) as readers:
+        with staging.Readers(pieces, buffers) as readers:
             while True:
                 filled = readers.next_filled(1)
                 assert filled is not None
@@ -185,3 +198,18 @@ def test_destinations_on_two_devices_are_a_mistake(model_directory: Directory) -
     checkpoint = open_checkpoint(model_directory({"a": torch.ones(2)}))
     with pytest.raises(ValueError, match="several devices"):
         fill(checkpoint, Placement("a", torch.empty(2)), Placement("a", torch.empty(2, device="meta")))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_holds_the_destinations_once_a_load_is_over(model_directory: Directory, device: str) -> None:
+    checkpoint = open_checkpoint(model_directory({"w": torch.ones(4)}))
+    place = torch.empty(4, device=device)
+    gone = weakref.ref(place)
+    gc.disable()
+    try:
+        fill(checkpoint, Placement("w", place, transform=lambda whole: whole + 1))
+        assert place.tolist() == [2] * 4
+        del place
+        assert gone() is None
+    finally:
+        gc.enable()

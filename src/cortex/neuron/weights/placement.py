@@ -1,0 +1,126 @@
+"""Which part of which tensor goes where, and the pieces in which it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Final
+
+import torch
+
+from cortex.neuron.weights.checkpoint import Checkpoint
+from cortex.neuron.weights.decode import decode
+from cortex.neuron.weights.errors import TensorMissing
+from cortex.neuron.weights.stored import StoredTensor
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+_PIECE_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One tensor of the checkpoint and the place its values go to.
+
+    `destination` is allocated already, on any device, in any dtype, and may be a slice of something larger.
+    `select` takes a part of the tensor, one slice a dimension (a rank's share); only the rows it needs are read.
+    `transform` is applied on the destination's device to the whole of what was selected, and gives what the destination
+    takes; meanwhile the device holds that tensor twice.
+    """
+
+    name: str
+    destination: torch.Tensor
+    select: tuple[slice, ...] = ()
+    transform: Transform | None = None
+
+
+class Target:
+    """Where one placement's rows are put as they come, in any order. On the calling thread only."""
+
+    def __init__(self, placement: Placement, stored: StoredTensor) -> None:
+        self.stored = stored
+        self.rows = range(stored.num_rows)[placement.select[0]] if placement.select else range(stored.num_rows)
+        self._placement = placement
+        self._first_groups = self._cut()
+        self._num_left = len(self._first_groups)
+        self._landing: torch.Tensor | None = None
+        """What a transform is going to see, as long as it is not complete."""
+
+    def settle(self, piece: Piece, raw: torch.Tensor) -> None:
+        """Decode the piece's bytes, which are on the destination's device, and put its rows in their place."""
+        numbers = decode(self.stored, raw)
+        place: slice | EllipsisType = ...
+        if self.stored.shape:
+            first_row = piece.start_group * self.stored.group_rows
+            start = max(self.rows.start, first_row)
+            stop = min(self.rows.stop, first_row + numbers.shape[0])
+            place = slice(start - self.rows.start, stop - self.rows.start)
+            numbers = numbers[(slice(start - first_row, stop - first_row), *self._placement.select[1:])]
+        if self._placement.transform is None:
+            self._placement.destination[place].copy_(numbers)
+            return
+        if self._landing is None:
+            shape = (len(self.rows), *numbers.shape[1:]) if self.stored.shape else ()
+            self._landing = torch.empty(shape, dtype=numbers.dtype, device=numbers.device)
+        self._landing[place].copy_(numbers)
+        self._num_left -= 1
+        if not self._num_left:
+            self._finish(self._placement.transform(self._landing))
+
+    def _finish(self, transformed: torch.Tensor) -> None:
+        name, destination = self._placement.name, self._placement.destination
+        if transformed.shape != destination.shape:
+            raise TensorMissing(
+                f"{name} becomes {tuple(transformed.shape)}, the model needs {tuple(destination.shape)}; "
+                "is it the model its config describes?"
+            )
+        destination.copy_(transformed)
+        self._landing = None
+
+    def pieces(self) -> Iterator[Piece]:
+        """What must be read. Made on demand: a target that kept them would keep itself, and its memory, alive."""
+        step, end = self._first_groups.step, self._first_groups.stop
+        return (Piece(self, start, min(step, end - start)) for start in self._first_groups)
+
+    def _cut(self) -> range:
+        """The first group of each piece."""
+        if not self.stored.num_elements:
+            return range(0)
+        first_group = self.rows.start // self.stored.group_rows
+        last_group = -(-self.rows.stop // self.stored.group_rows)
+        step = max(1, _PIECE_BYTES // self.stored.group_bytes)
+        return range(first_group, last_group, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of whole groups of one tensor, small enough for a buffer."""
+
+    target: Target
+    start_group: int
+    num_groups: int
+
+    @property
+    def stored(self) -> StoredTensor:
+        return self.target.stored
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_groups * self.stored.group_bytes
+
+
+def checked(checkpoint: Checkpoint, placement: Placement) -> StoredTensor:
+    """The tensor that `placement` names, once it is known that what it selects fits; raises TensorMissing."""
+    stored = checkpoint.stored(placement.name)
+    shape, select = stored.shape, placement.select
+    if len(select) > len(shape) or any(part.step not in (None, 1) for part in select):
+        raise ValueError(f"{placement.name} has the shape {shape}; {select} is no contiguous part of it")
+    selected = (*(len(range(extent)[part]) for part, extent in zip(select, shape, strict=False)), *shape[len(select) :])
+    wanted = tuple(placement.destination.shape)
+    if placement.transform is None and selected != wanted:
+        raise TensorMissing(
+            f"{checkpoint.path}: {placement.name} gives the shape {selected}, the model needs {wanted}; "
+            "is this the model its config describes?"
+        )
+    return stored

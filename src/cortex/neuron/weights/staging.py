@@ -1,0 +1,137 @@
+"""Pieces of weights to a GPU by way of a few pinned buffers, filled by reader threads.
+
+Only the calling thread touches the device; the readers touch nothing but files and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from cortex.neuron.weights.errors import Cancelled, CheckpointError, FilesMissing, Malformed
+from cortex.neuron.weights.placement import Piece
+
+_NUM_READERS: Final = 8
+_MAX_PINNED_BYTES: Final = 128 << 20
+_POLL_S: Final = 0.02
+_POLL_IN_FLIGHT_S: Final = 0.0005
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Pinned memory for one piece at a time; `memory` lets a reader fill it without torch."""
+
+    tensor: torch.Tensor
+    memory: memoryview
+
+    @classmethod
+    def pinned(cls, num_bytes: int) -> Buffer:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return cls(tensor, tensor.numpy().data)
+
+
+def staged(pieces: Sequence[Piece], device: torch.device, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+    """Settle pieces on `device` by way of pinned buffers; yields each when its buffer is free again.
+
+    A buffer goes: reader fills it → this thread starts the copy to the device and queues the decoding behind it →
+    once the device is past that point, the buffer is free for the next reader.
+    """
+    stream = torch.cuda.current_stream(device)
+    largest = max((piece.num_bytes for piece in pieces), default=0)
+    num_buffers = max(1, min(_MAX_PINNED_BYTES // max(1, largest), len(pieces)))
+    with Readers(pieces, [Buffer.pinned(largest) for _ in range(num_buffers)]) as readers:
+        in_flight: deque[tuple[torch.cuda.Event, Buffer, Piece]] = deque()
+        num_left = len(pieces)
+        while num_left:
+            if cancelled():
+                raise Cancelled("the load was called off")
+            while in_flight and in_flight[0][0].query():
+                _, buffer, piece = in_flight.popleft()
+                readers.release(buffer)
+                num_left -= 1
+                yield piece
+            filled = readers.next_filled(_POLL_IN_FLIGHT_S if in_flight else _POLL_S)
+            if filled is None:
+                continue
+            piece, buffer = filled
+            raw = buffer.tensor[: piece.num_bytes].to(device, non_blocking=True)
+            piece.target.settle(piece, raw)
+            in_flight.append((stream.record_event(), buffer, piece))
+
+
+class Readers:
+    """Threads that read pieces into buffers. They end with the `with` block, whatever ends it."""
+
+    def __init__(self, pieces: Sequence[Piece], buffers: Sequence[Buffer]) -> None:
+        self._free: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[tuple[Piece, Buffer] | CheckpointError] = queue.SimpleQueue()
+        self._pieces = iter(pieces)
+        self._pieces_lock = threading.Lock()
+        for buffer in buffers:
+            self._free.put(buffer)
+        num_readers = min(_NUM_READERS, len(buffers), os.cpu_count() or 1)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"weights-reader-{number}", daemon=True)
+            for number in range(num_readers)
+        ]
+
+    def __enter__(self) -> Readers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._pieces_lock:
+            self._pieces = iter(())
+        for _thread in self._threads:
+            self._free.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def release(self, buffer: Buffer) -> None:
+        self._free.put(buffer)
+
+    def next_filled(self, timeout_s: float) -> tuple[Piece, Buffer] | None:
+        """A piece that has been read, None when there is none in time; raises what a reader ran into."""
+        try:
+            filled = self._filled.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(filled, CheckpointError):
+            raise filled
+        return filled
+
+    def _work(self) -> None:
+        while (buffer := self._free.get()) is not None:
+            with self._pieces_lock:
+                piece = next(self._pieces, None)
+            if piece is None:
+                return
+            try:
+                _read(piece, buffer)
+            except CheckpointError as error:
+                self._filled.put(error)
+                return
+            self._filled.put((piece, buffer))
+
+
+def _read(piece: Piece, buffer: Buffer) -> None:
+    """Fill `buffer` with the piece's bytes. Reading, unlike mapping, survives a file that shrinks meanwhile."""
+    file = piece.stored.file
+    offset = piece.stored.offset + piece.start_group * piece.stored.group_bytes
+    done = 0
+    while done < piece.num_bytes:
+        try:
+            count = os.preadv(file.descriptor, [buffer.memory[done : piece.num_bytes]], offset + done)
+        except OSError as error:
+            raise FilesMissing(f"cannot read {file.path}: {error.strerror}; check the disk") from error
+        if count == 0:
+            raise Malformed(f"{file.path} ends at byte {offset + done} while it is being read; download it again")
+        done += count

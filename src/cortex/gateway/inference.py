@@ -45,6 +45,7 @@ MAX_ATTEMPTS = 3
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
+_NONE_EXCLUDED: frozenset[str] = frozenset()
 
 
 def request_id_of(given: bytes | None) -> bytes:
@@ -121,6 +122,7 @@ class Passage:
         "_hold",
         "_id",
         "_lease",
+        "_received",
         "_relay",
         "_resolution",
         "_route",
@@ -150,10 +152,11 @@ class Passage:
         self._hold = hold
         self._id = id
         self._stream = bool(envelope.stream) and route.generates
+        self._received = exchange.request.body
         self._body: bytes | None = None
         self._lease: Lease | None = None
         self._ticket: Ticket | None = None
-        self._excluded: frozenset[str] = frozenset()
+        self._excluded = _NONE_EXCLUDED
         self._attempts = 0
         self._began_with_token = False
         self._status = 0
@@ -162,17 +165,19 @@ class Passage:
         self._sent_at: float | None = None
         self._first_data_at: float | None = None
         self._translation: ChatTranslation | None = None
-        self._relay = Relay(
+        relay = Relay(
             exchange,
             self,
             services.ticker,
             keepalive=Keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if self._stream else None,
             extra_headers=((b"x-request-id", id),),
         )
+        # Gone once the answer is complete: passage and relay know each other, and a cycle would outlive them.
+        self._relay: Relay | None = None if relay.closed else relay
 
     def go(self) -> None:
         """Find a node, or wait for one."""
-        if self._relay.closed:
+        if self._relay is None:
             return
         dispatcher = self._services.dispatcher
         try:
@@ -205,6 +210,7 @@ class Passage:
             self._refuse(result)
 
     def _send(self, lease: Lease) -> None:
+        assert self._relay is not None  # nobody sends after the end
         self._lease = lease
         services = self._services
         node = services.nodes[lease.node]
@@ -235,7 +241,7 @@ class Passage:
     def _relayed_body(self) -> bytes:
         """The client's bytes, with the two edits that are ours to make where they are needed."""
         if self._body is None:
-            body = self._relay.exchange.request.body
+            body = self._received
             if self._services.config.strip_billing_header and self._route.dialect == "anthropic_messages":
                 stripped = envelopes.strip_billing_header(body, self._envelope)
                 if stripped is not body:
@@ -263,7 +269,8 @@ class Passage:
         self._error_code = error.code
         answer = error_answer(error, self._route.family)
         self._status = answer.status
-        self._relay.refuse(answer.status, answer.headers, answer.body, self._route.codec.stream_error(error))
+        if self._relay is not None:
+            self._relay.refuse(answer.status, answer.headers, answer.body, self._route.codec.stream_error(error))
 
     # The relay's observer.
 
@@ -286,7 +293,7 @@ class Passage:
         if other is not None:
             self._try(other)
         else:
-            self._excluded = frozenset()
+            self._excluded = _NONE_EXCLUDED
             self.go()
         return False
 
@@ -329,6 +336,7 @@ class Passage:
         """Settle: the lease, the books, the counters."""
         services = self._services
         now = services.clock()
+        self._relay = None
         if self._ticket is not None:
             services.dispatcher.cancel(self._ticket)
             self._ticket = None
@@ -352,7 +360,7 @@ class Passage:
         told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
         if told is not None or outcome is Outcome.COMPLETE:
             return told
-        return _estimate(len(relay.exchange.request.body), relay.num_body_bytes)
+        return _estimate(len(self._received), relay.num_body_bytes)
 
     def _phase(self) -> str:
         if self._first_data_at is not None:

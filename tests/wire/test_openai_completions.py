@@ -63,3 +63,20 @@ def test_logprobs_have_offsets_into_the_whole_text() -> None:
         "top_logprobs": [{"ab": -0.5}, {}],
         "text_offset": [0, 2],
     }
+
+
+def test_an_echoed_prompt_stands_before_the_first_token() -> None:
+    request = read(prompt="xyz", logprobs=0, echo=True)
+    events = [
+        Start(id="i", model="m", created=1),
+        TextDelta(text="xyz"),
+        Logprobs(tokens=(TokenLogprob("ab", 1, -0.5, (97, 98)),)),
+        TextDelta(text="ab"),
+        Finish(reason="stop", usage=Usage()),
+    ]
+    encoder = Encoder(request, id="cmpl-1", created=1, model="m")
+    streamed = Parser().feed(b"".join(encoder.encode(event) for event in events))
+    chunks = [msgspec.json.decode(frame.data)["choices"][0] for frame in streamed[:-1]]
+    assert [chunk["logprobs"]["text_offset"] for chunk in chunks if chunk["logprobs"]] == [[3]]
+    (whole,) = msgspec.json.decode(fold(events, request, id="cmpl-1", created=1, model="m"))["choices"]
+    assert (whole["text"], whole["logprobs"]["text_offset"]) == ("xyzab", [3])

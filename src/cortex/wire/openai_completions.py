@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,7 +67,8 @@ def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
 
 
 class Encoder:
-    """Events to chunks. One per answer. Token offsets count characters from the start of the choice's text."""
+    """Events to chunks. One per answer. Token offsets count characters from the start of the choice's text,
+    where an echoed prompt stands before the first token."""
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
         self._head = {"id": id, "object": "text_completion", "created": created, "model": model}
@@ -75,6 +77,8 @@ class Encoder:
         self._finishes: list[Finish] = []
         self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         self._offsets: dict[int, int] = {}
+        self._counting: set[int] = set()
+        """Choices whose first token has been told; from then on the tokens themselves count the characters."""
 
     def encode(self, event: AnyEvent) -> bytes:
         match event:
@@ -94,7 +98,10 @@ class Encoder:
         tokens = self._logprobs.pop(index, None)
         offset = self._offsets.get(index, 0)
         if tokens is not None:
+            self._counting.add(index)
             self._offsets[index] = offset + sum(len(token.token) for token in tokens)
+        elif index not in self._counting:
+            self._offsets[index] = offset + len(text)
         logprobs = None if tokens is None else _logprobs_body(tokens, offset)
         return {"index": index, "text": text, "logprobs": logprobs, **finish}
 
@@ -117,24 +124,32 @@ class Encoder:
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
     """The whole answer as one body. Raises the error a `Failure` tells of."""
     del request  # the answer holds all that this dialect says
-    choices = gather(events)
+    told = list(events)
+    choices = gather(told)
     return msgspec.json.encode(
         {
             "id": id,
             "object": "text_completion",
             "created": created,
             "model": model,
-            "choices": [_choice_body(choice) for choice in choices],
+            "choices": [_choice_body(choice, _echoed(told, choice.index)) for choice in choices],
             "usage": usage_body(total_usage(choice.finish for choice in choices)),
         }
     )
 
 
-def _choice_body(choice: Choice) -> dict[str, Any]:
+def _echoed(events: Sequence[AnyEvent], index: int) -> int:
+    """Characters that a choice says before its first token."""
+    mine = (event for event in events if event.index == index)
+    before = itertools.takewhile(lambda event: not isinstance(event, Logprobs), mine)
+    return sum(len(event.text) for event in before if isinstance(event, TextDelta | ReasoningDelta))
+
+
+def _choice_body(choice: Choice, echoed: int) -> dict[str, Any]:
     return {
         "index": choice.index,
         "text": "".join(block.text for block in choice.blocks if isinstance(block, Text | Reasoning)),
-        "logprobs": _logprobs_body(choice.logprobs, 0) if choice.logprobs else None,
+        "logprobs": _logprobs_body(choice.logprobs, echoed) if choice.logprobs else None,
         **_finish_body(choice.finish),
     }
 

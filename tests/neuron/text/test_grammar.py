@@ -224,6 +224,37 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(make_model: Any, fie
         make_model("qwen3").grammar(request(**fields))
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", ["hermes", "qwen_xml"])
+def test_markers_that_are_no_tokens_are_spelled_out(backend: Tokenizer, tmp_path: Path, family: str, seed: int) -> None:
+    described = json.loads(backend.to_str())
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["special"]]
+    without = Tokenizer.from_str(json.dumps(described))
+    path = write_model(tmp_path, without, family)
+    model = TextModel.load(path)
+    assert model.tokenizer.id_of("<tool_call>") is None
+    asked = request(tools=TOOLS, tool_choice=ToolChoice(mode="required"), thinking=Thinking(enabled=False))
+    text = draw(Matcher(path, PADDED_VOCABULARY), model, model.grammar(asked) or "", seed)
+    parser = model.parser(asked, model.render(asked))
+    events = parser.push(text) + parser.finish()
+    assert text.startswith("<tool_call>\n")
+    assert isinstance(events[0], ToolCallStart)
+    assert not [event for event in events if isinstance(event, TextDelta)]
+
+
+def test_a_thought_whose_end_is_no_token_ends_where_it_is_spelled(backend: Tokenizer, tmp_path: Path) -> None:
+    described = json.loads(backend.to_str())
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["special"]]
+    path = write_model(tmp_path, Tokenizer.from_str(json.dumps(described)), "qwen_xml")
+    model = TextModel.load(path)
+    state = Matcher(path, PADDED_VOCABULARY).compile(
+        model.grammar(request(output=OutputFormat(kind="json_object"))) or ""
+    )
+    for token in model.encode('so < </thin </think>\n\n{"a": 1}'):
+        state.accept(token)
+    assert state.is_finished
+
+
 def test_odd_tool_schemas_do_not_refuse_a_request(make_model: Any) -> None:
     odd = {
         "type": "object",

@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from cortex.neuron.text.call_form import CallForm, call_form
+from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template import ChatTemplate
@@ -259,15 +261,31 @@ def test_developer_is_system_unless_the_template_knows_it(make_model: Any) -> No
     assert TextModel(model.tokenizer, knows, knows, model.generation).render(request).text == "developer"
 
 
-def test_content_of_a_pure_call_is_none_only_for_templates_that_ask(make_model: Any) -> None:
-    model = make_model("chatml")
-    request = GenerateRequest(model="m", messages=(said("user", "x"), CALLING))
-    for source, shown in (
-        ("{{ messages[1].content is none }}{{ messages[1].tool_calls }}", "True"),
-        ("{{ messages[1].content == '' }}{{ messages[1].tool_calls }}", "True"),
-    ):
-        template = ChatTemplate(source)
-        assert TextModel(model.tokenizer, template, template, model.generation).render(request).text.startswith(shown)
+OBJECT, JOINED = "call.function.arguments | tojson", "call.function.arguments + ''"
+
+
+@pytest.mark.parametrize(
+    ("condition", "arguments", "form"),
+    [
+        ("m.tool_calls", OBJECT, CallForm()),
+        ("m.tool_calls and m.content is none", OBJECT, CallForm(None)),
+        ("m.tool_calls", JOINED, CallForm("", arguments_as_text=True)),
+        ("m.tool_calls and m.content is none", JOINED, CallForm(None, arguments_as_text=True)),
+        ("m.tool_calls and m.reasoning_content is not none and m.content.strip() == ''", OBJECT, CallForm()),
+    ],
+)
+def test_calls_are_given_in_the_form_that_the_template_shows(
+    make_model: Any, condition: str, arguments: str, form: CallForm
+) -> None:
+    template = ChatTemplate(
+        f"{{% for m in messages if {condition} %}}{{% for call in m.tool_calls %}}"
+        f"{{{{ call.function.name }}}}: {{{{ {arguments} }}}}{{% endfor %}}{{% endfor %}}"
+    )
+    model = TextModel(make_model("chatml").tokenizer, template, template, GenerationDefaults())
+    text = model.render(GenerateRequest(model="m", messages=(said("user", "x"), CALLING))).text
+    assert text.startswith("get_weather: {")
+    assert '"days": 3' in text
+    assert call_form(template) == form
 
 
 def test_text_blocks_of_a_user_stay_apart_and_pieces_of_an_answer_join(make_model: Any) -> None:

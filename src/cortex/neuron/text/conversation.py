@@ -5,11 +5,10 @@ Nothing is injected, reordered or dropped. Where templates disagree about a form
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from cortex.neuron.text.call_form import CallForm, call_form
 from cortex.neuron.text.template import ChatTemplate
 from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.requests import (
@@ -25,7 +24,6 @@ from cortex.wire.requests import (
 )
 
 _RESERVED: Final = frozenset({"messages", "tools"})
-_READS_NONE: Final = re.compile(r"content(['\"]\])?\s+is\s+(not\s+)?none", re.IGNORECASE)
 
 
 def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Mapping[str, str]) -> dict[str, Any]:
@@ -73,13 +71,14 @@ def _message(
                 value["is_error"] = True
             parts = (*(part for part in parts if part is not result), *result.parts)
     if calls := [part for part in parts if isinstance(part, ToolCall)]:
-        value["tool_calls"] = [_call(call) for call in calls]
+        form = call_form(template)
+        value["tool_calls"] = [_call(call, form) for call in calls]
     if thoughts := [part.text for part in parts if isinstance(part, Reasoning)]:
         # Both names, as the reference library gives them: templates read the one or the other.
         value["reasoning_content"] = value["thinking"] = "".join(thoughts)
     # An answer's text parts are pieces of one stream; anybody else's are separate blocks.
     text = ("" if message.role == "assistant" else "\n").join(_texts(parts, position))
-    value["content"] = None if calls and not text and _READS_NONE.search(template.source) else text
+    value["content"] = form.empty_content if calls and not text else text
     return value
 
 
@@ -104,18 +103,9 @@ def _texts(parts: Iterable[Part], position: int) -> list[str]:
     return texts
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
-
-
-def _arguments(text: str) -> Any:
-    """Templates iterate over arguments, so they get an object. What a model once wrote wrongly stays as it was."""
-    if not text.strip():
-        return {}
-    try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return text
+def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": form.arguments(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

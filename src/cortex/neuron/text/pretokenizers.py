@@ -97,5 +97,5 @@ def by_name(name: str) -> Cut:
     except KeyError:
         raise TokenizerUnsupported(
             f"the GGUF file names the pre-tokenizer {name!r}, supported are {', '.join(sorted(BY_NAME))}; "
-            "put the model's tokenizer.json beside the file, or add the name to neuron/text/pretokenizers.py"
+            "serve the model from safetensors, or add the name to neuron/text/pretokenizers.py"
         ) from None

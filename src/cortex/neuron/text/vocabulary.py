@@ -39,7 +39,7 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `metadata` describes; raises TextModelError."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
-        raise TokenizerMissing("the GGUF file carries no vocabulary; get a complete file, or add its tokenizer.json")
+        raise TokenizerMissing("the GGUF file carries no vocabulary; get a complete file of the model")
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, tokens)
@@ -48,7 +48,7 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
     else:
         raise TokenizerUnsupported(
             f"the GGUF file has a tokenizer of kind {kind!r}, supported are 'gpt2' and 'llama'; "
-            "put the model's tokenizer.json beside the file"
+            "serve the model from safetensors"
         )
     _add_whole_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or ())
     _add_begin_and_end(tokenizer, metadata, tokens, sentencepiece=kind == "llama")

@@ -59,6 +59,11 @@ def write_text_files(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def text_files() -> Callable[[Path], None]:
+    return write_text_files
+
+
+@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     folder = tmp_path_factory.mktemp("text")
     write_text_files(folder)

@@ -1,0 +1,205 @@
+"""The daemon as a process: real node, real worker, real engine, on a model small enough to be made here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import ClientSession
+
+SOURCE = Path(__file__).parents[3] / "src"
+PATIENCE_S = 90.0
+"""For a shared machine: starting a worker means importing torch."""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, text_files: Any) -> Path:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("tiny")
+    text_files(folder)
+    hidden, inner, layers, vocab, heads, kv_heads, head = 32, 64, 2, 264, 4, 2, 8
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "eos_token_id": 257,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.randn(vocab, hidden), "model.norm.weight": torch.ones(hidden)}
+    for layer in range(layers):
+        name = f"model.layers.{layer}."
+        for projection, rows, columns in (
+            ("self_attn.q_proj", heads * head, hidden),
+            ("self_attn.k_proj", kv_heads * head, hidden),
+            ("self_attn.v_proj", kv_heads * head, hidden),
+            ("self_attn.o_proj", hidden, heads * head),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            tensors[f"{name}{projection}.weight"] = torch.randn(rows, columns) * 0.1
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}{norm}.weight"] = torch.ones(hidden)
+    save_file(tensors, str(folder / "model.safetensors"))
+    return folder
+
+
+@dataclass
+class Daemon:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def workers(self) -> list[int]:
+        """Processes that the daemon started and that still run."""
+        listed = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
+        )
+        return [int(pid) for pid in listed.stdout.split()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(folder: Path, config: str, port: int) -> Daemon:
+    file = folder / f"neuron-{port}.toml"
+    file.write_text(f'listen = "127.0.0.1:{port}"\nkeepalive_s = 0.2\n{config}')
+    log = folder / f"neuron-{port}.log"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cortex.neuron", "--config", str(file)], stderr=log.open("wb"), env=environment
+    )
+    return Daemon(process, f"http://127.0.0.1:{port}", log)
+
+
+@pytest.fixture
+def daemon(model_folder: Path, tmp_path: Path) -> Iterator[Daemon]:
+    config = f'drain_s = 1.5\n[[models]]\nid = "tiny"\nsource = "{model_folder}"\ncontext_tokens = 3000\n'
+    started = start(tmp_path, config, free_port())
+    yield started
+    started.process.kill()
+    started.process.wait()
+
+
+@pytest.fixture
+async def http(daemon: Daemon) -> AsyncIterator[ClientSession]:
+    async with ClientSession(daemon.url) as session:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    async with session.get("/health") as response:
+                        assert response.status == 200
+                        break
+                except OSError:
+                    assert daemon.process.poll() is None, daemon.log.read_text()
+                    await asyncio.sleep(0.05)
+        yield session
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+async def model(http: ClientSession) -> dict[str, Any]:
+    async with http.get("/models/tiny") as response:
+        status: dict[str, Any] = await response.json()
+        return status
+
+
+async def test_a_request_loads_the_model_a_client_that_leaves_frees_it_and_sigterm_ends_it_all(
+    daemon: Daemon, http: ClientSession
+) -> None:
+    assert (await model(http))["state"] == "cold"
+    async with http.post("/v1/chat/completions", json=chat(stream=True, max_tokens=5, ignore_eos=True)) as response:
+        data = await response.read()
+    assert response.status == 200
+    assert data.startswith(b": keepalive"), "the client hears something while the model loads"
+    assert data.endswith(b"data: [DONE]\n\n")
+    assert (await model(http))["state"] == "ready"
+
+    async with openai.AsyncOpenAI(api_key="k", base_url=daemon.url + "/v1", max_retries=0) as client:
+        asked: Any = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 20,
+            "seed": 3,
+            "temperature": 1.0,
+        }
+        first = await client.chat.completions.create(**asked)
+        again = await client.chat.completions.create(**asked)
+        assert first.choices[0].message.content == again.choices[0].message.content
+        assert again.usage is not None
+        with pytest.raises(openai.BadRequestError, match="prompt is too long"):
+            await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 4000}])
+
+    for stream in (True, False):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_read(http, chat(stream=stream, max_tokens=2900, ignore_eos=True)), 0.5)
+        async with asyncio.timeout(1):
+            while (await model(http))["load"]["running"]:
+                await asyncio.sleep(0.01)
+
+    workers = daemon.workers()
+    assert workers
+    long = asyncio.create_task(_read(http, chat(stream=True, max_tokens=2900, ignore_eos=True)))
+    await asyncio.sleep(0.3)
+    began_s = time.monotonic()
+    daemon.process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.2)
+    async with http.post("/v1/chat/completions", json=chat()) as response:
+        assert response.status == 503
+        assert (await response.json())["error"]["code"] == "shutting_down"
+    ended = await long
+    assert b"shutting_down" in ended or ended.endswith(b"data: [DONE]\n\n")
+    assert await asyncio.to_thread(daemon.process.wait, 15) == 0
+    assert time.monotonic() - began_s < 12
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+async def _read(http: ClientSession, body: dict[str, Any]) -> bytes:
+    async with http.post("/v1/chat/completions", json=body) as response:
+        return await response.read()
+
+
+def test_a_port_in_use_and_a_bad_config_end_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = start(tmp_path, "", port)
+        assert refused.process.wait(PATIENCE_S) == 1
+        assert refused.log.read_text() == f"neuron: port {port} is in use; stop what runs there or set another `port`\n"
+    wrong = start(tmp_path, "drian_s = 3\n", free_port())
+    assert wrong.process.wait(PATIENCE_S) == 2
+    told = wrong.log.read_text()
+    assert "drain_s" in told
+    assert "Traceback" not in told

@@ -179,3 +179,13 @@ async def test_a_gateway_starts_although_a_node_is_down(neurons, tmp_path):
     await late.start(port)
     await until(lambda: gateway.dispatcher.is_ready("a", "later"))
     await gateway.close()
+
+
+async def test_a_killed_gateway_serves_again_one_poll_after_its_restart(neurons, spawn):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    first = await spawn(beast)
+    first.process.kill()
+    await first.process.wait()
+    second = await spawn(beast)
+    assert b'"loaded":true' in await second.get("/v1/models/a")
+    assert not beast.load_requests

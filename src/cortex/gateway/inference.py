@@ -42,6 +42,10 @@ log = logging.getLogger("cortex.access")
 MAX_ATTEMPTS = 3
 """Nodes that one request may be sent to before it is given up."""
 
+BYTES_PER_TOKEN = 4
+BYTES_PER_STREAMED_TOKEN = 200
+"""An event that carries one token, with its envelope."""
+
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
@@ -132,6 +136,7 @@ class Passage:
         "_status",
         "_stream",
         "_ticket",
+        "_trace",
         "_translation",
     )
 
@@ -153,6 +158,7 @@ class Passage:
         self._id = id
         self._stream = bool(envelope.stream) and route.generates
         self._received = exchange.request.body
+        self._trace = exchange.request.header(b"traceparent")
         self._body: bytes | None = None
         self._lease: Lease | None = None
         self._ticket: Ticket | None = None
@@ -225,6 +231,8 @@ class Passage:
             (b"x-request-id", self._id),
             (b"x-cortex-principal", _header_value(self._hold.principal)),
         )
+        if self._trace is not None:
+            headers = (*headers, (b"traceparent", self._trace))
         if self._sent_at is None:
             self._sent_at = services.clock()
         self._attempts += 1
@@ -343,7 +351,7 @@ class Passage:
         node = self._lease.node if self._lease is not None else ""
         self._release()
         model = self._resolution.model_id
-        usage = self._usage(relay, outcome)
+        usage = self._usage(relay)
         self._hold.settle(usage, model=model, node=node, request_id=self._id.decode())
         if outcome is Outcome.CLIENT_LEFT:
             services.metrics.disconnects.labels(self._phase()).inc()
@@ -354,13 +362,12 @@ class Passage:
         if services.config.access_log:
             self._log(node, now, outcome, usage)
 
-    def _usage(self, relay: Relay, outcome: Outcome) -> Usage | None:
-        if self._first_data_at is None or self._status >= 400:
+    def _usage(self, relay: Relay) -> Usage | None:
+        """What the node says the answer cost, or else a guess from its size: an answer is never free."""
+        if self._first_data_at is None or self._status >= 400 or not self._route.generates:
             return None
         told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
-        if told is not None or outcome is Outcome.COMPLETE:
-            return told
-        return _estimate(len(self._received), relay.num_body_bytes)
+        return told or _estimate(len(self._received), relay.num_body_bytes, self._stream)
 
     def _phase(self) -> str:
         if self._first_data_at is not None:
@@ -409,13 +416,9 @@ class Passage:
         log.info("request", extra=fields)
 
 
-BYTES_PER_PROMPT_TOKEN = 4
-BYTES_PER_STREAMED_TOKEN = 200
-
-
-def _estimate(num_request_bytes: int, num_answer_bytes: int) -> Usage:
-    """What an answer that was cut off cost, roughly: leaving early must not make it free."""
+def _estimate(num_request_bytes: int, num_answer_bytes: int, stream: bool) -> Usage:
+    """What an answer cost, roughly, when its node did not say: it was cut off, or nobody asked for usage."""
     return Usage(
-        prompt_tokens=num_request_bytes // BYTES_PER_PROMPT_TOKEN,
-        completion_tokens=num_answer_bytes // BYTES_PER_STREAMED_TOKEN,
+        prompt_tokens=num_request_bytes // BYTES_PER_TOKEN,
+        completion_tokens=num_answer_bytes // (BYTES_PER_STREAMED_TOKEN if stream else BYTES_PER_TOKEN),
     )

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from cortex.neuron.weights.errors import FilesMissing, Malformed
 
-MAX_JSON_BYTES: Final = 64 << 20
+MAX_JSON_BYTES: Final = 32 << 20
 
 
 def model_file(directory: Path, name: str) -> Path:

@@ -63,6 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub = self.hub
+        self.path = self.path.removeprefix("http://hub.invalid")  # as a proxy it is asked for whole addresses
         headers = {name.lower(): value for name, value in self.headers.items()}
         hub.requests.append((self.path, headers))
         if hub.token and headers.get("authorization") != f"Bearer {hub.token}" and not self.path.startswith("/cdn/"):

@@ -369,3 +369,23 @@ def test_a_local_path_is_itself(tmp_path: Path, client: Client) -> None:
 def test_what_names_nothing_is_refused(client: Client, source: str) -> None:
     with pytest.raises(FilesMissing, match="name a model directory"):
         client.resolve(None, source)
+
+
+def test_the_environments_proxy_is_used(start_hub: StartHub, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = start_hub(MODEL)
+    monkeypatch.setenv("http_proxy", hub.endpoint.replace("http://", "http://user:p%40ss@"))
+    path = client.resolve(hub, endpoint="http://hub.invalid/")
+    assert (path / "model.safetensors").read_bytes() == WEIGHTS
+    assert {headers["host"] for _, headers in hub.requests} == {"hub.invalid"}
+    assert {headers["proxy-authorization"] for _, headers in hub.requests} == {"Basic dXNlcjpwQHNz"}
+
+
+def test_redirects_in_circles_and_out_of_http_are_refused(start_hub: StartHub, client: Client) -> None:
+    hub = start_hub({"cdn/x": b"", "model-Q4_0.gguf": WEIGHTS})
+    for target in ("ftp://hub.invalid", "file:///etc"):
+        hub.redirect_to = target
+        with pytest.raises(HubError, match="not an HTTP address"):
+            client.resolve(hub)
+    hub.redirect_to = f"{hub.endpoint}/{hub.repository}/resolve/{hub.commit}"
+    with pytest.raises(HubError, match="circles"):
+        client.resolve(hub)

@@ -85,7 +85,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, write_safetensors_bytes: 
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, 33 << 20, 9])
+@pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, 17 << 20, 9])
 def test_a_header_length_beyond_reason_allocates_nothing(tmp_path: Path, length: int) -> None:
     tracemalloc.start()
     with pytest.raises(Malformed):

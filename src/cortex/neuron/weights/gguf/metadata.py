@@ -25,7 +25,7 @@ _DEFAULT_ALIGNMENT: Final = 32
 # far below what would hurt the host.
 _MAX_HEADER_BYTES: Final = 256 << 20
 _MAX_KEYS: Final = 1 << 16
-_MAX_ARRAY_ELEMENTS: Final = 8 << 20
+_MAX_ARRAY_ELEMENTS: Final = 4 << 20
 _MAX_ARRAY_DEPTH: Final = 4
 _MAX_TENSORS: Final = 1 << 17
 _MAX_DIMENSIONS: Final = 4

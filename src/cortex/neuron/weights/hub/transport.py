@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import ssl
 import threading
@@ -104,8 +105,8 @@ class Transport:
     @contextmanager
     def _exchange(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
         self.check()
-        connection, target = self._connection(url)
-        all_headers = {"user-agent": _USER_AGENT, "accept-encoding": "identity", **headers}
+        connection, target, proxy_headers = self._connection(url)
+        all_headers = {"user-agent": _USER_AGENT, "accept-encoding": "identity", **proxy_headers, **headers}
         if self._token and _origin(url) == self._origin:
             all_headers["authorization"] = f"Bearer {self._token}"
         with ExitStack() as stack:
@@ -132,28 +133,37 @@ class Transport:
             with self._sockets_lock:
                 self._sockets.discard(open_socket)
 
-    def _connection(self, url: str) -> tuple[http.client.HTTPConnection, str]:
-        """A connection for `url`, through the environment's proxy if it asks for one, and the request's target."""
+    def _connection(self, url: str) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
+        """A connection for `url`, through the environment's proxy if it asks for one; the request's target; headers
+        that are for the proxy."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise HubError(f"{self.endpoint} leads to {url[:200]!r}, which is not an HTTP address; check the endpoint")
         target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         proxy = urllib.request.getproxies().get(parts.scheme)
         if not proxy or urllib.request.proxy_bypass(parts.hostname):
-            return self._plain(parts.scheme, parts.hostname, parts.port), target
+            return self._direct(parts.scheme, parts.hostname, parts.port), target, {}
         via = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
         if not via.hostname:
             raise HubError(f"the proxy {proxy!r} has no host name; check {parts.scheme}_proxy in the environment")
+        port, proxy_headers = via.port or 80, _proxy_headers(via)
         if parts.scheme == "http":
-            return http.client.HTTPConnection(via.hostname, via.port, timeout=CONNECT_TIMEOUT_S), url
-        tunnel = http.client.HTTPSConnection(via.hostname, via.port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
-        tunnel.set_tunnel(parts.hostname, parts.port or 443)
-        return tunnel, target
+            return self._direct("http", via.hostname, port), url, proxy_headers
+        tunnel = self._direct("https", via.hostname, port)
+        tunnel.set_tunnel(parts.hostname, parts.port or 443, proxy_headers)
+        return tunnel, target, {}
 
-    def _plain(self, scheme: str, host: str, port: int | None) -> http.client.HTTPConnection:
+    def _direct(self, scheme: str, host: str, port: int | None) -> http.client.HTTPConnection:
         if scheme == "https":
             return http.client.HTTPSConnection(host, port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
         return http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
+
+
+def _proxy_headers(proxy: urllib.parse.SplitResult) -> dict[str, str]:
+    if proxy.username is None:
+        return {}
+    account = f"{urllib.parse.unquote(proxy.username)}:{urllib.parse.unquote(proxy.password or '')}"
+    return {"proxy-authorization": f"Basic {base64.b64encode(account.encode()).decode()}"}
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

@@ -10,8 +10,8 @@ from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import StoredTensor
 
-# A header takes about 130 bytes a tensor; this is room for a quarter of a million of them.
-_MAX_HEADER_BYTES: Final = 32 << 20
+# A header takes about 130 bytes a tensor; this is room for more than a hundred thousand of them.
+_MAX_HEADER_BYTES: Final = 16 << 20
 _MAX_DIMENSIONS: Final = 16
 
 _ITEM_BYTES: Final = {

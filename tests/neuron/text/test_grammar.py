@@ -266,6 +266,15 @@ def test_odd_tool_schemas_do_not_refuse_a_request(make_model: Any) -> None:
         assert make_model(family).grammar(asked)
 
 
+@pytest.mark.parametrize("depth", [200, 5000])
+def test_a_schema_of_absurd_depth_is_refused(make_model: Any, depth: int) -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(InvalidValue):
+        make_model("qwen3").grammar(request(output=OutputFormat(kind="json_schema", schema=schema)))
+
+
 def test_free_output_has_no_grammar(make_model: Any) -> None:
     assert make_model("qwen3").grammar(request(tools=TOOLS)) is None
 

@@ -51,14 +51,14 @@ def build_grammar(
     if mode in ("required", "named"):
         tools = _chosen(request)
         calls = add_calls(grammar, syntax or ToolSyntax.PLAIN_JSON, tools, parallel=request.tool_choice.parallel)
-        return _checked(grammar.build(f"{before}{calls}"), param="tools")
+        return _checked(grammar, f"{before}{calls}", param="tools")
     assert request.output is not None
     answer = _answer(grammar, request.output)
     if request.tools and mode == "auto" and syntax is not None:
         # Either way the client gets something it can parse.
         calls = add_calls(grammar, syntax, request.tools, parallel=request.tool_choice.parallel)
         answer = f"({answer} | {calls})"
-    return _checked(grammar.build(f"{before}{answer}"), param="response_format")
+    return _checked(grammar, f"{before}{answer}", param="response_format")
 
 
 def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
@@ -122,10 +122,14 @@ def _lark(text: str) -> Mapping[str, Any]:
         raise InvalidValue(f"the grammar cannot be read: {error}", param="response_format") from error
 
 
-def _checked(grammar: str, *, param: str) -> str:
+def _checked(grammar: LarkGrammar, start: str, *, param: str) -> str:
     import llguidance
 
-    problem = llguidance.LLMatcher.validate_grammar(grammar)
+    try:
+        built = grammar.build(start)
+    except RecursionError as error:
+        raise InvalidValue("the schema is nested too deeply to be enforced; flatten it", param=param) from error
+    problem = llguidance.LLMatcher.validate_grammar(built)
     if problem:
         raise InvalidValue(f"the output format cannot be enforced: {problem.strip()}", param=param)
-    return grammar
+    return built

@@ -62,7 +62,7 @@ class Matcher:
                 "constrained output needs a tokenizer that belongs to the model"
             )
         return llguidance.LLTokenizer(
-            tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=list(tokenizer.eos_ids)
+            tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=list(tokenizer.eos_ids) or None
         )
 
 

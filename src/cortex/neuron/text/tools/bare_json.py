@@ -40,7 +40,7 @@ class _Reader:
     def __init__(self, tool_names: frozenset[str], *, opened: bool) -> None:
         self._tool_names = tool_names
         self._scanner = ObjectScanner()
-        self._object = ""
+        self._object: list[str] = []
         self._looks_like_call = False
         if opened:
             self._take("{")
@@ -57,7 +57,7 @@ class _Reader:
             self._check_first_key()
         if end is None:
             return None
-        call = call_from_json(self._object)
+        call = call_from_json("".join(self._object))
         if call.name not in self._tool_names:
             raise NotACall
         return Reading(call, text[end:])
@@ -67,12 +67,12 @@ class _Reader:
 
     def _take(self, text: str) -> int | None:
         end = self._scanner.feed(text)
-        self._object += text if end is None else text[:end]
+        self._object.append(text if end is None else text[:end])
         return end
 
     def _check_first_key(self) -> None:
         """Answers that are JSON themselves should stream: give up at the first key that no call has."""
-        body = self._object[1:]
+        body = "".join(self._object)[1:]
         if found := _FIRST_KEY.match(body):
             if found.group(1) not in _CALL_KEYS:
                 raise NotACall

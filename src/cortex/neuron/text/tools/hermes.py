@@ -21,7 +21,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._scanner = ObjectScanner()
-        self._object = ""
+        self._object: list[str] = []
         self._complete = False
         self._tail = ""
 
@@ -35,18 +35,18 @@ class _Reader:
                     raise NotACall
             end = self._scanner.feed(text)
             if end is None:
-                self._object += text
+                self._object.append(text)
                 return None
-            self._object += text[:end]
+            self._object.append(text[:end])
             self._complete = True
             text = text[end:]
         self._tail = (self._tail + text).lstrip()
         if self._tail.startswith(TOOL_CALL_CLOSE):
-            return Reading(call_from_json(self._object), self._tail[len(TOOL_CALL_CLOSE) :])
+            return Reading(call_from_json("".join(self._object)), self._tail[len(TOOL_CALL_CLOSE) :])
         if not TOOL_CALL_CLOSE.startswith(self._tail):
             raise NotACall
         return None
 
     def finish(self) -> Reading | None:
         """A complete object whose closing marker was cut off, by a stop string say, is still a call."""
-        return Reading(call_from_json(self._object), "") if self._complete else None
+        return Reading(call_from_json("".join(self._object)), "") if self._complete else None

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cortex.neuron.text.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN
+from cortex.neuron.text.stops import held_suffix
 from cortex.neuron.text.tools.call import Call, CallReader, NotACall, Reading
 
 FUNCTION_OPEN: Final = "<function="
@@ -36,26 +37,28 @@ class QwenXML:
 
 
 class _Reader:
-    """A cursor over what came so far; each stage either moves on, waits for more text, or raises NotACall."""
+    """Takes the call apart from the front; what is not understood yet waits, and that is never much."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, wrapped: bool) -> None:
         self._schemas = schemas
-        self._text = "" if wrapped else FUNCTION_OPEN
-        self._position = 0
-        self._searched = 0
-        """No closing marker of the present value begins before this."""
+        self._waiting = "" if wrapped else FUNCTION_OPEN
         self._name: str | None = None
         self._parameter: str | None = None
+        self._value: list[str] = []
+        """The present parameter's value so far."""
         self._arguments: dict[str, Any] = {}
         self._closed = False
 
     def feed(self, text: str) -> Reading | None:
-        self._text += text
+        self._waiting += text
         while not self._closed:
-            moved = self._read_name() if self._name is None else self._read_parameter()
-            if not moved:
+            if not self._advance():
                 return None
-        return self._read_end()
+        try:
+            end = _marker(self._waiting, TOOL_CALL_CLOSE)
+        except NotACall:  # the function is complete; models forget this marker too
+            return Reading(self._call, self._waiting)
+        return None if end is None else Reading(self._call, end.rest)
 
     def finish(self) -> Reading | None:
         """A closed function whose closing marker was cut off is still a call."""
@@ -66,91 +69,76 @@ class _Reader:
         assert self._name is not None
         return Call(self._name, self._arguments)
 
-    def _expect(self, *options: str) -> str | None:
-        """Skip white space and one of `options`; None if the text ends before it is clear which."""
-        start = self._position
-        while start < len(self._text) and self._text[start].isspace():
-            start += 1
-        for option in options:
-            if self._text.startswith(option, start):
-                self._position = start + len(option)
-                return option
-        if any(option.startswith(self._text[start:]) for option in options):
-            return None
-        raise NotACall
-
-    def _read_to_bracket(self) -> str | None:
-        """A name up to `>`."""
-        found = _NAME_END.search(self._text, self._position)
-        if found is None:
-            return None
-        name = self._text[self._position : found.start()].strip()
-        if found.group() != ">" or not name:
-            raise NotACall
-        self._position = found.end()
-        return name
-
-    def _read_name(self) -> bool:
-        start = self._position
-        if self._expect(FUNCTION_OPEN) is None:
-            return False
-        self._name = self._read_to_bracket()
-        if self._name is None:
-            self._position = start
-        return self._name is not None
-
-    def _read_parameter(self) -> bool:
+    def _advance(self) -> bool:
+        """Read the next element; False if it is not all there."""
         if self._parameter is not None:
-            return self._read_value()
-        start = self._position
-        marker = self._expect(PARAMETER_OPEN, FUNCTION_CLOSE)
-        if marker is None:
+            return self._read_value(self._parameter)
+        found = _marker(self._waiting, *((FUNCTION_OPEN,) if self._name is None else (PARAMETER_OPEN, FUNCTION_CLOSE)))
+        if found is None:
             return False
-        if marker == FUNCTION_CLOSE:
+        if found.text == FUNCTION_CLOSE:
             self._closed = True
+            self._waiting = found.rest
             return True
-        self._parameter = self._read_to_bracket()
-        if self._parameter is None:
-            self._position = start
+        name = _name(found.rest)
+        if name is None:
             return False
-        self._searched = self._position
+        if self._name is None:
+            self._name = name.text
+        else:
+            self._parameter = name.text
+        self._waiting = name.rest
         return True
 
-    def _read_value(self) -> bool:
+    def _read_value(self, parameter: str) -> bool:
         """Up to the first closing marker after which the call goes on as a call: a value may contain the marker."""
-        assert self._name is not None
-        assert self._parameter is not None
-        start = self._position
-        while True:
-            close = self._text.find(PARAMETER_CLOSE, self._searched)
-            if close < 0:
-                self._searched = max(start, len(self._text) - len(PARAMETER_CLOSE) + 1)
-                return False
-            self._position = close + len(PARAMETER_CLOSE)
-            after = self._position
-            try:
-                follows = self._expect(PARAMETER_OPEN, FUNCTION_CLOSE)
-            except NotACall:
-                self._searched = after
-                continue
-            finally:
-                self._position = start
-            if follows is None:
-                self._searched = close
-                return False
-            value = self._text[start:close].removeprefix("\n").removesuffix("\n")
-            self._arguments[self._parameter] = typed(value, _schema_of(self._schemas.get(self._name), self._parameter))
-            self._parameter = None
-            self._position = after
-            return True
-
-    def _read_end(self) -> Reading | None:
-        start = self._position
+        value, close, rest = self._waiting.partition(PARAMETER_CLOSE)
+        if not close:
+            clear = len(value) - held_suffix(value, PARAMETER_CLOSE)
+            self._value.append(value[:clear])
+            self._waiting = value[clear:]
+            return False
         try:
-            closed = self._expect(TOOL_CALL_CLOSE)
-        except NotACall:  # the function is complete; models forget this marker too
-            return Reading(self._call, self._text[start:])
-        return None if closed is None else Reading(self._call, self._text[self._position :])
+            follows = _marker(rest, PARAMETER_OPEN, FUNCTION_CLOSE)
+        except NotACall:
+            self._value += [value, close]
+            self._waiting = rest
+            return True
+        if follows is None:
+            return False
+        text = "".join([*self._value, value]).removeprefix("\n").removesuffix("\n")
+        self._arguments[parameter] = typed(text, _schema_of(self._schemas.get(self._name or ""), parameter))
+        self._parameter = None
+        self._value = []
+        self._waiting = rest
+        return True
+
+
+class _Found(NamedTuple):
+    text: str
+    rest: str
+
+
+def _marker(text: str, *markers: str) -> _Found | None:
+    """One of `markers` after white space; None if the text ends before it is clear; raises NotACall."""
+    text = text.lstrip()
+    for marker in markers:
+        if text.startswith(marker):
+            return _Found(marker, text[len(marker) :])
+    if any(marker.startswith(text) for marker in markers):
+        return None
+    raise NotACall
+
+
+def _name(text: str) -> _Found | None:
+    """A name up to `>`; None if the text ends before it; raises NotACall."""
+    found = _NAME_END.search(text)
+    if found is None:
+        return None
+    name = text[: found.start()].strip()
+    if found.group() != ">" or not name:
+        raise NotACall
+    return _Found(name, text[found.end() :])
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:

@@ -33,9 +33,9 @@ class CallScanner:
         self._reader: CallReader | None = None
         self._gap = ""
         """White space before the call that is being read."""
-        self._raw = ""
-        """What the reader got, opening included, in case it is no call."""
         self._opening = ""
+        self._body: list[str] = []
+        """What the reader got after the opening, in case it is no call."""
 
     def push(self, text: str) -> list[CallEvent]:
         events: list[CallEvent] = []
@@ -54,7 +54,7 @@ class CallScanner:
             if reading is not None:
                 self._announce(reading.call, events)
             else:
-                self._emit(self._gap + self._raw, events)
+                self._emit(self._gap + self._opening + "".join(self._body), events)
         self._emit(self._held, events)
         self._held = ""
         return events
@@ -73,7 +73,8 @@ class CallScanner:
             self._emit(solid, events)
             self._gap = text[len(solid) : start]
             self._reader = self._syntax.reader(opening)
-            self._raw = self._opening = opening
+            self._opening = opening
+            self._body = []
             return text[start + len(opening) :]
         keep = max((held_suffix(text, marker) for marker in self._syntax.openings), default=0)
         solid = self._solid(text[: len(text) - keep])
@@ -100,15 +101,14 @@ class CallScanner:
         return min(((start, opening) for start, opening in found if start >= 0), default=(0, None))
 
     def _read(self, reader: CallReader, text: str, events: list[CallEvent]) -> str:
-        self._raw += text
+        self._body.append(text)
         try:
             reading = reader.feed(text)
         except NotACall:
             # The opening is text after all; what follows it may still hold a call.
             self._reader = None
-            rest = self._raw[len(self._opening) :]
             self._emit(self._gap + self._opening, events)
-            return rest
+            return "".join(self._body)
         if reading is None:
             return ""
         self._reader = None

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cortex.neuron.weights.checkpoint import TensorInfo, open_checkpoint
 from cortex.neuron.weights.errors import CheckpointError, Malformed, TensorMissing, Unsupported
@@ -247,3 +249,27 @@ def test_metadata_of_the_wrong_kind_is_refused(tmp_path: Path, gguf_writer: Writ
 def test_an_unknown_architecture_names_what_is_supported(tmp_path: Path, gguf_writer: Writer) -> None:
     with pytest.raises(Unsupported, match=r"'mamba'.*llama, qwen2, qwen3, qwen3moe"):
         open_checkpoint(write(tmp_path, model(gguf_writer(), "mamba")))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
+    tmp_path: Path, gguf_writer: Writer, data: st.DataObject
+) -> None:
+    """From opening to the last tensor: damage that the header survives must not surface later as another error."""
+    writer, _ = mixture(gguf_writer())
+    writer.add_float("rope_freqs.weight", torch.ones(HEAD_DIM // 2))
+    raw = bytearray(writer.build())
+    header_bytes = len(raw) - sum(len(tensor[3]) for tensor in writer.tensors)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, header_bytes))
+        patch = data.draw(st.one_of(st.binary(min_size=1, max_size=4), st.just(b"\xff" * 8), st.just(b"\0" * 4)))
+        raw[at : at + len(patch)] = patch
+    path = tmp_path / "model.gguf"
+    path.write_bytes(raw)
+    try:
+        checkpoint = open_checkpoint(path)
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+    except CheckpointError:
+        pass

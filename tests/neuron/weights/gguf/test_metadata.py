@@ -237,7 +237,7 @@ def test_what_is_not_a_file_is_missing(tmp_path: Path) -> None:
             read_metadata(path)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
     tmp_path: Path, gguf_writer: Writer, data: st.DataObject

@@ -106,7 +106,7 @@ def test_every_truncation_is_refused(tmp_path: Path, write_safetensors_bytes: Co
             parse(tmp_path / "m.safetensors", whole[:length])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
     tmp_path: Path, write_safetensors_bytes: Compose, data: st.DataObject

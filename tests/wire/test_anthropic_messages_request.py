@@ -173,3 +173,11 @@ def test_a_pdf_is_refused_rather_than_dropped() -> None:
 def test_counting_reads_the_same_conversation_without_max_tokens() -> None:
     counted = parse_count_tokens(msgspec.json.encode({"model": "m", "messages": HELLO}))
     assert counted.messages == read().messages
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_continued() -> None:
+    prefilled = read(messages=[*HELLO, {"role": "assistant", "content": "The answer is"}])
+    assert prefilled.template_args == {"continue_final_message": True}
+    assert read().template_args == {}
+    called = [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]
+    assert read(messages=called).template_args == {}

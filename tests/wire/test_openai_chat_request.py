@@ -263,3 +263,9 @@ def test_a_built_request_parses_back_to_the_same_meaning() -> None:
 
 def test_usage_is_asked_of_a_foreign_node_even_when_the_client_did_not() -> None:
     assert parse(build(read(stream=True))).include_usage is True
+
+
+def test_a_message_to_continue() -> None:
+    request = read(continue_final_message=True, add_generation_prompt=False)
+    assert request.template_args == {"continue_final_message": True, "add_generation_prompt": False}
+    assert parse(build(request)) == request

@@ -9,7 +9,7 @@ import msgspec
 from cortex.wire import body as wire_body
 from cortex.wire.anthropic_messages.content import BILLING_HEADER, read_blocks, read_text_blocks
 from cortex.wire.body import Fields
-from cortex.wire.openai_chat.request import resolve_tool_choice
+from cortex.wire.openai_chat.request import CONTINUE, resolve_tool_choice
 from cortex.wire.requests import (
     GenerateRequest,
     Message,
@@ -59,6 +59,7 @@ def parse(body: bytes, *, keep_billing_header: bool = False) -> GenerateRequest:
             stop=read_stops(fields, "stop_sequences"),
         ),
         stream=fields.flag("stream") or False,
+        template_args={CONTINUE: True} if _is_prefilled(messages) else {},
         user=metadata.text("user_id") if metadata else None,
         dropped_tools=tuple(dropped),
     )
@@ -104,6 +105,12 @@ def _read_message(fields: Fields, keep_billing_header: bool, dropped: list[str])
         yield Message(role="tool", parts=(block,))
     if said or not blocks:
         yield Message(role="user", parts=tuple(said))
+
+
+def _is_prefilled(messages: list[Message]) -> bool:
+    """In this dialect a conversation that ends with the assistant's own words is to be continued from there."""
+    last = messages[-1]
+    return last.role == "assistant" and bool(last.parts) and all(isinstance(part, Text) for part in last.parts)
 
 
 def _read_tools(fields: Fields, dropped: list[str]) -> tuple[Tool, ...]:

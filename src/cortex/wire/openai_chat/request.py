@@ -27,6 +27,9 @@ from cortex.wire.requests import (
 )
 from cortex.wire.sampling import MAX_TOP_LOGPROBS, read_effort, read_output_format, read_sampling
 
+CONTINUE = "continue_final_message"
+TEMPLATE_SWITCHES = (CONTINUE, "add_generation_prompt")
+
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "developer",
@@ -45,7 +48,7 @@ def parse(body: bytes) -> GenerateRequest:
         raise fields.invalid("messages", "it is required and must hold at least one message")
     tools, dropped_tools = _read_tools(fields)
     stream_options = fields.object("stream_options")
-    template_args = fields.mapping("chat_template_kwargs") or {}
+    template_args = _read_template_args(fields)
     return GenerateRequest(
         model=model,
         messages=tuple(_read_message(message) for message in fields.objects("messages")),
@@ -81,6 +84,15 @@ def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
     if switch is None:
         return thinking
     return msgspec.structs.replace(thinking, enabled=switch)
+
+
+def _read_template_args(fields: Fields) -> dict[str, Any]:
+    """`chat_template_kwargs`, and the two of its switches that self-hosted servers also take by themselves."""
+    template_args = dict(fields.mapping("chat_template_kwargs") or {})
+    for name in TEMPLATE_SWITCHES:
+        if (switch := fields.flag(name)) is not None:
+            template_args[name] = switch
+    return template_args
 
 
 def _read_message(fields: Fields) -> Message:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.openai_chat.request import CONTINUE, TEMPLATE_SWITCHES
 from cortex.wire.openai_chat.stream import tool_call_body
 from cortex.wire.requests import (
     GenerateRequest,
@@ -47,7 +48,7 @@ def build(request: GenerateRequest) -> bytes:
         if not request.tool_choice.parallel:
             body["parallel_tool_calls"] = False
     body |= _output_body(request.output)
-    body |= _thinking_body(request)
+    body |= _template_body(request)
     body |= _sampling_body(request)
     if request.user is not None:
         body["user"] = request.user
@@ -62,12 +63,16 @@ def _sampling_body(request: GenerateRequest) -> dict[str, Any]:
     return dict(said)
 
 
-def _thinking_body(request: GenerateRequest) -> dict[str, Any]:
+def _template_body(request: GenerateRequest) -> dict[str, Any]:
     thinking = request.thinking
     template_args = dict(request.template_args)
     if thinking.enabled is not None:
         template_args.setdefault("enable_thinking", thinking.enabled)
+    switches = {name: template_args.pop(name) for name in TEMPLATE_SWITCHES if name in template_args}
+    if switches.get(CONTINUE):
+        switches.setdefault("add_generation_prompt", False)  # the two exclude each other on other servers
     return {
+        **switches,
         **({"reasoning_effort": thinking.effort} if thinking.effort is not None else {}),
         **({"chat_template_kwargs": template_args} if template_args else {}),
     }

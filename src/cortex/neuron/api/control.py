@@ -78,14 +78,14 @@ class Control:
 
     async def load(self, request: web.Request) -> web.Response:
         """Answers when the model is ready, or at once with `?wait=false`: then 202 while it is on its way."""
-        order = _decode(await request.read(), LoadRequest)
+        order = _decode(await replies.body_of(request), LoadRequest)
         wait = _flag(request, "wait", default=True)
         with self.doors.enter():
             status = await self.doors.wait_for(self.backend.load(order, wait=wait))
         return replies.json(status, status=200 if status.state is ModelState.READY else 202)
 
     async def unload(self, request: web.Request) -> web.Response:
-        order = _decode(await request.read(), UnloadRequest)
+        order = _decode(await replies.body_of(request), UnloadRequest)
         return replies.json(await self.backend.unload(order))
 
     async def events(self, request: web.Request) -> web.StreamResponse:

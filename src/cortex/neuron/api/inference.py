@@ -45,7 +45,7 @@ class Inference:
 
         async def handle(http: web.Request) -> web.StreamResponse:
             with self.doors.enter(), self.metrics.watch(name) as watch:
-                request = parse(await http.read())
+                request = parse(await replies.body_of(http))
                 self.backend.model(request.model)
                 watch.model = request.model
                 return await self._answer(http, DIALECTS[name], request, watch)

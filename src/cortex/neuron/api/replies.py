@@ -23,6 +23,14 @@ from cortex.wire.errors import (
 log = logging.getLogger(__name__)
 
 
+async def body_of(request: web.Request) -> bytes:
+    """Raises `BodyTooLarge`."""
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise BodyTooLarge(f"The body is larger than {request.client_max_size} bytes; send less at once.") from None
+
+
 def json(value: Any, *, status: int = 200) -> web.Response:
     """`value`, a wire value or plain data, as a JSON body."""
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
@@ -46,8 +54,6 @@ def known(problem: Exception, request: web.Request) -> CortexError:
             return problem
         case TextModelError():
             return LoadFailed(str(problem))
-        case web.HTTPRequestEntityTooLarge():
-            return BodyTooLarge(f"The body is larger than {request.client_max_size} bytes; send less at once.")
         case web.HTTPMethodNotAllowed(allowed_methods=allowed):
             return MethodNotAllowed(f"{request.method} is not for {request.path}; use {' or '.join(sorted(allowed))}.")
         case web.HTTPNotFound():

@@ -23,13 +23,13 @@ class Tokens:
         return [web.post("/tokenize", self.tokenize), web.post("/v1/messages/count_tokens", self.count)]
 
     async def count(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        body = await replies.body_of(request)
         asked = anthropic_messages.parse_count_tokens(body, keep_billing_header=not self.strip_billing_header)
         return replies.json({"input_tokens": len(await self._render(asked))})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`prompt` (or `text`) as it is, or `messages` through the model's template."""
-        body = await request.read()
+        body = await replies.body_of(request)
         fields = wire_body.parse(body)
         if "messages" in fields:
             asked = openai_chat.parse(body)

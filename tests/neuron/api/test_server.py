@@ -19,6 +19,8 @@ import openai
 import pytest
 from aiohttp import ClientSession
 
+from cortex.wire.sse import Parser
+
 SOURCE = Path(__file__).parents[3] / "src"
 PATIENCE_S = 90.0
 """For a shared machine: starting a worker means importing torch."""
@@ -183,6 +185,27 @@ async def test_a_request_loads_the_model_a_client_that_leaves_frees_it_and_sigte
     assert await asyncio.to_thread(daemon.process.wait, 15) == 0
     assert time.monotonic() - began_s < 12
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+async def test_a_killed_worker_is_told_in_the_stream_and_the_model_comes_back(
+    daemon: Daemon, http: ClientSession
+) -> None:
+    await _read(http, chat(max_tokens=2))
+    (worker,) = daemon.workers()
+    endless = chat(stream=True, max_tokens=2900, ignore_eos=True)
+    async with http.post("/v1/chat/completions", json=endless) as response:
+        await response.content.readany()
+        os.kill(worker, signal.SIGKILL)
+        last = Parser().feed(await response.read())[-1]
+    assert json.loads(last.data)["error"]["code"] == "recovering"
+    async with http.post("/v1/chat/completions", json=chat()) as response:
+        if response.status != 200:
+            assert (response.status, (await response.json())["error"]["code"]) == (503, "recovering")
+            assert int(response.headers["retry-after"]) >= 1
+    async with asyncio.timeout(PATIENCE_S):
+        while (await model(http))["state"] != "ready":
+            await asyncio.sleep(0.05)
+    assert b'"finish_reason"' in await _read(http, chat(max_tokens=2))
 
 
 async def _read(http: ClientSession, body: dict[str, Any]) -> bytes:

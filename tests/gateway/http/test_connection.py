@@ -174,6 +174,32 @@ def test_deadlines_follow_the_phase(seconds):
     drive.close()
 
 
+def test_a_body_may_take_its_time_as_long_as_it_moves():
+    drive = Drive(at_once=False)
+    clock = drive.loop.time()
+    drive.loop.time = lambda: clock  # type: ignore[method-assign]
+    drive.connection.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+    for _ in range(8):
+        clock += 0.9 * ClientLimits().body_s
+        drive.connection.on_tick(clock)
+        drive.connection.data_received(b".")
+    assert drive.wire.written == b""
+    drive.connection.on_tick(clock + 1.1 * ClientLimits().body_s)
+    assert b"HTTP/1.1 408 " in drive.wire.written
+    drive.close()
+
+
+def test_a_large_body_does_not_count_against_the_head_behind_it():
+    drive = Drive(at_once=True)
+    first, second = encode(b"POST", b"/", bytes(200_000), 0), encode(b"GET", b"/", b"", 0)
+    drive.connection.data_received(first + second[:10])
+    drive.turn()
+    drive.connection.data_received(second[10:])
+    drive.turn()
+    assert len(drive.exchanges) == 2
+    drive.close()
+
+
 def test_a_running_exchange_has_no_deadline():
     drive = Drive(at_once=False)
     drive.connection.data_received(encode(b"GET", b"/", b"", 0))

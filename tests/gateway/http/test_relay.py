@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 
 import pytest
 
+from cortex.gateway.http.call import Call
+from cortex.gateway.http.connection import Connection
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.faults import ConnectFailed, ConnectionLost, MalformedResponse
 from cortex.gateway.http.relay import TAIL_BYTES, Keepalive, Outcome, Relay
+from cortex.gateway.http.upstream_connection import UpstreamConnection
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -363,7 +367,57 @@ async def test_a_slow_client_slows_the_node_down_instead_of_filling_memory(stage
     writer.transport.resume_reading()
     _, body = await stage.read_message(reader)
     assert body.replace(b": still here\n\n", b"").count(b"\n\n") == 1000
+    assert body.count(b": still here") <= 4, "nothing is added for a client that does not read"
     assert stage.books[0].outcome is Outcome.COMPLETE
+
+
+async def test_nothing_is_said_inside_an_event_too_long_to_hold(stage):
+    async def verbose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await node.read(reader)
+        writer.write(STREAM_HEAD + chunk(b"data: " + b"x" * 300_000))
+        await asyncio.sleep(0.2)
+        writer.write(chunk(b"end\n\n"))
+        await asyncio.sleep(0.2)
+        writer.write(END)
+        await reader.read()
+
+    node = await stage.node(verbose)
+    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=0.05)
+    reader, _ = await stage.client(port, POST)
+    _, body = await stage.read_message(reader)
+    event = b"data: " + b"x" * 300_000 + b"end\n\n"
+    assert body.startswith(event)
+    assert set(body[len(event) :].split(b"\n\n")) == {b": still here", b""}
+
+
+async def test_a_node_asked_while_the_client_is_full_waits_too(stage):
+    calls = []
+
+    class Call:
+        def pause(self):
+            calls.append("pause")
+
+        def abort(self):
+            calls.append("abort")
+
+    class Pool:
+        def send(self, *request, silence_s):
+            calls.append("send")
+            return Call()
+
+    def handler(exchange: Exchange) -> None:
+        exchange.start(200, ())
+        while not exchange.paused:
+            exchange.write(bytes(65536))
+        Relay(exchange, stage.open_books(exchange), stage.ticker).send(Pool(), b"GET", b"/", (), b"")
+
+    _, port = await stage.server(handler)
+    _, writer = await stage.client(port)
+    writer.transport.pause_reading()
+    writer.write(POST)
+    await stage.eventually(lambda: calls == ["send", "pause"])
+    writer.transport.abort()
+    await stage.eventually(lambda: calls[-1] == "abort")
 
 
 class Upper:
@@ -453,6 +507,34 @@ async def test_an_observer_that_fails_does_not_leave_the_client_waiting(stage):
     assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 502")
     assert isinstance(problems[0], ZeroDivisionError)
     await stage.eventually(lambda: pool.num_calls == 0)
+
+
+async def test_what_is_over_is_not_kept_in_memory(stage):
+    kinds = (Connection, UpstreamConnection, Exchange, Relay, Call, asyncio.BaseTransport)
+
+    def num_alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, kinds) for thing in gc.get_objects())
+
+    async def some_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await node.read(reader)
+        writer.write(STREAM_HEAD + chunk(b"data: a\n\n"))
+        await reader.read()
+
+    before = num_alive()
+    node = await stage.node(some_and_close)
+    pool = stage.pool(node.origin)
+    server, port = await stage.relaying(pool, keepalive_s=0.05)
+    for _ in range(20):
+        reader, writer = await stage.client(port, POST)
+        await reader.readuntil(b"data: a\n\n")
+        stage.reset(writer)
+    del reader, writer
+    await stage.eventually(lambda: not server.connections and not pool.connections and node.num_open == 0)
+    stage.books.clear()
+    stage.writers.clear()
+    await asyncio.sleep(0.05)
+    assert num_alive() == before
 
 
 async def test_200_streams_of_which_a_third_leave_leave_nothing_behind(stage):

@@ -182,15 +182,36 @@ async def test_a_silent_node_is_given_up_but_a_slow_one_is_not(stage):
 
 
 async def test_a_paused_node_is_not_silent(stage):
-    node = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab", b"cd")
+    resumed = asyncio.Event()
+
+    async def waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await node.read(reader)
+        await resumed.wait()
+        await asyncio.sleep(0.1)
+        writer.write(OK)
+        await reader.read()
+
+    node = await stage.node(waiting)
     sink = Recorder()
-    call = stage.pool(node.origin, silence_s=0.1).send(b"GET", b"/", (), b"", sink)
+    call = stage.pool(node.origin, silence_s=0.2).send(b"GET", b"/", (), b"", sink)
     call.pause()
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.4)
+    call.resume()  # its silence counts from here
+    resumed.set()
+    await sink.over.wait()
+    assert sink.body == b"ok"
+
+
+async def test_a_call_paused_before_it_is_connected_reads_nothing_until_it_is_resumed(stage):
+    node = await stage.answering(OK)
+    sink = Recorder()
+    call = stage.pool(node.origin).send(b"GET", b"/", (), b"", sink)
+    call.pause()
+    await asyncio.sleep(0.1)
     assert sink.said == []
     call.resume()
     await sink.over.wait()
-    assert sink.body == b"abcd"
+    assert sink.body == b"ok"
 
 
 NONSENSE = {

@@ -265,7 +265,7 @@ class Connection(asyncio.Protocol):
             self._serve(self._ready.popleft())
         elif self._refusal is not None:
             self._refuse(self._refusal)
-        elif self._owes_continue and self._in_message and not self._in_head:
+        elif self._owes_continue and not self._in_head:
             self._owes_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

@@ -138,3 +138,13 @@ def misbehave(token: int) -> None:
 
 
 load = FaultyEngine.load
+
+
+class BrokenEngine(FaultyEngine):
+    def step(self):
+        raise RuntimeError("page table is corrupt")
+
+
+def load_broken(spec, device, progress, cancelled):
+    """An engine that never manages a step, where the path says so."""
+    return BrokenEngine({}) if spec.path == "broken" else FaultyEngine({})

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from cortex.neuron.device import memoryprobe
 from cortex.neuron.device.address import DeviceAddress
-from cortex.neuron.device.faults import FaultKind, classify, explain
+from cortex.neuron.device.faults import FaultKind, chain, classify, explain
 from cortex.neuron.device.outbox import Outbox
 from cortex.neuron.device.protocol import (
     Activity,
@@ -47,7 +47,7 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats,
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
-"""Steps of one model that may fail in a row, with nothing left in it, before it is given up."""
+"""Steps of one model that may fail in a row before it is given up and must be loaded anew."""
 STATS_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 0.05
 
@@ -152,7 +152,8 @@ class Executor:
             case Exit():
                 self._exiting = True
             case CancelLoad():
-                pass  # the reader thread has set the flag already
+                # The reader thread has set the flag already; by the time this turn comes, the load has ended.
+                self._cancelled_loads.discard(command.handle)
         self.progress += 1
 
     # Requests
@@ -211,13 +212,16 @@ class Executor:
         kind = self._judge(error, "step")
         message = explain(error)
         log.error("a step of model %d failed (%s): %s", resident.handle, kind, message, exc_info=error)
-        remaining = [request_id for request_id in resident.live if request_id not in resident.failing]
-        victims = choose_victims(kind, {request_id: resident.live[request_id] for request_id in remaining})
-        if not victims:
-            resident.failed_steps += 1
+        live = {name: produced for name, produced in resident.live.items() if name not in resident.failing}
+        victims = choose_victims(kind, live)
         for request_id in victims:
             resident.failing[request_id] = (kind, message)
             resident.engine.cancel(request_id)
+        if kind is FaultKind.OUT_OF_MEMORY:
+            memoryprobe.give_back(self._device)
+        # Running out of memory may take several requests in a row before the rest fits.
+        if kind is not FaultKind.OUT_OF_MEMORY or not victims:
+            resident.failed_steps += 1
         if resident.failed_steps >= MAX_FAILED_STEPS:
             self._give_up(resident, message)
 
@@ -245,22 +249,26 @@ class Executor:
                 lambda: handle in self._cancelled_loads,
             )
         except LoadCancelled as error:
-            memoryprobe.give_back(self._device)
-            self._outbox.put(LoadFailed(handle, FaultKind.REQUEST, str(error), cancelled=True))
+            self._load_failed(handle, FaultKind.REQUEST, str(error), error, cancelled=True)
         except LoadError as error:
-            memoryprobe.give_back(self._device)
-            self._outbox.put(LoadFailed(handle, FaultKind.REQUEST, str(error)))
+            self._load_failed(handle, FaultKind.REQUEST, str(error), error)
         except Exception as error:
             kind = self._judge(error, "load")
             log.error("loading %s failed: %s", command.spec.path, explain(error), exc_info=error)
-            error.__traceback__ = None  # its frames hold half-loaded weights
-            memoryprobe.give_back(self._device)
-            self._outbox.put(LoadFailed(handle, kind, explain(error)))
+            self._load_failed(handle, kind, explain(error), error)
         else:
             self._residents[handle] = _Resident(handle, engine)
             self._outbox.put(Loaded(handle, engine.info, before, memoryprobe.measure(self._device)))
         finally:
             self._cancelled_loads.discard(handle)
+
+    def _load_failed(
+        self, handle: int, kind: FaultKind, message: str, error: Exception, *, cancelled: bool = False
+    ) -> None:
+        for link in chain(error):
+            link.__traceback__ = None  # its frames hold half-loaded weights
+        memoryprobe.give_back(self._device)
+        self._outbox.put(LoadFailed(handle, kind, message, cancelled))
 
     def load_progressed(self, handle: int, stage: str, done_bytes: int, total_bytes: int, *, tell: bool) -> None:
         self.progress += 1
@@ -273,7 +281,7 @@ class Executor:
         postponed: deque[Command] = deque()
         while self._jobs:
             command = self._jobs.popleft()
-            if isinstance(command, Submit | Cancel | QueryMemory | CancelLoad):
+            if isinstance(command, Submit | Cancel | QueryMemory):
                 self._execute(command)
             else:
                 postponed.append(command)

@@ -5,12 +5,15 @@ The contract the device worker relies on (`engine.Engine`, every method on the e
     Engine.load(spec, device, progress, cancelled) -> Engine
         progress(stage, done_bytes, total_bytes) is called often; cancelled() true raises LoadCancelled.
         Raises LoadError (bad files, unsupported architecture, does not fit) with a message for the user,
-        and leaves nothing on the device when it raises.
+        and leaves nothing on the device when it raises. The worker steps its other engines inside progress():
+        call it outside of torch modes that would reach them (default dtype, default device).
     engine.info: EngineInfo
     engine.submit(request)       raises RequestError when it can never be served
     engine.cancel(request_id)    unknown ids are ignored; a final StepOutput("cancelled") follows for known ones
     engine.has_work: bool
     engine.step() -> list[StepOutput]
+        When it raises (out of memory, a bug) every request is still in the engine and will be computed as if the
+        step had not been: the worker cancels the ones to blame and steps on.
     engine.stats() -> EngineStats
     engine.close()               frees everything; the object is dead afterwards
 """

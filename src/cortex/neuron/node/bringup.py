@@ -43,6 +43,7 @@ class Surveyed:
 
     facts: ModelFacts
     text: TextModel
+    asked_quant: str | None
 
 
 class BringUp:
@@ -72,21 +73,20 @@ class BringUp:
         self.surveyed: dict[str, Surveyed] = {}
         """By model id; kept after an unload."""
 
-    async def __call__(self, model_id: str, observer: BringUpObserver) -> Instance:
+    async def __call__(self, model: KnownModel, observer: BringUpObserver) -> Instance:
         """Raises LoadFailed, InsufficientCapacity, or the supervisor's WorkerLost."""
-        model = self._library.find(model_id)
         self._check(model)
         path = await self._files(model, observer)
         observer.on_files_at_hand()
         survey = await self.survey(model, path)
         async with self._room_for(model, survey.facts) as device:
             supervisor = self._supervisors[device.index]
-            instance = self._instance(model_id, supervisor, observer)
+            instance = self._instance(model.id, supervisor, observer)
             try:
                 resident = await supervisor.load(self._spec(model, survey.facts, device), instance)
             except LoadRefused as error:
                 kind = InsufficientCapacity if error.kind is FaultKind.OUT_OF_MEMORY else LoadFailed
-                raise kind(f"{model_id}: {error}") from error
+                raise kind(f"{model.id}: {error}") from error
             # Nothing is awaited from here on: a cancelled bring-up must not leave a loaded model behind.
             instance.loaded(resident)
             return instance
@@ -106,7 +106,7 @@ class BringUp:
     async def survey(self, model: KnownModel, path: Path) -> Surveyed:
         """Reads headers and tokenizer on a thread; remembered. Raises LoadFailed."""
         known = self.surveyed.get(model.id)
-        if known is not None and known.facts.path == path:
+        if known is not None and (known.facts.path, known.asked_quant) == (path, model.quant):
             return known
         survey = await asyncio.to_thread(self._survey, model, path)
         self.surveyed[model.id] = survey
@@ -115,7 +115,7 @@ class BringUp:
     def _survey(self, model: KnownModel, path: Path) -> Surveyed:
         facts = inspect(path, None if is_gguf(path) else model.quant)
         try:
-            return Surveyed(facts, self._load_text(path))
+            return Surveyed(facts, self._load_text(path), model.quant)
         except (OSError, TextModelError, CheckpointError) as error:
             raise LoadFailed(f"{model.id}: its tokenizer cannot be read: {error}") from error
 

@@ -61,7 +61,8 @@ class Library:
         raise ModelNotFound(f"this node knows no model {model_id!r}; {hint}", param="model")
 
     def adopt(self, request: LoadRequest) -> KnownModel:
-        """The model a load request means, remembered under its id. What the request leaves out stays as configured.
+        """The model as a load request wants it: what the request leaves out is as configured. An id that is new is
+        remembered with its source; everything else holds for this load alone.
 
         Raises ModelNotFound for an id that is neither known, nor a hub id, nor a path that exists.
         """
@@ -70,8 +71,8 @@ class Library:
             source = request.source or request.model_id
             if request.source is None and not _names_a_model(source):
                 return self.find(request.model_id)
-            known = KnownModel(request.model_id, source)
-        known = replace(
+            known = self._models[request.model_id] = KnownModel(request.model_id, source)
+        return replace(
             known,
             source=request.source or known.source,
             harness=request.harness,
@@ -80,8 +81,6 @@ class Library:
             tensor_parallel=max(request.tensor_parallel, known.tensor_parallel),
             context_tokens=request.context_tokens or known.context_tokens,
         )
-        self._models[known.id] = known
-        return known
 
     def discovered(self, model_ids: list[str]) -> list[str]:
         """Adds models found in the cache; returns the ids that are new."""

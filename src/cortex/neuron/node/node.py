@@ -134,8 +134,9 @@ class Node:
 
     def model(self, model_id: str) -> ModelStatus:
         """Raises ModelNotFound."""
-        model = self._library.find(model_id)
-        return describe(model, self._owners.get(model_id), self._bring_up.surveyed.get(model_id))
+        owner = self._owners.get(model_id)
+        model = owner.model if owner is not None else self._library.find(model_id)
+        return describe(model, owner, self._bring_up.surveyed.get(model_id))
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' own counters by model id, as of their last reports; resident models only."""
@@ -158,19 +159,18 @@ class Node:
         if request.harness not in self.discovery.harnesses:
             offered = ", ".join(self.discovery.harnesses)
             raise LoadFailed(f"this node has no harness {request.harness!r}; it has {offered}")
-        owner = self._owner(self._library.adopt(request).id)
+        model = self._library.adopt(request)
         if wait:
-            await owner.ensure_ready()
+            await self._owner(model.id).ensure_ready(model)
         else:
-            owner.want_ready()
+            self._owner(model.id).want_ready(model)
         return self.model(request.model_id)
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the memory is back. Running requests get `drain_s`, or nothing with `force`."""
-        model = self._library.find(request.model_id)
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
-        await self._owner(model.id).ensure_gone(0.0 if request.force else drain_s)
-        return self.model(model.id)
+        await self._owner(request.model_id).ensure_gone(0.0 if request.force else drain_s)
+        return self.model(request.model_id)
 
     async def text(self, model_id: str) -> TextModel:
         """The model's tokenizer, template and parsers, without its weights; remembered. Raises LoadFailed."""
@@ -190,7 +190,7 @@ class Node:
         PromptTooLongForMemory.
         """
         self._refuse_when_closing()
-        return self._owner(self._library.find(model_id).id).serving().submit(request)
+        return self._owner(model_id).serving().submit(request)
 
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which gives everything back. False while models are on it."""
@@ -221,8 +221,10 @@ class Node:
     # Inside
 
     def _owner(self, model_id: str) -> Owner:
+        """Raises ModelNotFound."""
         if model_id not in self._owners:
-            self._owners[model_id] = Owner(model_id, self._bring_up, self._model_changed, self._parts.policy)
+            model = self._library.find(model_id)
+            self._owners[model_id] = Owner(model, self._bring_up, self._model_changed, self._parts.policy)
         return self._owners[model_id]
 
     def _refuse_when_closing(self) -> None:

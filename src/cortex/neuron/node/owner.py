@@ -16,6 +16,7 @@ from typing import Protocol
 from cortex.neuron.device.backoff import BackoffPolicy
 from cortex.neuron.device.supervisor import WorkerLost
 from cortex.neuron.node.instance import Instance
+from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.lifecycle import (
     BringUp,
     BringUpFailed,
@@ -63,13 +64,15 @@ class Owner:
 
     def __init__(
         self,
-        model_id: str,
-        bring_up: Callable[[str, BringUpObserver], Awaitable[Instance]],
+        model: KnownModel,
+        bring_up: Callable[[KnownModel, BringUpObserver], Awaitable[Instance]],
         on_changed: Callable[[str], None],
         policy: BackoffPolicy,
     ) -> None:
         """`bring_up` makes a serving instance; it raises CortexError or WorkerLost, and cleans up when cancelled."""
-        self.model_id = model_id
+        self.model_id = model.id
+        self.model = model
+        """How it is loaded, or was last, or will be next."""
         self.life = Lifecycle(since_s=time.monotonic())
         self.instance: Instance | None = None
         self.progress: LoadProgress | None = None
@@ -90,12 +93,14 @@ class Owner:
 
     # Wishes
 
-    def want_ready(self) -> None:
-        """Starts bringing the model up, unless that is done or under way."""
+    def want_ready(self, model: KnownModel) -> None:
+        """Starts bringing the model up as `model` says; joins a load that is done or under way, however asked."""
+        self._adopt(model)
         self._post(EnsureReady())
 
-    async def ensure_ready(self) -> None:
+    async def ensure_ready(self, model: KnownModel) -> None:
         """Returns when the model is ready. Raises what kept it from it. Leaving early does not stop the load."""
+        self._adopt(model)
         await self._wait(self._ready_waiters, EnsureReady())
 
     async def ensure_gone(self, drain_s: float) -> None:
@@ -129,6 +134,10 @@ class Owner:
         """Returns when nothing is under way any more; the workers must be gone by then."""
         if self._work is not None:
             await asyncio.wait({self._work})
+
+    def _adopt(self, model: KnownModel) -> None:
+        if self.life.state in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING):
+            self.model = model
 
     def _retry_after_s(self) -> float:
         eta_s = self.progress.told().eta_s if self.progress is not None else None
@@ -201,7 +210,7 @@ class Owner:
         try:
             if delay_s:
                 await asyncio.sleep(delay_s)
-            self.instance = await self._make_instance(self.model_id, _Observer(self, attempt))
+            self.instance = await self._make_instance(self.model, _Observer(self, attempt))
         except CortexError as error:
             self.last_error = error
             self._post(BringUpFailed(attempt, error.message))
@@ -259,6 +268,8 @@ class Owner:
         """An input from the bring-up or from the instance."""
         if isinstance(what, Lost):
             self.instance = None
+            if self._abandoned:
+                return  # the node ended the worker itself
         self._post(what)
 
 

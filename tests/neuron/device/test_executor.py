@@ -1,0 +1,119 @@
+"""The engine thread's decisions, without a process: jobs in, events out."""
+
+import itertools
+import queue
+
+import faulty_engine
+import pytest
+
+from cortex.neuron.device.address import DeviceAddress
+from cortex.neuron.device.executor import DeviceFault, Executor, choose_victims
+from cortex.neuron.device.faults import FaultKind
+from cortex.neuron.device.outbox import Outbox
+from cortex.neuron.device.protocol import (
+    CancelLoad,
+    Exit,
+    Load,
+    Loaded,
+    LoadFailed,
+    LoadProgress,
+    ModelBroken,
+    Outputs,
+    RequestFailed,
+    Submit,
+    Unload,
+    Unloaded,
+)
+from cortex.neuron.engine.request import EngineRequest, LoadSpec
+
+
+class Turns:
+    """An inbox that gives one batch per turn of the engine thread, so that a test needs no second one."""
+
+    def __init__(self, executor, batches):
+        self._executor = executor
+        self._batches = batches
+        self._given = False
+
+    def get(self):
+        self._given = True
+        return self._batches.pop(0)
+
+    def get_nowait(self):
+        self._given = not self._given
+        if not self._given or self._executor.activity == "load":
+            raise queue.Empty
+        return self._batches.pop(0)
+
+
+def run(*turns, engine="faulty_engine:load"):
+    """Every event of a worker that is given one batch of commands per turn and then leaves."""
+    outbox = Outbox()
+    executor = run.executor = Executor(DeviceAddress("cpu", 0), engine, outbox)
+    for command in itertools.chain(*turns):
+        if isinstance(command, CancelLoad):
+            executor.cancel_load(command.handle)
+    executor.inbox = Turns(executor, [*turns, [Exit()]])
+    executor.run()
+    return outbox.take(0)
+
+
+def load(handle):
+    return Load(handle, LoadSpec(path="nowhere"))
+
+
+def submit(handle, request_id, token=faulty_engine.PLAIN):
+    return Submit(handle, EngineRequest(id=request_id, prompt=(token,), max_tokens=2))
+
+
+def kinds(events):
+    return [type(event) for event in events if not isinstance(event, LoadProgress)]
+
+
+def test_jobs_are_done_in_order():
+    assert kinds(run([load(1), Unload(1)])) == [Loaded, Unloaded]
+
+
+def test_a_request_for_a_model_that_is_gone_fails():
+    events = run([load(1), Unload(1), submit(1, "late")])
+    assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["late"]
+
+
+def test_a_load_that_was_called_off_in_the_queue_never_begins():
+    events = run([load(1), CancelLoad(1)])
+    assert kinds(events) == [LoadFailed]
+    assert events[-1].cancelled
+    assert not run.executor._cancelled_loads
+
+
+def test_calling_off_a_load_that_is_done_leaves_no_trace():
+    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", Outbox())
+    executor.cancel_load(7)
+    executor._execute(CancelLoad(7))
+    assert not executor._cancelled_loads
+
+
+def test_a_device_fault_leaves_the_thread():
+    with pytest.raises(DeviceFault, match="device fault in step: RuntimeError: CUDA error"):
+        run([load(1)], [submit(1, "fatal", faulty_engine.DEVICE_FAULT)], [], [])
+
+
+def test_a_model_whose_every_step_fails_is_given_up_and_the_others_are_not():
+    loads = [Load(1, LoadSpec(path="broken")), load(2)]
+    events = run(loads, [submit(1, "a"), submit(2, "b")], *([[]] * 6), engine="faulty_engine:load_broken")
+    assert [event.handle for event in events if isinstance(event, ModelBroken)] == [1]
+    assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["a"]
+    assert any(isinstance(event, Outputs) and event.handle == 2 for event in events)
+
+
+@pytest.mark.parametrize(
+    ("kind", "live", "victims"),
+    [
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": False, "newer": False}, ["newer"]),
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": True}, ["new"]),
+        (FaultKind.OUT_OF_MEMORY, {}, []),
+        (FaultKind.BUG, {"old": True, "new": False}, ["old", "new"]),
+    ],
+)
+def test_who_pays_for_a_failed_step(kind, live, victims):
+    assert choose_victims(kind, live) == victims

@@ -20,8 +20,26 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     subprocess.run(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -keyout key.pem -out cert.pem "
-        "-subj /CN=localhost -addext subjectAltName=DNS:localhost".split(),
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "1",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "cert.pem",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost",
+        ],
         cwd=folder,
         check=True,
         capture_output=True,

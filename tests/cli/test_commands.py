@@ -284,7 +284,7 @@ def test_usage_shows_what_the_books_hold(invoke: Invoke, tmp_path: Any) -> None:
     assert invoke("usage", "--config", str(config)).code is ExitCode.NOT_FOUND
     store = open_store(str(tmp_path / "books.db"))
     slot = Slot.at(time.time(), key_id="abcdefgh", key_name="anna", model="small", node="beast")
-    store.add({slot: Counts(requests=2, usage=Usage(prompt_tokens=1000, completion_tokens=234))})
+    store.exchange({slot: Counts(requests=2, usage=Usage(prompt_tokens=1000, completion_tokens=234))}, {})
     store.close()
     shown = invoke("usage", "--config", str(config)).stdout
     assert "anna" in shown

@@ -119,35 +119,48 @@ class Terminal:
         """Read until `pattern` appears in what has not been matched yet."""
         deadline = time.monotonic() + timeout_s
         while not (match := re.search(pattern, self.seen)):
-            remaining_s = deadline - time.monotonic()
-            assert remaining_s > 0, f"{pattern!r} did not appear in {self.seen!r}"
-            if select.select([self.descriptor], [], [], remaining_s)[0]:
-                self.seen += os.read(self.descriptor, 65536).decode(errors="replace")
+            assert self._read(deadline - time.monotonic()), f"{pattern!r} did not appear in {self.seen!r}"
         self.seen = self.seen[match.end() :]
 
-    def wait_end(self) -> int:
-        try:
-            while os.read(self.descriptor, 65536):
-                pass
-        except OSError:
-            pass  # the other end is closed
+    def wait_end(self, timeout_s: float = 20.0) -> int:
+        """The exit code, once the program has ended by itself."""
+        deadline = time.monotonic() + timeout_s
+        while self._read(deadline - time.monotonic()):
+            pass
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.02)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+        assert ended, f"still running after {self.seen!r}"
+        self.pid = 0
+        return os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         os.close(self.descriptor)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _read(self, timeout_s: float) -> bool:
+        """Take what there is within the time; False when there is nothing, or nobody who could say more."""
+        if timeout_s <= 0 or not select.select([self.descriptor], [], [], timeout_s)[0]:
+            return False
+        try:
+            self.seen += os.read(self.descriptor, 65536).decode(errors="replace")
+        except OSError:
+            return False  # the program has closed its side
+        return True
 
 
 @pytest.fixture
 def chat(up: Run) -> Iterator[Terminal]:
     terminal = Terminal(up, "chat", SMOLLM2.id, "-t", "0", "-n", "400")
-    terminal.wait_for("> ")
     yield terminal
-    try:
-        os.kill(terminal.pid, signal.SIGKILL)
-        terminal.wait_end()
-    except (ProcessLookupError, ChildProcessError, OSError):
-        pass  # it has left already, as the test wanted
+    terminal.close()
 
 
 def test_an_interactive_chat_streams_remembers_and_leaves(chat: Terminal) -> None:
+    chat.wait_for("> ")
     chat.type("What is the capital of France?\n")
     chat.wait_for("Paris")
     chat.wait_for("> ")
@@ -160,7 +173,9 @@ def test_an_interactive_chat_streams_remembers_and_leaves(chat: Terminal) -> Non
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(chat: Terminal) -> None:
+    chat.wait_for("> ")
     chat.type("Write a very long story about the sea, with many chapters.\n")
+    chat.wait_for(r"many chapters\.\r\n")  # the terminal's echo of the question
     chat.wait_for(r"\w+ \w+ \w+ \w+ \w+ \w+")
     chat.type("\x03")
     chat.wait_for("stopped")

@@ -232,7 +232,7 @@ def wait_until_loaded(console: Console, plan: Plan, supervisor: Supervisor) -> b
     if supervisor.stopping:
         return False
     for status in failed:
-        console.print(f"[yellow]{status.id} is not available:[/yellow] {status.reason or 'no reason given'}")
+        console.print(f"[yellow]{status.id} is not available:[/yellow] {reason_of(status)}")
     return True
 
 
@@ -259,8 +259,13 @@ def loaded_models(gateway: Gateway, statuses: Sequence[ModelStatus]) -> set[str]
 
 
 def load_failure(failed: Sequence[ModelStatus]) -> CommandError:
-    reasons = "; ".join(f"{status.id} could not be loaded: {status.reason or 'no reason given'}" for status in failed)
-    return CommandError(reasons.rstrip("."), "choose another model or fix this one, then start again")
+    told = "; ".join(f"{status.id} could not be loaded: {reason_of(status)}" for status in failed)
+    return CommandError(told.rstrip("."), "choose another model or fix this one, then start again")
+
+
+def reason_of(status: ModelStatus) -> str:
+    """The node's own words, without the name that already stands before them."""
+    return (status.reason or "no reason given").removeprefix(f"{status.id}: ")
 
 
 def say_ready(console: Console, plan: Plan, seconds: float) -> None:

@@ -8,6 +8,7 @@ unloads that arrive meanwhile wait their turn; submits and cancels do not.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import queue
@@ -116,6 +117,10 @@ class Executor:
     def run(self) -> None:
         """Until `Exit`, or until a DeviceFault leaves it."""
         self._load_engine = resolve_loader(self._engine)
+        # What the imports made lives as long as the process: collections need not look at it, neither in the
+        # middle of a step nor after an unload.
+        gc.collect()
+        gc.freeze()
         while not self._exiting:
             self.activity = "idle"
             self._receive(wait=not self._jobs and not self._has_work())

@@ -1,0 +1,125 @@
+"""The same node with the engine it ships with, on small random models."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from faulty_models import CONFIG, parts
+from safetensors.torch import save_file
+
+from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
+from cortex.neuron.device.backoff import BackoffPolicy
+from cortex.neuron.device.hostmemory import resident_bytes
+from cortex.neuron.device.process import ENGINE
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.node.node import Node
+from cortex.wire.errors import Recovering
+from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+
+MEBIBYTE = 1 << 20
+
+
+def write_llama(folder, seed, vocab=1000):
+    hidden, inner, layers, kv = 64, 128, 2, 32
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator) * 0.05
+
+    tensors = {
+        "model.embed_tokens.weight": random(vocab, hidden),
+        "lm_head.weight": random(vocab, hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    for layer in range(layers):
+        block = f"model.layers.{layer}"
+        tensors |= {
+            f"{block}.input_layernorm.weight": torch.ones(hidden),
+            f"{block}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{block}.self_attn.q_proj.weight": random(hidden, hidden),
+            f"{block}.self_attn.k_proj.weight": random(kv, hidden),
+            f"{block}.self_attn.v_proj.weight": random(kv, hidden),
+            f"{block}.self_attn.o_proj.weight": random(hidden, hidden),
+            f"{block}.mlp.gate_proj.weight": random(inner, hidden),
+            f"{block}.mlp.up_proj.weight": random(inner, hidden),
+            f"{block}.mlp.down_proj.weight": random(hidden, inner),
+        }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab, "rope_theta": 10_000.0}))
+    return str(folder)
+
+
+async def start(tmp_path):
+    # Two models that differ in size, so that one cannot simply move into the other's place.
+    models = (
+        ModelEntry(id="a", source=write_llama(tmp_path / "a", 1), context_tokens=512),
+        ModelEntry(id="b", source=write_llama(tmp_path / "b", 2, vocab=40_000), context_tokens=512),
+    )
+    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0)
+    return await Node.start(config, parts(engine=ENGINE, patience=None, policy=BackoffPolicy()))
+
+
+async def answer(node, model_id, request_id="r"):
+    greedy = SamplingParams(temperature=0.0)
+    request = EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=8, sampling=greedy)
+    return [token async for batch in node.submit(model_id, request) for output in batch for token in output.tokens]
+
+
+async def load(node, model_id):
+    return await node.load(LoadRequest(model_id=model_id), wait=True)
+
+
+async def test_a_killed_worker_comes_back_and_answers_the_same(tmp_path):
+    node = await start(tmp_path)
+    try:
+        await load(node, "a")
+        first = await answer(node, "a")
+        assert len(first) == 8
+        stream = node.submit("a", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=400))
+        await anext(stream)
+        os.kill(node._supervisors[0].process_id, signal.SIGKILL)
+        with pytest.raises(Recovering):
+            async for _ in stream:
+                pass
+        assert (await load(node, "a")).state is ModelState.READY
+        assert await answer(node, "a") == first
+    finally:
+        await node.close()
+
+
+async def cycle(node, times, held_bytes):
+    """Loads, asks and unloads the two models in turn; what is held after each pair."""
+    held = []
+    for _ in range(times):
+        for model_id in ("a", "b"):
+            status = await load(node, model_id)
+            assert status.measured_bytes > 0
+            await answer(node, model_id)
+            await node.unload(UnloadRequest(model_id=model_id))
+        held.append(held_bytes())
+    return held
+
+
+async def test_cycles_of_two_models_leave_the_host_memory_where_it_was(tmp_path):
+    node = await start(tmp_path)
+    try:
+        held = await cycle(node, 6, lambda: resident_bytes(node._supervisors[0].process_id))
+        assert held[-1] - held[2] < 16 * MEBIBYTE
+    finally:
+        await node.close()
+
+
+@pytest.mark.gpu
+async def test_a_hundred_cycles_of_two_models_leave_the_device_memory_where_it_was(tmp_path):
+    from cortex.neuron.device.discovery import read_devices
+
+    node = await start(tmp_path)
+    try:
+        devices = node.discovery.devices
+        held = await cycle(node, 50, lambda: devices[0].total_bytes - read_devices(devices)[0].free_bytes)
+        assert held[-1] - held[1] < 16 * MEBIBYTE
+    finally:
+        await node.close()

@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each load (five loads per row)")
     options = parser.parse_args()
     sys.path.insert(0, str(SOURCE))
+    print(f"load average before the run: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="cortex-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         upstream_tool, load_tool = build_tools(folder)

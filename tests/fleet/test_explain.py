@@ -17,14 +17,14 @@ Make = Callable[..., Any]
 def test_the_table_shows_need_have_and_why_for_every_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     picture = fleet(
         node("beast", [24, 24], model("old", 20), model("chat", 18, devices=(1,), running=1)),
-        node("attic", [12], healthy=False, problem="connection refused"),
+        node("attic", [12], foreign=9, healthy=False, problem="connection refused"),
         specs=[spec("m", 10)],
     )
     assert text(place("m", picture, NOW)) == (
         "node   device       total     have     need      verdict              why\n"
         "beast  0* card 24G  24.0 GiB  4.0 GiB  10.0 GiB  fits_after_eviction  fits after unloading old\n"
         "       1 card 24G   24.0 GiB  6.0 GiB  10.0 GiB\n"
-        "attic                                  10.0 GiB  unhealthy            connection refused\n"
+        "attic  0 card 12G   12.0 GiB  3.0 GiB  10.0 GiB  unhealthy            connection refused\n"
         "load m on beast (device 0) after unloading old."
     )
 

@@ -115,11 +115,11 @@ def _refusal_message(decision: Decision, error: type[CortexError]) -> str:
 
 
 def _why(assessment: Assessment) -> str:
-    have = max((row.available_bytes for row in assessment.rows), default=None)
-    share = next((row.need_bytes for row in assessment.rows if row.need_bytes is not None), None)
-    if have is None or share is None or assessment.verdict is Verdict.TOO_SMALL:
+    """The reason, with numbers where memory is the matter and the reason does not give them itself."""
+    if assessment.verdict not in (Verdict.BLOCKED, Verdict.CROWDED, Verdict.HELD):
         return assessment.reason
-    return f"{assessment.reason} (need {gib(share)}, have {gib(have)})"
+    have = max(row.available_bytes for row in assessment.rows)
+    return f"{assessment.reason} (need {gib(assessment.rows[0].need_bytes)}, have {gib(have)})"
 
 
 def _rows(assessment: Assessment) -> Iterator[tuple[str, ...]]:

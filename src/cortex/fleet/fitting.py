@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import combinations
 
 import msgspec
@@ -39,9 +39,14 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, size: int | No
         need_bytes=size,
         devices=tuple(sorted(chosen)),
         victims=room.victims,
-        rows=tuple(_row(device, share, device.index in chosen) for device in books),
+        rows=_rows(books, share, chosen),
         occupants=occupants,
     )
+
+
+def need_and_have(node: Node, size: int | None, count: int) -> tuple[DeviceRow, ...]:
+    """The numbers of `node` for a model of `size` bytes over `count` devices, where they do not decide the verdict."""
+    return _rows(ledger(node), None if size is None else -(-size // count), ())
 
 
 def _judge(
@@ -190,14 +195,17 @@ def _too_few(spec: ModelSpec, node: Node, count: int) -> str:
     return f"needs {spec.min_devices} device{'' if spec.min_devices == 1 else 's'}{size}, has {count}"
 
 
-def _row(device: DeviceLedger, share: int | None, chosen: bool) -> DeviceRow:
-    return DeviceRow(
-        index=device.index,
-        kind=device.kind,
-        name=device.name,
-        total_bytes=device.total_bytes,
-        foreign_bytes=device.foreign_bytes,
-        available_bytes=device.available_bytes,
-        need_bytes=share,
-        chosen=chosen,
+def _rows(books: Sequence[DeviceLedger], share: int | None, chosen: Collection[int]) -> tuple[DeviceRow, ...]:
+    return tuple(
+        DeviceRow(
+            index=device.index,
+            kind=device.kind,
+            name=device.name,
+            total_bytes=device.total_bytes,
+            foreign_bytes=device.foreign_bytes,
+            available_bytes=device.available_bytes,
+            need_bytes=share,
+            chosen=device.index in chosen,
+        )
+        for device in books
     )

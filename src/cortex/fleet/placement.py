@@ -8,7 +8,7 @@ from cortex.wire.node import ModelState
 
 from .catalogue import ModelSpec
 from .decision import Action, Assessment, Decision, Origin, Verdict
-from .fitting import fit
+from .fitting import fit, need_and_have
 from .memory import need_bytes
 from .topology import STARTING, Fleet, Node, Residency
 
@@ -42,7 +42,7 @@ def place(
     spec = fleet.catalogue.spec(model_id)
     tried = frozenset(excluded)
     assessments = [
-        Assessment(node=node.name, verdict=Verdict.EXCLUDED, reason="was just tried in vain")
+        _excluded(spec, node, fleet)
         if node.name in tried
         else assess(spec, node, fleet, now, origin=origin, at_least_bytes=at_least_bytes)
         for node in fleet.nodes
@@ -71,8 +71,24 @@ def assess(
         pinned=node.name in spec.pinned_on,
         need_bytes=size,
         devices=() if held is None else held.status.devices,
+        rows=need_and_have(node, size, _num_devices(spec, held)),
         load=0.0 if held is None else _load(held),
     )
+
+
+def _excluded(spec: ModelSpec, node: Node, fleet: Fleet) -> Assessment:
+    size = need_bytes(spec, node, fleet)
+    return Assessment(
+        node=node.name,
+        verdict=Verdict.EXCLUDED,
+        reason="was just tried in vain",
+        need_bytes=size,
+        rows=need_and_have(node, size, _num_devices(spec, node.residencies.get(spec.id))),
+    )
+
+
+def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
+    return spec.min_devices if held is None else len(held.status.devices) or spec.min_devices
 
 
 def unmet_pins(fleet: Fleet) -> tuple[tuple[str, str | None], ...]:

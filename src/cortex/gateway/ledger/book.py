@@ -2,7 +2,9 @@
 
 The loop settles into a batch; every `flush_s` a single thread writes the batch and reads back what other
 gateways on the same database have spent. While the database is away, limits hold by what is known here, and
-nothing is lost: the batch grows by rows of minutes, not of requests.
+nothing is lost: the batch grows by rows of minutes, not of requests. Gateways that share a database learn of each
+other's spend with every flush, so together they may pass a budget by what they admit within `flush_s`; requests per
+minute are counted by each process alone.
 """
 
 from __future__ import annotations

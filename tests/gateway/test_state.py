@@ -101,7 +101,7 @@ class Bench:
         """A request; what it got, once it did, is in the list."""
         got: list[Lease | CortexError] = []
         resolution = self.dispatcher.resolve(name)
-        lease = self.dispatcher.acquire(resolution, bytes)
+        lease = self.dispatcher.acquire(resolution.model_id, bytes)
         if lease is not None:
             got.append(lease)
         else:

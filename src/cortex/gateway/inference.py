@@ -1,55 +1,20 @@
-"""One inference request on its way through: name → model → node → bytes → books.
-
-Callback-driven: a passage is the observer of its relay and owns nothing but its own progress. It costs no task,
-and while the answer flows it does nothing per chunk.
-"""
+"""The door of the inference routes: who asks for what, and may they. Whoever passes becomes a `Passage`."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from urllib.parse import quote
 
-import msgspec
-
-from cortex.fleet.catalogue import Resolution
 from cortex.gateway import envelope as envelopes
-from cortex.gateway.config import GatewaySection
-from cortex.gateway.dialects import CHAT, COUNT_TOKENS, EMBEDDINGS, Route, error_answer
-from cortex.gateway.envelope import Envelope
+from cortex.gateway.dialects import Route, error_answer
 from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.http.faults import UpstreamFault
-from cortex.gateway.http.relay import Keepalive, Outcome, Relay
-from cortex.gateway.http.request import Headers
-from cortex.gateway.http.ticker import Ticker
-from cortex.gateway.meter import Hold, Meter
-from cortex.gateway.metrics import Metrics
-from cortex.gateway.nodes import NodeClient, error_from
-from cortex.gateway.state import Dispatcher
-from cortex.gateway.tickets import Lease, Ticket
-from cortex.gateway.translation import ChatTranslation, foreign_error
-from cortex.gateway.usage import usage_in
-from cortex.wire import openai_chat
-from cortex.wire.errors import CortexError, ShuttingDown, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.events import Usage
-
-log = logging.getLogger("cortex.access")
-
-MAX_ATTEMPTS = 3
-"""Nodes that one request may be sent to before it is given up."""
-
-BYTES_PER_TOKEN = 4
-BYTES_PER_STREAMED_TOKEN = 200
-"""An event that carries one token, with its envelope."""
+from cortex.gateway.passage import Passage, Services
+from cortex.wire.errors import CortexError, ShuttingDown
 
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
-_NONE_EXCLUDED: frozenset[str] = frozenset()
 
 
 def request_id_of(given: bytes | None) -> bytes:
@@ -59,38 +24,17 @@ def request_id_of(given: bytes | None) -> bytes:
     return f"{_id_prefix}{next(_id_counter):06x}".encode()
 
 
-@lru_cache(maxsize=4096)
-def _header_value(text: str) -> bytes:
-    """`text`, which may be any name an operator gave, as one safe header value."""
-    return quote(text, safe=" @._-").encode()
-
-
 class Inference:
-    """What every passage needs; one per gateway process. `config` and `meter` may be replaced while requests run."""
+    """Admits inference requests, or says why not."""
 
-    def __init__(
-        self,
-        *,
-        config: GatewaySection,
-        dispatcher: Dispatcher,
-        nodes: Mapping[str, NodeClient],
-        meter: Meter,
-        metrics: Metrics,
-        ticker: Ticker,
-        clock: Callable[[], float],
-    ) -> None:
-        self.config = config
-        self.dispatcher = dispatcher
-        self.nodes = nodes
-        self.meter = meter
-        self.metrics = metrics
-        self.ticker = ticker
-        self.clock = clock
+    def __init__(self, services: Services) -> None:
+        self.services = services
         self.closing = False
-        """Set at shutdown: no request is admitted any more."""
+        """Set at shutdown: nothing is admitted any more."""
 
     def begin(self, exchange: Exchange, route: Route) -> None:
         """Take over an exchange: it will be answered, in the dialect of `route`, whatever happens."""
+        services = self.services
         request = exchange.request
         id = request_id_of(request.header(b"x-request-id"))
         model = ""
@@ -99,326 +43,14 @@ class Inference:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             envelope = envelopes.read(request.body)
             assert envelope.model is not None  # `read` refuses a body without one
-            resolution = self.dispatcher.resolve(envelope.model)
+            resolution = services.dispatcher.resolve(envelope.model)
             model = resolution.model_id
-            hold = self.meter.admit(
+            hold = services.meter.admit(
                 request, model=model, prompt_bytes=len(request.body), completion_limit=envelope.completion_limit
             )
         except CortexError as error:
-            self.metrics.errors.labels(model, error.code).inc()
+            services.metrics.errors.labels(model, error.code).inc()
             answer = error_answer(error, route.family)
             exchange.respond(answer.status, (*answer.headers, (b"x-request-id", id)), answer.body)
             return
-        Passage(self, exchange, route, envelope, resolution, hold, id).go()
-
-
-class Passage:
-    """One admitted request. Observer of its relay; ends exactly once, in `on_done`."""
-
-    __slots__ = (
-        "_attempts",
-        "_began_with_token",
-        "_body",
-        "_envelope",
-        "_error_code",
-        "_excluded",
-        "_first_data_at",
-        "_hold",
-        "_id",
-        "_lease",
-        "_received",
-        "_relay",
-        "_resolution",
-        "_route",
-        "_sent_at",
-        "_services",
-        "_started_at",
-        "_status",
-        "_stream",
-        "_ticket",
-        "_trace",
-        "_translation",
-    )
-
-    def __init__(
-        self,
-        services: Inference,
-        exchange: Exchange,
-        route: Route,
-        envelope: Envelope,
-        resolution: Resolution,
-        hold: Hold,
-        id: bytes,
-    ) -> None:
-        self._services = services
-        self._route = route
-        self._envelope = envelope
-        self._resolution = resolution
-        self._hold = hold
-        self._id = id
-        self._stream = bool(envelope.stream) and route.generates
-        self._received = exchange.request.body
-        self._trace = exchange.request.header(b"traceparent")
-        self._body: bytes | None = None
-        self._lease: Lease | None = None
-        self._ticket: Ticket | None = None
-        self._excluded = _NONE_EXCLUDED
-        self._attempts = 0
-        self._began_with_token = False
-        self._status = 0
-        self._error_code: str | None = None
-        self._started_at = services.clock()
-        self._sent_at: float | None = None
-        self._first_data_at: float | None = None
-        self._translation: ChatTranslation | None = None
-        relay = Relay(
-            exchange,
-            self,
-            services.ticker,
-            keepalive=Keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if self._stream else None,
-            extra_headers=((b"x-request-id", id),),
-        )
-        # Gone once the answer is complete: passage and relay know each other, and a cycle would outlive them.
-        self._relay: Relay | None = None if relay.closed else relay
-
-    def go(self) -> None:
-        """Find a node, or wait for one."""
-        if self._relay is None:
-            return
-        dispatcher = self._services.dispatcher
-        try:
-            if self._route is COUNT_TOKENS:
-                self._send(dispatcher.knower(self._resolution))
-                return
-            if self._route is EMBEDDINGS:
-                self._send(dispatcher.embedder(self._resolution))
-                return
-            lease = dispatcher.acquire(self._resolution, self._envelope.leading_bytes, self._excluded)
-            if lease is not None:
-                self._send(lease)
-            else:
-                self._ticket = Ticket(
-                    self._resolution, self._envelope.leading_bytes, self._deliver, self._services.clock()
-                )
-                dispatcher.wait(self._ticket)
-        except CortexError as error:
-            self._refuse(error)
-
-    def _deliver(self, result: Lease | CortexError) -> None:
-        """The wait is over."""
-        self._ticket = None
-        if isinstance(result, Lease):
-            try:
-                self._send(result)
-            except CortexError as error:
-                self._refuse(error)
-        else:
-            self._refuse(result)
-
-    def _send(self, lease: Lease) -> None:
-        assert self._relay is not None  # nobody sends after the end
-        self._lease = lease
-        services = self._services
-        node = services.nodes[lease.node]
-        if services.dispatcher.speaks(lease.node, self._route.dialect) or not self._route.generates:
-            target, body, self._translation = self._route.path, self._relayed_body(), None
-        else:
-            target, body, self._translation = CHAT.path, *self._translated()
-        headers: Headers = (
-            *node.headers,
-            (b"content-type", b"application/json"),
-            (b"accept", b"text/event-stream" if self._stream else b"application/json"),
-            (b"x-request-id", self._id),
-            (b"x-cortex-principal", _header_value(self._hold.principal)),
-        )
-        if self._trace is not None:
-            headers = (*headers, (b"traceparent", self._trace))
-        if self._sent_at is None:
-            self._sent_at = services.clock()
-        self._attempts += 1
-        self._relay.send(
-            node.pool,
-            b"POST",
-            target,
-            headers,
-            body,
-            translation=self._translation,
-            silence_s=services.config.idle_timeout_s,
-        )
-
-    def _relayed_body(self) -> bytes:
-        """The client's bytes, with the two edits that are ours to make where they are needed."""
-        if self._body is None:
-            body = self._received
-            if self._services.config.strip_billing_header and self._route.dialect == "anthropic_messages":
-                stripped = envelopes.strip_billing_header(body, self._envelope)
-                if stripped is not body:
-                    self._services.metrics.stripped.inc()
-                    body = stripped
-            if self._envelope.model != self._resolution.model_id:
-                body = envelopes.replace_model(body, self._resolution.model_id)
-            self._body = body
-        return self._body
-
-    def _translated(self) -> tuple[bytes, ChatTranslation]:
-        """The request in OpenAI chat, and what turns the answer back. Raises CortexError on a body it cannot read."""
-        request = self._route.codec.parse(self._relayed_body())
-        answer_id = self._route.codec.ID_PREFIX + self._id.decode().removeprefix("req_")
-        name = self._envelope.model or request.model
-        body = openai_chat.build(msgspec.structs.replace(request, model=self._resolution.model_id))
-        return body, ChatTranslation(self._route, request, id=answer_id, model=name)
-
-    def _release(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._services.dispatcher.release(lease)
-
-    def _refuse(self, error: CortexError) -> None:
-        self._error_code = error.code
-        answer = error_answer(error, self._route.family)
-        self._status = answer.status
-        if self._relay is not None:
-            self._relay.refuse(answer.status, answer.headers, answer.body, self._route.codec.stream_error(error))
-
-    # The relay's observer.
-
-    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
-        """A node that cannot take the request now is passed over while another can."""
-        self._status = status
-        if status < 400 or self._lease is None or not self._route.generates or self._attempts >= MAX_ATTEMPTS:
-            return True
-        if status == 404 and self._services.dispatcher.has_lifecycle(self._lease.node):
-            # It was there at the last poll: somebody else unloaded it. Its node will load it again.
-            self._services.dispatcher.gone(self._lease)
-        elif status not in (503, 529):
-            return True
-        self._excluded |= {self._lease.node}
-        other = self._services.dispatcher.acquire(self._resolution, self._envelope.leading_bytes, self._excluded)
-        if other is None and status != 404:
-            return True
-        self._count_retry()
-        self._release()
-        if other is not None:
-            self._try(other)
-        else:
-            self._excluded = _NONE_EXCLUDED
-            self.go()
-        return False
-
-    def on_first_data(self, relay: Relay, data: bytes) -> None:  # noqa: ARG002
-        self._first_data_at = self._services.clock()
-        self._began_with_token = not data.startswith(self._route.codec.KEEPALIVE[:6])
-
-    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002
-        """Nothing was sent to the client yet: another node may answer, or this one once it is back."""
-        assert self._lease is not None
-        node = self._lease.node
-        self._services.dispatcher.suspect(node, str(fault))
-        self._count_retry()
-        self._release()
-        if self._attempts >= MAX_ATTEMPTS or not self._route.generates:
-            self._refuse(UpstreamUnavailable(f"Node {node} failed before it answered: {fault}"))
-            return
-        self._excluded |= {node}
-        self.go()
-
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
-        """A refusal that came after the first keepalive is told inside the stream."""
-        node = self._lease.node if self._lease else ""
-        error = foreign_error(status, body) if self._translation else error_from(node, status, body)
-        self._error_code = error.code
-        return self._route.codec.stream_error(error)
-
-    def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
-        """The node died after its first byte."""
-        node = self._lease.node if self._lease else ""
-        if self._lease is not None:
-            self._services.dispatcher.suspect(node, str(fault))
-        error = UpstreamInterrupted(
-            f"Node {node} broke off in the middle of its answer: {fault}. Send the request again."
-        )
-        self._error_code = error.code
-        return self._route.codec.stream_error(error)
-
-    def on_done(self, relay: Relay, outcome: Outcome) -> None:
-        """Settle: the lease, the books, the counters."""
-        services = self._services
-        now = services.clock()
-        self._relay = None
-        if self._ticket is not None:
-            services.dispatcher.cancel(self._ticket)
-            self._ticket = None
-        node = self._lease.node if self._lease is not None else ""
-        self._release()
-        model = self._resolution.model_id
-        usage = self._usage(relay)
-        self._hold.settle(usage, model=model, node=node, request_id=self._id.decode())
-        if outcome is Outcome.CLIENT_LEFT:
-            services.metrics.disconnects.labels(self._phase()).inc()
-        if self._error_code is not None or self._status >= 400:
-            services.metrics.errors.labels(model, self._error_code or f"status_{self._status}").inc()
-        if node:
-            self._count(node, now, usage)
-        if services.config.access_log:
-            self._log(node, now, outcome, usage)
-
-    def _usage(self, relay: Relay) -> Usage | None:
-        """What the node says the answer cost, or else a guess from its size: an answer is never free."""
-        if self._first_data_at is None or self._status >= 400 or not self._route.generates:
-            return None
-        told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
-        return told or _estimate(len(self._received), relay.num_body_bytes, self._stream)
-
-    def _phase(self) -> str:
-        if self._first_data_at is not None:
-            return "decode"
-        return "prefill" if self._attempts and self._lease is None else "wait"
-
-    def _count(self, node: str, now: float, usage: Usage | None) -> None:
-        metrics = self._services.metrics
-        traffic = metrics.traffic(self._resolution.model_id, node)
-        traffic.num_requests += 1
-        traffic.duration.observe(now - self._started_at)
-        if self._sent_at is not None:
-            metrics.overhead.observe(self._sent_at - self._started_at)
-        first = self._first_data_at if self._began_with_token else None
-        if first is not None:
-            traffic.first_token.observe(first - self._started_at)
-        if usage is not None:
-            metrics.spend(self._resolution.model_id, self._hold.principal).add(usage)
-            later_tokens = usage.completion_tokens - 1
-            if self._stream and first is not None and now > first and later_tokens > 0:
-                traffic.speed.observe(later_tokens / (now - first))
-
-    def _count_retry(self) -> None:
-        assert self._lease is not None
-        self._services.metrics.retries.labels(self._resolution.model_id, self._lease.node).inc()
-
-    def _try(self, lease: Lease) -> None:
-        try:
-            self._send(lease)
-        except CortexError as error:
-            self._refuse(error)
-
-    def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
-        fields = {
-            "request_id": self._id.decode(),
-            "principal": self._hold.principal,
-            "model": self._resolution.model_id,
-            "node": node,
-            "route": self._route.path.decode(),
-            "status": self._status,
-            "outcome": outcome.value,
-            "duration_ms": round(1000 * (now - self._started_at), 1),
-        }
-        if usage is not None:
-            fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-        log.info("request", extra=fields)
-
-
-def _estimate(num_request_bytes: int, num_answer_bytes: int, stream: bool) -> Usage:
-    """What an answer cost, roughly, when its node did not say: it was cut off, or nobody asked for usage."""
-    return Usage(
-        prompt_tokens=num_request_bytes // BYTES_PER_TOKEN,
-        completion_tokens=num_answer_bytes // (BYTES_PER_STREAMED_TOKEN if stream else BYTES_PER_TOKEN),
-    )
+        Passage(services, exchange, route, envelope, resolution, hold, id).go()

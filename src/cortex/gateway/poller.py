@@ -58,7 +58,8 @@ class Poller:
             self._nudge.clear()
             await self.poll()
             try:
-                await asyncio.wait_for(self._nudge.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):  # unlike `wait_for`, never swallows a cancellation
+                    await self._nudge.wait()
             except TimeoutError:
                 pass
 

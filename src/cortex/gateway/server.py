@@ -27,6 +27,7 @@ from cortex.gateway.lifecycle import Lifecycle
 from cortex.gateway.metering import Metering
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics
 from cortex.gateway.nodes import NodeClient
+from cortex.gateway.passage import Services
 from cortex.gateway.poller import Poller
 from cortex.gateway.state import Dispatcher
 from cortex.settings import Listen, SettingsError
@@ -73,7 +74,7 @@ class Gateway:
         )
         self._lifecycle.outcomes = self.dispatcher
         self._metering = Metering(directory)
-        self._inference = Inference(
+        self._services = Services(
             config=config.gateway,
             dispatcher=self.dispatcher,
             nodes=self._nodes,
@@ -82,6 +83,7 @@ class Gateway:
             ticker=self._ticker,
             clock=loop.time,
         )
+        self._inference = Inference(self._services)
         self._control = Control(self.dispatcher, self.journal, self._metering.meter)
         limits = ClientLimits(body_bytes=config.gateway.max_body_mb * 1024 * 1024)
         self.server = Server(self._handle, _refuse, self._ticker, limits)
@@ -145,7 +147,7 @@ class Gateway:
             self._lifecycle.abandon(name)
             self._nodes.pop(name).pool.close()
         self.config = config
-        self._inference.config = config.gateway
+        self._services.config = config.gateway
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         self._join_nodes(section for section in config.neurons if section.name not in kept)
         self.dispatcher.reconfigure(
@@ -162,7 +164,7 @@ class Gateway:
 
     async def _use_keys(self, config: Config) -> None:
         await self._metering.use(config)
-        self._inference.meter = self._control.meter = self._metering.meter
+        self._services.meter = self._control.meter = self._metering.meter
 
     def _join_nodes(self, sections: Iterable[NeuronSection]) -> None:
         for section in sections:
@@ -276,7 +278,8 @@ async def _reload_when_needed(gateway: Gateway, path: Path | None, asked: asynci
     stamps = _stamps(gateway.config, path)
     while True:
         try:
-            await asyncio.wait_for(asked.wait(), WATCH_FILES_S)
+            async with asyncio.timeout(WATCH_FILES_S):
+                await asked.wait()
         except TimeoutError:
             pass
         found = _stamps(gateway.config, path)

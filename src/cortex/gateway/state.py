@@ -10,32 +10,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
-from cortex.fleet import explain, routing
+from cortex.fleet import explain
 from cortex.fleet.catalogue import Catalogue, ModelSpec, Resolution
 from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
 from cortex.fleet.eviction import expired
 from cortex.fleet.placement import place, unmet_pins
 from cortex.fleet.queueing import Seat, Waiting, plan
-from cortex.fleet.routing import Affinity, Replica
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Fleet, Node, Residency
+from cortex.fleet.topology import Fleet
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.journal import Journal
-from cortex.gateway.picture import LoadFailure, LoadJob, Picture
+from cortex.gateway.orders import Effects, Orders, Watcher
+from cortex.gateway.picture import LoadJob, Picture
+from cortex.gateway.seats import Seats
 from cortex.gateway.tickets import Lease, Ticket
 from cortex.wire.errors import (
     CortexError,
     InsufficientCapacity,
-    LoadFailed,
     ModelNotFound,
     Overloaded,
     ShuttingDown,
-    UnsupportedModality,
     UpstreamUnavailable,
 )
-from cortex.wire.node import Dialect, Discovery, Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
+from cortex.wire.node import Dialect, Discovery, Health, ModelState, ModelStatus
 
 MAX_REMEMBERED_NAMES = 1024
 _FEASIBLE = frozenset(
@@ -49,26 +47,6 @@ _FEASIBLE = frozenset(
         Verdict.CROWDED,
     }
 )
-
-
-Watcher = Callable[[CortexError | None], None]
-"""Hears once how a load or unload at a seat ended."""
-
-
-class Effects(Protocol):
-    """What the dispatcher orders. Each call returns at once; its outcome comes back as an event."""
-
-    def load(self, node: str, request: LoadRequest) -> None:
-        """Ends in `load_ended`."""
-
-    def unload(self, node: str, request: UnloadRequest, cause: str) -> None:
-        """`cause` is `evicted`, `ttl` or `operator`. Ends in `unload_ended`, after a fresh poll of the node."""
-
-    def abandon(self, node: str) -> None:
-        """The node is down: stop waiting for its loads and unloads. They end in no event."""
-
-    def look(self, node: str) -> None:
-        """Poll the node now; ends in `observed` or `missed`."""
 
 
 class Dispatcher:
@@ -91,18 +69,17 @@ class Dispatcher:
         self._journal = journal
         self._clock = clock
         self._picture = Picture(catalogue, rules)
-        self._in_flight: dict[Seat, int] = {}
+        self._seats = Seats(self._picture)
+        self._orders = Orders(self._picture, effects, journal, clock)
         self._queues: dict[str, deque[Ticket]] = {}
-        self._suspects: set[str] = set()
-        self._closed: frozenset[Seat] = frozenset()
         self._names: dict[str, Resolution] = {}
-        self._ready: dict[str, tuple[tuple[Node, Residency], ...]] = {}
         self._speaks: dict[str, frozenset[Dialect]] = {}
-        self._affinities: dict[str, Affinity] = {}
-        self._watchers: dict[Seat, list[Watcher]] = {}
         self._advancing = False
         self._advance_again = False
         self._closing = False
+        self.acquire = self._seats.acquire
+        self.tokeniser = self._seats.tokeniser
+        self.embedder = self._seats.embedder
         self.reconfigure(
             catalogue, rules, neurons, max_wait_s=max_wait_s, max_waiting=max_waiting, missed_polls=missed_polls
         )
@@ -112,7 +89,7 @@ class Dispatcher:
     @property
     def fleet(self) -> Fleet:
         """The current picture, with this gateway's own request counts."""
-        return self._picture.fleet.with_in_flight(self._in_flight)
+        return self._picture.fleet.with_in_flight(self._seats.in_flight)
 
     @property
     def queue_depths(self) -> dict[str, int]:
@@ -121,7 +98,7 @@ class Dispatcher:
     @property
     def in_flight(self) -> dict[Seat, int]:
         """Requests open at each (node, model); only those with any."""
-        return {seat: count for seat, count in self._in_flight.items() if count}
+        return dict(self._seats.in_flight)
 
     def reconfigure(
         self,
@@ -173,40 +150,10 @@ class Dispatcher:
 
     # --- requests
 
-    def acquire(
-        self, resolution: Resolution, prompt: Callable[[], bytes], excluded: frozenset[str] = frozenset()
-    ) -> Lease | None:
-        """A lease where the model is ready, or None. The hot path: with one replica nothing is computed."""
-        model = resolution.model_id
-        ready = self._ready.get(model)
-        if ready is None:
-            ready = self._ready[model] = tuple(self._picture.fleet.replicas(model))
-        if not ready:
-            return None
-        if len(ready) > 1 or excluded or self._suspects or self._closed:
-            ready = tuple(
-                (node, held)
-                for node, held in ready
-                if node.name not in excluded
-                and node.name not in self._suspects
-                and (node.name, model) not in self._closed
-            )
-            if not ready:
-                return None
-        name = ready[0][0].name if len(ready) == 1 else self._choose(model, ready, prompt())
-        seat = (name, model)
-        self._in_flight[seat] = self._in_flight.get(seat, 0) + 1
-        return Lease(name, model)
-
-    def _choose(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> str:
-        replicas = [Replica.of(node, held, self._in_flight.get((node.name, model), 0)) for node, held in ready]
-        affinity = self._affinities.setdefault(model, Affinity())
-        return routing.choose(replicas, prompt, affinity).node
-
     def wait(self, ticket: Ticket) -> None:
         """Queue a request that `acquire` could not serve. Raises Overloaded when too many wait already."""
         if self._closing:
-            raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
+            raise _shutting_down()
         model = ticket.resolution.model_id
         queue = self._queues.setdefault(model, deque())
         if len(queue) >= self._max_waiting:
@@ -228,20 +175,14 @@ class Dispatcher:
 
     def release(self, lease: Lease) -> None:
         """The request has ended, however it did."""
-        seat = (lease.node, lease.model)
-        left = self._in_flight.get(seat, 0) - 1
-        if left > 0:
-            self._in_flight[seat] = left
-            return
-        self._in_flight.pop(seat, None)
-        if self._queues:
+        if self._seats.release(lease) and self._queues:
             self._effects.look(lease.node)  # its last report still shows the model busy
             self._advance()
 
     def suspect(self, node: str, why: str) -> None:
         """A request failed there: nothing more is sent until the next poll has shown that the node lives."""
-        if node in self._lifecycle and node not in self._suspects:
-            self._suspects.add(node)
+        if node in self._lifecycle and node not in self._seats.suspects:
+            self._seats.suspects.add(node)
             self._journal.happened("node_suspected", node=node, why=why)
             self._effects.look(node)
 
@@ -251,33 +192,6 @@ class Dispatcher:
         self._changed()
         self._effects.look(lease.node)
 
-    def knower(self, resolution: Resolution) -> Lease:
-        """A node that can tokenise for the model, whether or not it is loaded. Raises when none can."""
-        model = resolution.model_id
-        candidates = [
-            node
-            for node in self._picture.fleet.nodes
-            if node.healthy and model in node.residencies and "anthropic_messages" in node.dialects
-        ]
-        if not candidates:
-            raise UnsupportedModality(
-                f"No node that is up can count tokens for {model}; a neuron that lists the model is needed."
-            )
-        best = max(candidates, key=lambda node: node.residencies[model].state is ModelState.READY)
-        seat = (best.name, model)
-        self._in_flight[seat] = self._in_flight.get(seat, 0) + 1
-        return Lease(best.name, model)
-
-    def embedder(self, resolution: Resolution) -> Lease:
-        """A node whose model makes embeddings. Raises UnsupportedModality when there is none."""
-        model = resolution.model_id
-        for node, held in self._picture.fleet.replicas(model):
-            if held.status.capabilities.embeddings:
-                seat = (node.name, model)
-                self._in_flight[seat] = self._in_flight.get(seat, 0) + 1
-                return Lease(node.name, model)
-        raise UnsupportedModality(f"{model} makes no embeddings; choose a model whose capabilities say it does.")
-
     # --- nodes
 
     def observed(self, node: str, discovery: Discovery, health: Health) -> None:
@@ -286,11 +200,11 @@ class Dispatcher:
             return
         was_up = self._is_up(node)
         self._picture.observed(node, discovery, health, self._clock(), has_lifecycle=self._lifecycle[node])
-        self._suspects.discard(node)
+        self._seats.suspects.discard(node)
         if not was_up:
             self._journal.happened("node_up", node=node, models=len(health.models))
         self._changed()
-        self._notice_ends(node, health)
+        self._orders.notice(node, health)
         self._advance()
 
     def missed(self, node: str, why: str) -> None:
@@ -301,62 +215,34 @@ class Dispatcher:
         self._picture.missed(node, why, limit=self._missed_polls)
         self._changed()
         if was_up and not self._is_up(node):
-            self._went_down(node, why)
+            self._journal.happened("node_down", node=node, why=why)
+            self._seats.suspects.discard(node)
+            self._seats.forget_cache(node)
+            self._orders.abandon(node, why)
+            self._changed()
         self._advance()
-
-    def _notice_ends(self, name: str, health: Health) -> None:
-        """Loads that somebody else ordered end in a poll."""
-        for status in health.models:
-            seat = (name, status.id)
-            if seat not in self._watchers or seat in self._picture.loads or seat in self._picture.unloads:
-                continue
-            if status.state is ModelState.READY:
-                self._tell(seat, None)
-            elif status.state in (ModelState.COLD, ModelState.FAILED):
-                self._tell(seat, LoadFailed(status.reason or f"{status.id} is {status.state} on {name}."))
 
     def _is_up(self, name: str) -> bool:
         node = self._picture.fleet.node(name)
         return node is not None and node.healthy
 
-    def _went_down(self, node: str, why: str) -> None:
-        self._journal.happened("node_down", node=node, why=why)
-        self._suspects.discard(node)
-        self._effects.abandon(node)
-        for jobs in (self._picture.loads, self._picture.unloads):
-            for seat in [seat for seat in jobs if seat[0] == node]:
-                del jobs[seat]
-        for affinity in self._affinities.values():
-            affinity.forget(node)
-        self._changed()
-        for seat in [seat for seat in self._watchers if seat[0] == node]:
-            self._tell(seat, UpstreamUnavailable(f"Node {node} went down: {why}"))
-
     # --- loads and unloads
 
     def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> None:
         """A load that was ordered is over."""
-        job = self._picture.loads.pop((node, model), None)
-        self._journal.settled(model)
-        now = self._clock()
-        if isinstance(result, ModelStatus):
-            self._picture.put(node, result, now)
-            self._picture.count_load(node)
-            self._picture.failures.pop((node, model), None)
-            self._journal.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
-        else:
-            self._journal.happened("load_failed", node=node, model=model, why=result.message)
-            self._changed()
-            ran_out = job is not None and isinstance(result, InsufficientCapacity) and not job.is_retry
-            if job is not None and ran_out and self._retry_with_more_room(job):
-                return
-            self._picture.failures[node, model] = LoadFailure(now, result.message)
+        job = self._orders.load_ended(node, model, result)
         self._changed()
-        self._tell((node, model), None if isinstance(result, ModelStatus) else result)
+        if isinstance(result, ModelStatus):
+            self._orders.tell((node, model), None)
+        elif not (isinstance(result, InsufficientCapacity) and job is not None and self._retry_with_more_room(job)):
+            self._orders.give_up(node, model, result)
+        self._changed()
         self._advance()
 
     def _retry_with_more_room(self, job: LoadJob) -> bool:
         """The node ran out of memory: once, evict as if the model needed more than there was, and load again there."""
+        if job.is_retry:
+            return False
         others = [name for name in self._lifecycle if name != job.node]
         plain = place(job.model, self.fleet, self._clock(), excluded=others)
         have = sum(row.available_bytes for each in plain.assessments for row in each.rows if row.chosen)
@@ -365,102 +251,23 @@ class Dispatcher:
         )
         if decision.action != "load" or not decision.victims:
             return False
-        self._begin(decision, is_retry=True)
+        self._journal.decided(decision)
+        self._orders.begin(decision, is_retry=True)
         return True
 
     def unload_ended(self, node: str, model: str, error: CortexError | None) -> None:
         """An unload that was ordered is over; the node has been polled since."""
-        self._picture.unloads.pop((node, model), None)
-        self._journal.settled(model)
-        waiting = [job for job in self._picture.loads.values() if job.node == node and model in job.victims]
+        self._orders.unload_ended(node, model, error)
         if error is None:
-            self._picture.forget_ready(node, model, self._clock())
-            self._journal.happened("model_unloaded", node=node, model=model)
-            if model in self._affinities:
-                self._affinities[model].forget(node)
-        else:
-            self._journal.happened("unload_failed", node=node, model=model, why=error.message)
+            self._seats.forget_cache(node, model)
         self._changed()
-        for job in waiting:
-            if error is None:
-                self._victim_gone(job, model)
-            else:
-                reason = f"{model} could not be unloaded to make room: {error.message}"
-                self._picture.failures[node, job.model] = LoadFailure(self._clock(), reason)
-                del self._picture.loads[node, job.model]
-                self._tell((node, job.model), LoadFailed(reason))
-        self._changed()
-        self._tell((node, model), error)
         self._advance()
-
-    def _victim_gone(self, job: LoadJob, victim: str) -> None:
-        left = LoadJob(
-            job.node,
-            job.model,
-            job.devices,
-            job.num_bytes,
-            job.begun_at,
-            victims=job.victims - {victim},
-            is_retry=job.is_retry,
-        )
-        self._picture.loads[job.node, job.model] = left
-        if not left.victims:
-            self._order_load(left)
-
-    def _begin(self, decision: Decision, *, is_retry: bool = False) -> None:
-        node, model = decision.node, decision.model_id
-        assert node is not None  # only loads and wakes begin
-        if (node, model) in self._picture.loads:
-            return
-        now = self._clock()
-        job = LoadJob(
-            node,
-            model,
-            decision.devices,
-            decision.need_bytes or 0,
-            now,
-            victims=frozenset(decision.victims),
-            is_retry=is_retry,
-        )
-        self._picture.loads[node, model] = job
-        for victim in decision.victims:
-            self._unload(node, victim, cause="evicted", for_model=model)
-        self._changed()
-        if not job.victims:
-            self._order_load(job)
-
-    def _order_load(self, job: LoadJob) -> None:
-        spec = self._picture.catalogue.spec(job.model)
-        self._journal.happened("load_started", node=job.node, model=job.model)
-        self._effects.load(
-            job.node,
-            LoadRequest(
-                model_id=spec.id,
-                source=spec.source,
-                harness=spec.harness,
-                quant=spec.quant,
-                devices=job.devices,
-                tensor_parallel=max(1, len(job.devices)),
-                context_tokens=spec.context,
-            ),
-        )
-
-    def _unload(self, node: str, model: str, *, cause: str, for_model: str | None = None, force: bool = False) -> None:
-        if (node, model) in self._picture.unloads:
-            return
-        self._picture.unloads[node, model] = self._clock()
-        self._journal.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
-        self._effects.unload(node, UnloadRequest(model_id=model, force=force), cause)
 
     # --- by hand
 
     def watch(self, seat: Seat, watcher: Watcher) -> None:
         """Call `watcher` when what is under way at `seat` has ended."""
-        self._watchers.setdefault(seat, []).append(watcher)
-
-    def _tell(self, seat: Seat, error: CortexError | None) -> None:
-        for watcher in self._watchers.pop(seat, ()):
-            watcher(error)
+        self._orders.watch(seat, watcher)
 
     def load(self, model: str, node: str | None = None) -> Decision:
         """Load by order of the operator. Raises what stands in the way; returns the decision otherwise."""
@@ -471,7 +278,8 @@ class Dispatcher:
         self._journal.decided(decision)
         if decision.action in ("load", "wake"):
             self._picture.failures.pop((decision.node or "", model), None)
-            self._begin(decision)
+            self._orders.begin(decision)
+            self._changed()
         elif decision.action in ("wait", "refuse"):
             raise explain.refusal(decision)
         return decision
@@ -482,7 +290,7 @@ class Dispatcher:
             here.name
             for here in self._picture.fleet.nodes
             if here.has_lifecycle
-            and (node is None or here.name == node)
+            and node in (None, here.name)
             and model in here.residencies
             and here.residencies[model].state not in (ModelState.COLD, ModelState.FAILED)
         ]
@@ -490,7 +298,7 @@ class Dispatcher:
             raise ModelNotFound(f"{model} is loaded on no node{f' called {node}' if node else ''}.", param="model")
         for name in places:
             self._picture.pins.discard((name, model))
-            self._unload(name, model, cause="operator", force=force)
+            self._orders.unload(name, model, cause="operator", force=force)
         self._changed()
         return tuple(places)
 
@@ -499,7 +307,7 @@ class Dispatcher:
         places = [
             here.name
             for here, _ in self._picture.fleet.replicas(model)
-            if here.has_lifecycle and (node is None or here.name == node)
+            if here.has_lifecycle and node in (None, here.name)
         ]
         if not places:
             chosen = self.load(model, node).node
@@ -526,31 +334,27 @@ class Dispatcher:
                 queue.popleft().deliver(self._waited_too_long(model))
             self._drop_if_empty(model)
         for node, model in expired(self.fleet, now):
-            self._unload(node, model, cause="ttl")
+            self._orders.unload(node, model, cause="ttl")
         self._changed()
         for model, pinned_node in unmet_pins(self.fleet):
             others = [name for name in self._lifecycle if pinned_node is not None and name != pinned_node]
             decision = place(model, self.fleet, now, excluded=others)
             if decision.action in ("load", "wake"):
                 self._journal.decided(decision)
-                self._begin(decision)
+                self._orders.begin(decision)
+                self._changed()
         self._advance()
 
     def close(self) -> None:
         """Shutting down: everybody who waits is told so at once."""
         self._closing = True
-        for model, queue in list(self._queues.items()):
-            while queue:
-                queue.popleft().deliver(
-                    ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
-                )
-            self._drop_if_empty(model)
+        for model in list(self._queues):
+            self._fail_all(model, _shutting_down())
 
     def _waited_too_long(self, model: str) -> CortexError:
         decision = self.explain(model)
-        why = explain.outcome(decision)
         return Overloaded(
-            f"{model} did not become ready within {self._max_wait_s:.0f} s. {why}",
+            f"{model} did not become ready within {self._max_wait_s:.0f} s. {explain.outcome(decision)}",
             retry_after_s=30.0,
             details={"decision": explain.as_json(decision)},
         )
@@ -560,7 +364,7 @@ class Dispatcher:
     def _changed(self) -> None:
         """Redraw the picture and drop what was derived from the old one."""
         self._picture.redraw(self._clock())
-        self._ready.clear()
+        self._seats.redrawn()
         self._names.clear()
         self._speaks = {node.name: frozenset(node.dialects) for node in self._picture.fleet.nodes}
 
@@ -583,38 +387,36 @@ class Dispatcher:
                 if not self._advance_again:
                     break
             if not self._queues:
-                self._closed = frozenset()
+                self._seats.closed = frozenset()
         finally:
             self._advancing = False
 
     def _serve(self) -> None:
         for model in list(self._queues):
             while queue := self._queues.get(model):
-                lease = self.acquire(queue[0].resolution, queue[0].prompt)
+                lease = self.acquire(model, queue[0].prompt)
                 if lease is None:
                     break
                 queue.popleft().deliver(lease)
             self._drop_if_empty(model)
 
     def _decide(self) -> None:
-        now = self._clock()
-        decided = plan([_waiting(model, queue) for model, queue in self._queues.items()], self.fleet, now)
-        if self._closed - decided.closed:
+        decided = plan([_waiting(model, queue) for model, queue in self._queues.items()], self.fleet, self._clock())
+        if self._seats.closed - decided.closed:
             self._advance_again = True  # somebody may pass again
-        self._closed = decided.closed
+        self._seats.closed = decided.closed
         for decision in (*decided.starts, *decided.waits, *decided.refusals):
             self._journal.decided(decision)
         for decision in decided.starts:
-            self._begin(decision)
+            self._orders.begin(decision)
+        if decided.starts:
+            self._changed()
         for decision in decided.refusals:
-            if not self._may_change_soon(decision):
+            if not any(map(self._is_undecided, decision.assessments)):
                 self._fail_all(decision.model_id, explain.refusal(decision))
 
-    def _may_change_soon(self, decision: Decision) -> bool:
-        """A node that has not been heard yet, or may only have stumbled, could still take it."""
-        return any(self._is_undecided(each) for each in decision.assessments)
-
     def _is_undecided(self, assessment: Assessment) -> bool:
+        """The node has not been heard yet, or may only have stumbled: it could still take the model."""
         node = self._picture.fleet.node(assessment.node)
         return node is not None and not node.healthy and node.missed_polls < self._missed_polls
 
@@ -622,6 +424,10 @@ class Dispatcher:
         queue = self._queues.pop(model, None)
         while queue:
             queue.popleft().deliver(error)
+
+
+def _shutting_down() -> ShuttingDown:
+    return ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
 
 
 def _waiting(model: str, queue: deque[Ticket]) -> Waiting:

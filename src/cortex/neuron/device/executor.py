@@ -9,18 +9,16 @@ unloads that arrive meanwhile wait their turn; submits and cancels do not.
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from cortex.neuron.device import memoryprobe
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.faults import FaultKind, chain, classify, explain
+from cortex.neuron.device.harness import LoadedEngine, resolve_loader
 from cortex.neuron.device.outbox import Outbox
 from cortex.neuron.device.protocol import (
     Activity,
@@ -43,7 +41,7 @@ from cortex.neuron.device.protocol import (
     Unloaded,
 )
 from cortex.neuron.engine.errors import LoadCancelled, LoadError
-from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.request import EngineStats, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -51,24 +49,6 @@ MAX_FAILED_STEPS = 3
 """Steps of one model that may fail in a row before it is given up and must be loaded anew."""
 STATS_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 0.05
-
-
-class LoadedEngine(Protocol):
-    """The part of `engine.Engine` that a worker uses; its contract is in `neuron.engine`."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-    @property
-    def has_work(self) -> bool: ...
-    def submit(self, request: EngineRequest) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def step(self) -> list[StepOutput]: ...
-    def stats(self) -> EngineStats: ...
-    def close(self) -> None: ...
-
-
-EngineLoader = Callable[[LoadSpec, str, Callable[[str, int, int], None], Callable[[], bool]], LoadedEngine]
-"""`Engine.load`: (spec, device, progress, cancelled) -> engine."""
 
 
 class DeviceFault(Exception):
@@ -359,13 +339,3 @@ def choose_victims(kind: FaultKind, live: dict[str, bool]) -> list[str]:
         return list(live)
     in_prompt = [request_id for request_id, has_produced in live.items() if not has_produced]
     return (in_prompt or list(live))[-1:]
-
-
-def resolve_loader(name: str) -> EngineLoader:
-    """`module:attribute` → the loader itself, imported here and now."""
-    module_name, _, attributes = name.partition(":")
-    target: Any = importlib.import_module(module_name)
-    for attribute in attributes.split("."):
-        target = getattr(target, attribute)
-    loader: EngineLoader = target
-    return loader

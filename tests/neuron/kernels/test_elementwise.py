@@ -3,6 +3,7 @@ import torch
 
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.rotate import rotate_and_store, rotate_and_store_reference
+from cortex.neuron.kernels.rules import AttentionRules
 from cortex.neuron.kernels.silu import silu_mul, silu_mul_reference
 
 
@@ -34,20 +35,9 @@ def test_rotate_and_store_matches_its_reference(
     rope = torch.randn(500, rotated, device=device)
 
     def run(function, kind):
+        rules = AttentionRules(1.0, rope, *(None if scale is None else scale.to(kind) for scale in scales), eps=1e-6)
         pages = [torch.zeros(8, 16, kv_heads, dim, device=device, dtype=kind) for _ in range(2)]
-        out = function(
-            q.to(kind),
-            k.to(kind),
-            v.to(kind),
-            q_scale=None if scales[0] is None else scales[0].to(kind),
-            k_scale=None if scales[1] is None else scales[1].to(kind),
-            eps=1e-6,
-            positions=positions,
-            rope=rope,
-            slots=slots,
-            key_pages=pages[0],
-            value_pages=pages[1],
-        )
+        out = function(q.to(kind), k.to(kind), v.to(kind), rules, positions, slots, *pages)
         return out, *pages
 
     expected = run(rotate_and_store_reference, torch.float32)

@@ -1,4 +1,4 @@
-"""Attention over paged KV: one entry for a step's decode and prefill rows, and the torch reference."""
+"""Attention over paged KV, from projected q, k and v to mixed values: one entry for a whole step, and its reference."""
 
 from __future__ import annotations
 
@@ -6,40 +6,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.rotate import rotate_and_store, rotate_and_store_reference
+from cortex.neuron.kernels.rules import AttentionRules
 
 
-def paged_attention(
-    q: Tensor, key_pages: Tensor, value_pages: Tensor, batch: Batch, scale: float, window: int | None
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
-    """q: [tokens, heads, dim], pages: [pages, page tokens, kv heads, dim] → [tokens, heads, dim].
+    """q: [tokens, heads, dim], k and v: [tokens, kv heads, dim] (strided, each head dense) → [tokens, heads, dim].
 
-    Each token attends to its own row's positions up to itself; with `window`, to the last `window` of them.
-    The step's own keys and values must be in the pages already.
+    Norms and rotates q and k, keeps k and v in the pages ([pages, page tokens, kv heads, dim]), and lets each token
+    attend to its own row's positions up to itself.
     """
     if not has_kernels(q):
-        return paged_attention_reference(q, key_pages, value_pages, batch, scale, window)
+        return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
     from cortex.neuron.kernels.decode_attention import decode_attention
     from cortex.neuron.kernels.prefill_attention import prefill_attention
 
-    out = torch.empty_like(q)
-    if batch.num_decodes:
-        decode_attention(q, key_pages, value_pages, batch, scale, window, out)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decodes = batch.num_decodes
+    if decodes:
+        decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
     if batch.prefills:
-        prefill_attention(q, key_pages, value_pages, batch, scale, window, out)
+        rotated = rotate_and_store(
+            q[decodes:],
+            k[decodes:],
+            v[decodes:],
+            rules,
+            batch.positions[decodes:],
+            batch.slots[decodes:],
+            key_pages,
+            value_pages,
+        )
+        prefill_attention(rotated, rules, batch, key_pages, value_pages, out[decodes:])
     return out
 
 
-def paged_attention_reference(
-    q: Tensor, key_pages: Tensor, value_pages: Tensor, batch: Batch, scale: float, window: int | None
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
+    q = rotate_and_store_reference(q, k, v, rules, batch.positions, batch.slots, key_pages, value_pages)
     parts = []
     if batch.num_decodes:
-        parts.append(_decode(q[: batch.num_decodes], key_pages, value_pages, batch, scale, window))
+        parts.append(_decode(q[: batch.num_decodes], rules, batch, key_pages, value_pages))
     for row in batch.prefills:
         tokens = q[row.offset : row.offset + row.count]
-        parts.append(_prefill(tokens, key_pages, value_pages, batch.page_table[row.row], row, scale, window))
+        parts.append(_prefill(tokens, rules, row, batch.page_table[row.row], key_pages, value_pages))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -50,48 +64,40 @@ def _gather(pages: Tensor, table: Tensor, length: int) -> Tensor:
     return rows.narrow(-3, 0, length).transpose(-3, -2)
 
 
-def _decode(
-    q: Tensor, key_pages: Tensor, value_pages: Tensor, batch: Batch, scale: float, window: int | None
-) -> Tensor:
+def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
     """All decode rows at once, padded to the longest. The query heads that share a kv head are its queries."""
     rows, heads, dim = q.shape
     lengths = batch.lengths[:rows]
     longest = int(lengths.max())
-    num_pages = -(-longest // key_pages.shape[1])
-    table = batch.page_table[batch.rows[:rows], :num_pages]
+    table = batch.page_table[batch.rows[:rows], : -(-longest // key_pages.shape[1])]
     k, v = _gather(key_pages, table, longest), _gather(value_pages, table, longest)
     mask = None
-    if rows > 1 or window is not None:
-        positions = torch.arange(longest)
+    if rows > 1 or rules.window is not None:
+        positions = torch.arange(longest, device=q.device)
         visible = positions < lengths[:, None]
-        if window is not None:
-            visible &= positions >= lengths[:, None] - window
+        if rules.window is not None:
+            visible &= positions >= lengths[:, None] - rules.window
         mask = visible[:, None, None]
     grouped = q.view(rows, k.shape[1], -1, dim)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(rows, heads, dim)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rules.scale)
+    return out.reshape(rows, heads, dim)
 
 
 def _prefill(
-    q: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    table: Tensor,
-    row: PrefillRow,
-    scale: float,
-    window: int | None,
+    q: Tensor, rules: AttentionRules, row: PrefillRow, table: Tensor, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
     """One row's chunk against everything before it and, causally, itself."""
     length = row.start + row.count
     table = table[: -(-length // key_pages.shape[1])]
     k, v = _gather(key_pages, table, length)[None], _gather(value_pages, table, length)[None]
     mask = None
-    if row.start or window is not None:
-        query = torch.arange(row.start, length)[:, None]
-        position = torch.arange(length)
+    if row.start or rules.window is not None:
+        query = torch.arange(row.start, length, device=q.device)[:, None]
+        position = torch.arange(length, device=q.device)
         mask = position <= query
-        if window is not None:
-            mask &= position > query - window
+        if rules.window is not None:
+            mask &= position > query - rules.window
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)

@@ -1,56 +1,82 @@
-"""One query token per row against its paged KV, split along the sequence so that few rows still fill the device.
+"""One new token per row: norm and rotate it, keep its key and value, and attend to the row's paged KV, in one launch.
 
-Each program takes one row, one kv head and one stretch of positions. The last program of a (row, kv head) to finish
-combines the stretches, so no second launch is needed. Reads every key and value once: bound by bandwidth.
-Reference: `attention.paged_attention_reference`.
+Each program takes one row, one kv head and one stretch of the earlier positions; the last stretch also takes the new
+token, straight from the projection. The last program of a (row, kv head) to finish combines the stretches.
+Every key and value is read once: bound by bandwidth. Reference: `attention.attention_reference`.
 """
 
 from __future__ import annotations
 
 from functools import cache
+
 import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.jit import jit, tl, triton
+from cortex.neuron.kernels.jit import (
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch_options,
+    num_processors,
+    tl,
+    triton,
+)
+from cortex.neuron.kernels.rotate import rotated_heads
+from cortex.neuron.kernels.rules import AttentionRules
 
 TILE = 64
-MIN_STRETCH = 64
-"""Positions below which splitting further costs more than it gains."""
-MAX_COUNTERS = 1 << 16
+WAVES = 4
+"""How many times over the programs should fill the device."""
+MAX_SPLITS = 64
+MAX_CELLS = 1 << 16
+"""Rows times kv heads of one launch."""
+LOG2_E = 1.4426950408889634
 
 
 def decode_attention(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: AttentionRules,
+    batch: Batch,
     key_pages: Tensor,
     value_pages: Tensor,
-    batch: Batch,
-    scale: float,
-    window: int | None,
     out: Tensor,
 ) -> None:
-    """Writes the first `batch.num_decodes` rows of `out`. q and out: [tokens, heads, dim], contiguous."""
+    """Writes the first `batch.num_decodes` rows of `out` ([tokens, heads, dim], contiguous) and their KV."""
     rows, (_, heads, dim) = batch.num_decodes, q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
     splits = _num_splits(rows * kv_heads, batch.max_length, q.device)
     group = heads // kv_heads
     group_block = max(16, triton.next_power_of_2(group))
-    partial = torch.empty((rows, kv_heads, splits, group_block, dim), dtype=torch.float32, device=q.device)
-    sums = torch.empty((rows, kv_heads, splits, 2, group_block), dtype=torch.float32, device=q.device)
+    partial = torch.empty((rows * kv_heads * splits, group_block, dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((rows * kv_heads * splits, 2, group_block), dtype=torch.float32, device=q.device)
     _decode_kernel[(rows, kv_heads, splits)](
         q,
+        k,
+        v,
         key_pages,
         value_pages,
         batch.page_table,
         batch.rows,
         batch.lengths,
+        batch.slots,
+        rules.rope,
+        rules.q_scale,
+        rules.k_scale,
         out,
         partial,
         sums,
         _counters(q.device),
-        scale * 1.4426950408889634,
+        rules.scale * LOG2_E,
+        rules.eps,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        v.stride(0),
         batch.page_table.stride(0),
-        window or 0,
+        rules.window or 0,
         splits,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -58,44 +84,52 @@ def decode_attention(
         GROUP_BLOCK=group_block,
         DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim),
+        HALF=rules.rope.shape[1] // 2,
+        NORM=rules.q_scale is not None,
         PAGE=page_tokens,
         TILE=TILE,
         num_warps=4,
         num_stages=3,
+        **launch_options(q.device),
     )
 
 
-def _num_splits(programs: int, max_length: int, device: torch.device) -> int:
-    """Enough stretches to fill the device a few times over, but none shorter than MIN_STRETCH."""
-    wanted = triton.cdiv(4 * _num_processors(device), programs)
-    longest = triton.cdiv(max_length, MIN_STRETCH)
-    return int(min(64, triton.next_power_of_2(max(1, min(wanted, longest)))))
-
-
-@cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _num_splits(cells: int, max_length: int, device: torch.device) -> int:
+    """Enough stretches to fill the device, but none shorter than a tile."""
+    wanted = triton.cdiv(WAVES * num_processors(device), cells)
+    return int(min(MAX_SPLITS, triton.next_power_of_2(max(1, min(wanted, triton.cdiv(max_length, TILE))))))
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
     """How many stretches of each (row, kv head) are done; every launch leaves them at zero."""
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
 
 
 @jit(do_not_specialize=["window", "splits"])
 def _decode_kernel(
     q,
+    k,
+    v,
     key_pages,
     value_pages,
     table,
     rows,
     lengths,
+    slots,
+    rope,
+    q_scale,
+    k_scale,
     out,
     partial,
     sums,
     counters,
     scale,
+    eps,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    v_token_stride,
     table_stride,
     window,
     splits,
@@ -105,32 +139,39 @@ def _decode_kernel(
     GROUP_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    index = tl.program_id(0)
+    if OVERLAP:
+        gdc_launch_dependents()
+    index = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + index)
+    newest = tl.load(lengths + index) - 1  # the new token's position; the pages hold those before it
+    table_row = table + tl.load(rows + index) * table_stride
     first = 0
     if window > 0:
-        first = tl.maximum(0, length - window)
-    stretch = tl.cdiv(tl.cdiv(length - first, splits), TILE) * TILE
-    active = tl.cdiv(length - first, stretch)
-    start = first + split * stretch
-    if start >= length:
+        first = tl.maximum(0, newest + 1 - window)
+    stretch = tl.maximum(1, tl.cdiv(tl.cdiv(newest - first, splits), TILE)) * TILE
+    active = tl.maximum(1, tl.cdiv(newest - first, stretch))
+    if split >= active:
         return
-    end = tl.minimum(length, start + stretch)
+    start = first + split * stretch
+    end = tl.minimum(newest, start + stretch)
+    if OVERLAP:
+        gdc_wait()
 
     head = tl.arange(0, GROUP_BLOCK)
     dim = tl.arange(0, DIM_BLOCK)
     dim_inside = dim < DIM
-    head_inside = head < GROUP
-    q_offset = (index * HEADS + kv_head * GROUP + head).to(tl.int64)[:, None] * DIM + dim[None, :]
-    inside = head_inside[:, None] & dim_inside[None, :]
-    query = tl.load(q + q_offset, mask=inside, other=0.0)  # [group, dim]
+    rope_row = rope + newest * 2 * HALF
+    source = q + index * q_token_stride + kv_head * GROUP * q_head_stride
+    exact = rotated_heads(source, head, q_head_stride, GROUP, q_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+    query = exact.to(q.dtype.element_ty)  # [group, dim]
 
-    table_row = table + tl.load(rows + index) * table_stride
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
@@ -138,10 +179,10 @@ def _decode_kernel(
         position = tile + tl.arange(0, TILE)
         valid = position < end
         page = tl.load(table_row + position // PAGE, mask=valid, other=0).to(tl.int64)
-        slot = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM
-        where = valid[:, None] & dim_inside[None, :]
-        keys = tl.load(key_pages + slot[:, None] + dim[None, :], mask=where, other=0.0)  # [tile, dim]
-        values = tl.load(value_pages + slot[:, None] + dim[None, :], mask=where, other=0.0)
+        where = (((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
+        inside = valid[:, None] & dim_inside[None, :]
+        keys = tl.load(key_pages + where, mask=inside, other=0.0)  # [tile, dim]
+        values = tl.load(value_pages + where, mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(keys)) * scale  # [group, tile], in powers of two
         scores = tl.where(valid[None, :], scores, -float("inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -151,12 +192,31 @@ def _decode_kernel(
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
         highest = higher
 
+    if split == active - 1:
+        only = tl.arange(0, 1)
+        source = k + index * k_token_stride + kv_head * DIM
+        key = rotated_heads(source, only, DIM, 1, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+        key = key.to(key_pages.dtype.element_ty)  # [1, dim]
+        value = tl.load(v + index * v_token_stride + kv_head * DIM + dim, mask=dim_inside, other=0.0)
+        where = (tl.load(slots + index) * KV_HEADS + kv_head) * DIM + dim
+        tl.store(key_pages + where[None, :], key, mask=dim_inside[None, :])
+        tl.store(value_pages + where, value, mask=dim_inside)
+        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+        higher = tl.maximum(highest, score)
+        shrink = tl.exp2(highest - higher)
+        weight = tl.exp2(score - higher)
+        total = total * shrink + weight
+        mixed = mixed * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+        highest = higher
+
+    inside = (head < GROUP)[:, None] & dim_inside[None, :]
+    target = out + ((index * HEADS + kv_head * GROUP + head)[:, None] * DIM + dim[None, :])
     if active == 1:
-        tl.store(out + q_offset, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
         return
 
     cell = index * KV_HEADS + kv_head
-    mine = (cell * splits + split).to(tl.int64)
+    mine = cell * splits + split
     block = head[:, None] * DIM + dim[None, :]
     tl.store(partial + mine * GROUP_BLOCK * DIM + block, mixed, mask=dim_inside[None, :])
     tl.store(sums + mine * 2 * GROUP_BLOCK + head, highest)
@@ -171,7 +231,7 @@ def _decode_kernel(
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
     for other in range(0, active):
-        theirs = (cell * splits + other).to(tl.int64)
+        theirs = cell * splits + other
         their_highest = tl.load(sums + theirs * 2 * GROUP_BLOCK + head, cache_modifier=".cg")
         their_total = tl.load(sums + theirs * 2 * GROUP_BLOCK + GROUP_BLOCK + head, cache_modifier=".cg")
         their_mixed = tl.load(
@@ -182,4 +242,4 @@ def _decode_kernel(
         total = total * shrink + their_total * grow
         mixed = mixed * shrink[:, None] + their_mixed * grow[:, None]
         highest = higher
-    tl.store(out + q_offset, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -1,5 +1,10 @@
 """Matrix times a few vectors: what decoding is made of. Bound by the bytes of the matrix, so everything around it
-(the norm before, the gate or the addition after) rides along in the same pass."""
+(the norm before, the gate or the addition after) rides along in the same pass.
+
+One row: each program reads whole rows of the matrix and sums. Up to MATVEC_ROWS: the matrix is the left operand of a
+tensor-core product whose right operand is the few rows, padded to 16. The norm's scale is a common factor of each dot
+product and is applied at the end.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import jit, tl, triton
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.norm import rms_norm_reference
 from cortex.neuron.kernels.silu import silu_mul_reference
 
-MATVEC_ROWS = 1
-"""Up to this many rows these kernels are faster than a matrix product."""
+MATVEC_ROWS = 16
+"""Up to this many rows these kernels beat a matrix product followed by the rest."""
 
 
 def matvec(
@@ -23,28 +28,9 @@ def matvec(
     eps: float,
     residual: Tensor | None,
 ) -> Tensor:
-    """norm(x) Wᵀ + bias + residual. x: [1, in], weight: [out, in] → [1, out]"""
-    outputs, inputs = weight.shape
-    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    block_in, block_out = _blocks(inputs)
-    _matvec_kernel[(triton.cdiv(outputs, block_out),)](
-        x,
-        weight,
-        bias if bias is not None else x,
-        norm_weight if norm_weight is not None else x,
-        residual if residual is not None else x,
-        out,
-        inputs,
-        outputs,
-        eps,
-        BIAS=bias is not None,
-        NORM=norm_weight is not None,
-        RESIDUAL=residual is not None,
-        GATED=False,
-        BLOCK_IN=block_in,
-        BLOCK_OUT=block_out,
-        num_warps=4,
-    )
+    """norm(x) Wᵀ + bias + residual. x: [rows, in], weight: [out, in] → [rows, out]"""
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, norm_weight, eps, residual, out, gated=False)
     return out
 
 
@@ -63,28 +49,9 @@ def matvec_reference(
 
 
 def gated_matvec(x: Tensor, gate_up: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [1, in], gate_up: [2 · out, in] → [1, out]"""
-    outputs, inputs = gate_up.shape[0] // 2, gate_up.shape[1]
-    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    block_in, block_out = _blocks(inputs)
-    _matvec_kernel[(triton.cdiv(outputs, block_out),)](
-        x,
-        gate_up,
-        x,
-        norm_weight,
-        x,
-        out,
-        inputs,
-        outputs,
-        eps,
-        BIAS=False,
-        NORM=True,
-        RESIDUAL=False,
-        GATED=True,
-        BLOCK_IN=block_in,
-        BLOCK_OUT=block_out,
-        num_warps=4,
-    )
+    """silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [rows, in], gate_up: [2 · out, in] → [rows, out]"""
+    out = torch.empty((len(x), len(gate_up) // 2), dtype=x.dtype, device=x.device)
+    _launch(x, gate_up, None, norm_weight, eps, None, out, gated=True)
     return out
 
 
@@ -92,55 +59,110 @@ def gated_matvec_reference(x: Tensor, gate_up: Tensor, norm_weight: Tensor, eps:
     return silu_mul_reference(F.linear(rms_norm_reference(x, norm_weight, eps), gate_up))
 
 
-def _blocks(inputs: int) -> tuple[int, int]:
-    """Columns and rows of the matrix that one program reads at a time."""
-    block_in = min(2048, triton.next_power_of_2(inputs))
-    return block_in, max(1, 4096 // block_in)
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool,
+) -> None:
+    rows, inputs = x.shape
+    outputs = out.shape[1]
+    shared = {
+        "BIAS": bias is not None,
+        "NORM": norm_weight is not None,
+        "RESIDUAL": residual is not None,
+        "GATED": gated,
+        "INPUTS": inputs,
+        **launch_options(x.device),
+    }
+    pointers = (x, weight, bias, norm_weight, residual, out)
+    if rows == 1:
+        block_in = min(2048, triton.next_power_of_2(inputs))
+        block_out = 2
+        _one_row_kernel[(triton.cdiv(outputs, block_out),)](
+            *pointers, outputs, eps, **shared, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4
+        )
+    else:
+        block_in = min(128, triton.next_power_of_2(inputs))
+        block_out, warps, stages = (128, 8, 3) if outputs > 65_536 else (64, 4, 4 if gated else 5)
+        _few_rows_kernel[(triton.cdiv(outputs, block_out),)](
+            *pointers,
+            rows,
+            outputs,
+            eps,
+            **shared,
+            ROWS=max(16, triton.next_power_of_2(rows)),
+            BLOCK_IN=block_in,
+            BLOCK_OUT=block_out,
+            num_warps=warps,
+            num_stages=stages,
+        )
 
 
 @jit
-def _matvec_kernel(
+def _one_row_kernel(
     x,
     weight,
     bias,
     norm_weight,
     residual,
     out,
-    inputs,
     outputs,
     eps,
+    INPUTS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """One program per BLOCK_OUT rows. The norm's scale is a common factor of the dot product, applied at the end."""
+    """One program per BLOCK_OUT rows of the matrix. The next tile is on its way while this one is summed."""
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row_inside = row < outputs
+    line = weight + row.to(tl.int64)[:, None] * INPUTS
+    line_up = line + outputs.to(tl.int64) * INPUTS
+    column = tl.arange(0, BLOCK_IN)
+    inside = row_inside[:, None] & (column < INPUTS)[None, :]
+    tile = tl.load(line + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        tile_up = tl.load(line_up + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        gdc_wait()
     total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     squares = tl.zeros((BLOCK_IN,), tl.float32)
-    line = weight + row.to(tl.int64)[:, None] * inputs
-    for start in range(0, inputs, BLOCK_IN):
-        column = start + tl.arange(0, BLOCK_IN)
-        column_inside = column < inputs
-        inside = row_inside[:, None] & column_inside[None, :]
-        tile = tl.load(line + column[None, :], mask=inside, other=0.0)
-        if GATED:
-            tile_up = tl.load(line + outputs.to(tl.int64) * inputs + column[None, :], mask=inside, other=0.0)
-        value = tl.load(x + column, mask=column_inside, other=0.0).to(tl.float32)
+    for start in tl.static_range(0, INPUTS, BLOCK_IN):
+        here = start + column
+        value = tl.load(x + here, mask=here < INPUTS, other=0.0).to(tl.float32)
         if NORM:
             squares += value * value
-            value *= tl.load(norm_weight + column, mask=column_inside, other=0.0).to(tl.float32)
+            value *= tl.load(norm_weight + here, mask=here < INPUTS, other=0.0).to(tl.float32)
+        if start + BLOCK_IN < INPUTS:
+            there = here + BLOCK_IN
+            inside = row_inside[:, None] & (there < INPUTS)[None, :]
+            next_tile = tl.load(line + there[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                next_up = tl.load(line_up + there[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
         total += tile.to(tl.float32) * value[None, :]
         if GATED:
             total_up += tile_up.to(tl.float32) * value[None, :]
+        if start + BLOCK_IN < INPUTS:
+            tile = next_tile
+            if GATED:
+                tile_up = next_up
     y = tl.sum(total, 1)
     scale = 1.0
     if NORM:
-        scale = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+        scale = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
         y *= scale
     if GATED:
         y = y * tl.sigmoid(y) * (tl.sum(total_up, 1) * scale)
@@ -149,3 +171,71 @@ def _matvec_kernel(
     if RESIDUAL:
         y += tl.load(residual + row, mask=row_inside, other=0.0).to(tl.float32)
     tl.store(out + row, y.to(out.dtype.element_ty), mask=row_inside)
+
+
+@jit(do_not_specialize=["rows"])
+def _few_rows_kernel(
+    x,
+    weight,
+    bias,
+    norm_weight,
+    residual,
+    out,
+    rows,
+    outputs,
+    eps,
+    INPUTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """One program per BLOCK_OUT rows of the matrix, all rows of x: out = (W xᵀ)ᵀ."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    output_inside = output < outputs
+    row = tl.arange(0, ROWS)
+    row_inside = row < rows
+    line = weight + output.to(tl.int64)[:, None] * INPUTS
+    line_up = line + outputs.to(tl.int64) * INPUTS
+    total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    total_up = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, INPUTS, BLOCK_IN):
+        column = start + tl.arange(0, BLOCK_IN)
+        if INPUTS % BLOCK_IN == 0:
+            inside = output_inside[:, None]
+            x_inside = row_inside[None, :]
+        else:
+            inside = output_inside[:, None] & (column < INPUTS)[None, :]
+            x_inside = row_inside[None, :] & (column < INPUTS)[:, None]
+        tile = tl.load(line + column[None, :], mask=inside, other=0.0)
+        value = tl.load(x + row[None, :] * INPUTS + column[:, None], mask=x_inside, other=0.0)  # [in, rows]
+        if NORM:
+            exact = value.to(tl.float32)
+            squares += tl.sum(exact * exact, 0)
+            gain = tl.load(norm_weight + column, mask=column < INPUTS, other=0.0).to(tl.float32)
+            value = (exact * gain[:, None]).to(x.dtype.element_ty)
+        total = tl.dot(tile, value, total)
+        if GATED:
+            tile_up = tl.load(line_up + column[None, :], mask=inside, other=0.0)
+            total_up = tl.dot(tile_up, value, total_up)
+    if NORM:
+        scale = tl.rsqrt(squares / INPUTS + eps)
+        total *= scale[None, :]
+        total_up *= scale[None, :]
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    if BIAS:
+        total += tl.load(bias + output, mask=output_inside, other=0.0).to(tl.float32)[:, None]
+    where = row[None, :] * outputs + output[:, None]
+    inside = output_inside[:, None] & row_inside[None, :]
+    if RESIDUAL:
+        total += tl.load(residual + where, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import has_kernels, jit, tl, triton
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,7 +18,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(len(rows),)](
-        rows, weight, out, rows.stride(0), size, eps, BLOCK=block, num_warps=max(1, min(8, block // 512))
+        rows,
+        weight,
+        out,
+        rows.stride(0),
+        size,
+        eps,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+        **launch_options(x.device),
     )
     return out.view(x.shape)
 
@@ -30,7 +38,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @jit
-def _rms_norm_kernel(x, weight, out, stride, size, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, out, stride, size, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

@@ -1,24 +1,23 @@
-"""What happens to q, k and v between their projection and attention, in one pass: norms, rotation, store into pages."""
+"""What happens to prefill tokens' q, k and v between projection and attention, in one pass: norm, rotate, store."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import has_kernels, jit, tl, triton
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 from cortex.neuron.kernels.norm import rms_norm_reference
+from cortex.neuron.kernels.rules import AttentionRules
+
+HEADS_AT_ONCE = 8
 
 
 def rotate_and_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    eps: float,
+    rules: AttentionRules,
     positions: Tensor,
-    rope: Tensor,
     slots: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -26,34 +25,20 @@ def rotate_and_store(
     """Returns the rotated q; writes the rotated k, and v, into their slots of the pages.
 
     q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], strided views allowed, each head dense.
-    rope: [positions, rotated dims], cosines then sines. Dimensions past the rotated ones pass through.
     """
     if not has_kernels(q):
-        return rotate_and_store_reference(
-            q,
-            k,
-            v,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            eps=eps,
-            positions=positions,
-            rope=rope,
-            slots=slots,
-            key_pages=key_pages,
-            value_pages=value_pages,
-        )
+        return rotate_and_store_reference(q, k, v, rules, positions, slots, key_pages, value_pages)
     tokens, heads, dim = q.shape
-    kv_heads, half = k.shape[1], rope.shape[1] // 2
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    _rotate_kernel[(tokens, heads + 2 * kv_heads)](
+    _rotate_kernel[(tokens,)](
         q,
         k,
         v,
         out,
-        q_scale if q_scale is not None else q,
-        k_scale if k_scale is not None else k,
+        rules.q_scale,
+        rules.k_scale,
         positions,
-        rope,
+        rules.rope,
         slots,
         key_pages,
         value_pages,
@@ -61,15 +46,16 @@ def rotate_and_store(
         q.stride(1),
         k.stride(0),
         v.stride(0),
-        heads,
-        kv_heads,
-        eps,
+        rules.eps,
+        HEADS=heads,
+        KV_HEADS=k.shape[1],
         DIM=dim,
-        BLOCK=triton.next_power_of_2(dim),
-        HALF=half,
-        HALF_BLOCK=triton.next_power_of_2(half),
-        NORM=q_scale is not None,
-        num_warps=1,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        HALF=rules.rope.shape[1] // 2,
+        AT_ONCE=HEADS_AT_ONCE,
+        NORM=rules.q_scale is not None,
+        num_warps=4,
+        **launch_options(q.device),
     )
     return out
 
@@ -78,19 +64,16 @@ def rotate_and_store_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    eps: float,
+    rules: AttentionRules,
     positions: Tensor,
-    rope: Tensor,
     slots: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
 ) -> Tensor:
-    if q_scale is not None and k_scale is not None:
-        q, k = rms_norm_reference(q, q_scale, eps), rms_norm_reference(k, k_scale, eps)
-    cosine, sine = rope[positions].to(q.dtype)[:, None].chunk(2, dim=-1)
+    if rules.q_scale is not None and rules.k_scale is not None:
+        q = rms_norm_reference(q, rules.q_scale, rules.eps)
+        k = rms_norm_reference(k, rules.k_scale, rules.eps)
+    cosine, sine = rules.rope[positions].to(q.dtype)[:, None].chunk(2, dim=-1)
     key_pages.flatten(0, 1).index_copy_(0, slots, _rotate(k, cosine, sine))
     value_pages.flatten(0, 1).index_copy_(0, slots, v)
     return _rotate(q, cosine, sine)
@@ -106,6 +89,39 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out
+
+
+@jit
+def rotated_heads(
+    source,
+    head,
+    head_stride,
+    num_heads,
+    scales,
+    rope_row,
+    eps,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """[heads, dim] float32: the heads `head` of one token at `source`, normed and rotated; zero beyond `num_heads`."""
+    dim = tl.arange(0, DIM_BLOCK)
+    inside = (head < num_heads)[:, None] & (dim < DIM)[None, :]
+    is_rotated = dim < 2 * HALF
+    partner = tl.where(is_rotated, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
+    line = source + head[:, None] * head_stride
+    value = tl.load(line + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(line + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+        value *= scale * tl.load(scales + dim, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
+        other *= scale * tl.load(scales + partner, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
+    pair = tl.where(dim < HALF, dim, dim - HALF)
+    cosine = tl.load(rope_row + pair, mask=is_rotated, other=1.0)
+    sine = tl.load(rope_row + HALF + pair, mask=is_rotated, other=0.0)
+    sine = tl.where(dim < HALF, -sine, sine)
+    return value * cosine[None, :] + other * sine[None, :]
 
 
 @jit
@@ -125,55 +141,37 @@ def _rotate_kernel(
     q_head_stride,
     k_token_stride,
     v_token_stride,
-    heads,
-    kv_heads,
     eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One program per token and head; heads beyond the q heads are k heads, then v heads."""
+    """One program per token."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    dim = tl.arange(0, BLOCK)
-    inside = dim < DIM
-    if head >= heads + kv_heads:
-        kv_head = head - heads - kv_heads
-        slot = tl.load(slots + token)
-        value = tl.load(v + token * v_token_stride + kv_head * DIM + dim, mask=inside)
-        tl.store(value_pages + (slot * kv_heads + kv_head) * DIM + dim, value, mask=inside)
-    else:
-        if head < heads:
-            source = q + token * q_token_stride + head * q_head_stride
-            target = out + (token * heads + head) * DIM
-            scales = q_scale
-        else:
-            kv_head = head - heads
-            slot = tl.load(slots + token)
-            source = k + token * k_token_stride + kv_head * DIM
-            target = key_pages + (slot * kv_heads + kv_head) * DIM
-            scales = k_scale
-        scale = 1.0
-        if NORM:
-            whole = tl.load(source + dim, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(whole * whole, 0) / DIM + eps)
-        half = tl.arange(0, HALF_BLOCK)
-        rotated = half < HALF
-        first = tl.load(source + half, mask=rotated, other=0.0).to(tl.float32) * scale
-        second = tl.load(source + HALF + half, mask=rotated, other=0.0).to(tl.float32) * scale
-        if NORM:
-            first *= tl.load(scales + half, mask=rotated, other=0.0).to(tl.float32)
-            second *= tl.load(scales + HALF + half, mask=rotated, other=0.0).to(tl.float32)
-        position = tl.load(positions + token)
-        cosine = tl.load(rope + position * 2 * HALF + half, mask=rotated, other=0.0)
-        sine = tl.load(rope + position * 2 * HALF + HALF + half, mask=rotated, other=0.0)
-        tl.store(target + half, (first * cosine - second * sine).to(out.dtype.element_ty), mask=rotated)
-        tl.store(target + HALF + half, (second * cosine + first * sine).to(out.dtype.element_ty), mask=rotated)
-        if 2 * HALF < DIM:
-            rest = inside & (dim >= 2 * HALF)
-            kept = tl.load(source + dim, mask=rest, other=0.0).to(tl.float32) * scale
-            if NORM:
-                kept *= tl.load(scales + dim, mask=rest, other=0.0).to(tl.float32)
-            tl.store(target + dim, kept.to(out.dtype.element_ty), mask=rest)
+    dim = tl.arange(0, DIM_BLOCK)
+    rope_row = rope + tl.load(positions + token) * 2 * HALF
+    slot = tl.load(slots + token) * KV_HEADS * DIM
+    for first in tl.static_range(0, HEADS, AT_ONCE):
+        head = first + tl.arange(0, AT_ONCE)
+        inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+        source = q + token * q_token_stride
+        y = rotated_heads(source, head, q_head_stride, HEADS, q_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+        where = (token * HEADS + head[:, None]) * DIM + dim[None, :]
+        tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
+    for first in tl.static_range(0, KV_HEADS, AT_ONCE):
+        head = first + tl.arange(0, AT_ONCE)
+        inside = (head < KV_HEADS)[:, None] & (dim < DIM)[None, :]
+        source = k + token * k_token_stride
+        y = rotated_heads(source, head, DIM, KV_HEADS, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+        where = slot + head[:, None] * DIM + dim[None, :]
+        tl.store(key_pages + where, y.to(out.dtype.element_ty), mask=inside)
+        value = tl.load(v + token * v_token_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        tl.store(value_pages + where, value, mask=inside)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import has_kernels, jit, tl, triton
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -16,7 +16,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
-    _silu_mul_kernel[(tokens, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4)
+    _silu_mul_kernel[(tokens, triton.cdiv(size, block))](
+        gate_up, out, size, BLOCK=block, num_warps=4, **launch_options(out.device)
+    )
     return out
 
 
@@ -26,7 +28,10 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @jit
-def _silu_mul_kernel(gate_up, out, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.attention import paged_attention
+from cortex.neuron.kernels.attention import attention
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.rotate import rotate_and_store
+from cortex.neuron.kernels.rules import AttentionRules
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -49,8 +49,6 @@ class Attention:
 
     def __init__(self, parameters: Parameters, config: AttentionConfig, rope: RopeTable, prefix: str) -> None:
         self.config = config
-        self.rope = rope
-        self.scale = config.head_dim**-0.5
         q = config.heads * config.head_dim
         kv = config.kv_heads * config.head_dim
         self.qkv = Linear(
@@ -72,28 +70,26 @@ class Attention:
                 )
                 for name in ("q_norm", "k_norm")
             )
+        self.rules = AttentionRules(
+            scale=config.head_dim**-0.5,
+            rope=rope.table,
+            q_scale=self.q_norm.weight if self.q_norm else None,
+            k_scale=self.k_norm.weight if self.k_norm else None,
+            eps=config.norm_eps,
+            window=config.window,
+        )
 
     def __call__(self, hidden: Tensor, norm: RMSNorm, batch: Batch) -> Tensor:
         """hidden: [tokens, hidden] → hidden + attention(norm(hidden))"""
         config = self.config
         q, k, v = self.qkv(hidden, norm=norm).split(self.qkv.splits, dim=-1)
+        k, v = (x.view(-1, config.kv_heads, config.head_dim) for x in (k, v))
         gate = None
         if config.gated:
             q, gate = q.view(-1, config.heads, 2 * config.head_dim).chunk(2, dim=-1)
-        q = rotate_and_store(
-            q.view(-1, config.heads, config.head_dim) if gate is None else q,
-            k.view(-1, config.kv_heads, config.head_dim),
-            v.view(-1, config.kv_heads, config.head_dim),
-            q_scale=self.q_norm.weight if self.q_norm else None,
-            k_scale=self.k_norm.weight if self.k_norm else None,
-            eps=config.norm_eps,
-            positions=batch.positions,
-            rope=self.rope.table,
-            slots=batch.slots,
-            key_pages=self.cache.keys,
-            value_pages=self.cache.values,
-        )
-        out = paged_attention(q, self.cache.keys, self.cache.values, batch, self.scale, config.window)
+        else:
+            q = q.view(-1, config.heads, config.head_dim)
+        out = attention(q, k, v, self.rules, batch, self.cache.keys, self.cache.values)
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return self.output(out.reshape(len(out), -1), residual=hidden)

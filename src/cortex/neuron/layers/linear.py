@@ -36,13 +36,13 @@ class Linear:
             row += rows
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
-        """x: [tokens, in] → [tokens, out]"""
+        """x: [tokens, in] → [tokens, out]. `residual` may be overwritten: use the result in its place."""
         if has_kernels(x) and x.shape[0] <= MATVEC_ROWS:
             return matvec(x, self.weight, self.bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual)
         if norm is not None:
             x = norm(x)
         if residual is not None and self.bias is None and x.is_cuda:
-            return residual.addmm(x, self.weight.t())
+            return residual.addmm_(x, self.weight.t())
         y = F.linear(x, self.weight, self.bias)
         return y if residual is None else y.add_(residual)
 

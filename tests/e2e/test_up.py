@@ -19,6 +19,8 @@ import pytest
 from cortex.cli.demo import SMOLLM2
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .conftest import Run, Start
 
 pytestmark = pytest.mark.e2e
@@ -76,12 +78,17 @@ def test_the_three_ports_answer(up: Run) -> None:
 
 def test_the_second_start_answers_quickly_and_without_network(up: Run, start: Start) -> None:
     # `up` was the first start: the model is in the cache. An index that cannot be reached proves it is not asked.
-    run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
-    run.wait_ready()
-    assert "Paris" in chat(run.url)
-    assert time.monotonic() - run.started < SECOND_START_S
-    assert run.stop(signal.SIGTERM) == 0
-    run.assert_nothing_left()
+    taken_s = []
+    for _ in range(2):  # the better of two, so that a busy neighbour does not decide
+        run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
+        run.wait_ready()
+        assert "Paris" in chat(run.url)
+        taken_s.append(time.monotonic() - run.started)
+        assert run.stop(signal.SIGTERM) == 0
+        run.assert_nothing_left()
+        if taken_s[-1] < SECOND_START_S:
+            break
+    assert min(taken_s) < SECOND_START_S
 
 
 def test_ctrl_c_during_an_answer_leaves_no_process(start: Start) -> None:
@@ -134,7 +141,10 @@ def test_a_port_in_use_names_port_and_option(start: Start, option: str) -> None:
 
 
 def test_a_missing_config_is_named(start: Start, tmp_path: Path) -> None:
-    assert_one_line_fault(start("--config", str(tmp_path / "none.toml")), "none.toml", code=3)
+    run = start("--config", str(tmp_path / "none.toml"))
+    assert run.wait_end() == 3
+    assert run.lines == [f"cortex: no config file at {tmp_path}/none.toml: create it, or name another one\n"]
+    run.assert_nothing_left()
 
 
 def test_a_broken_config_names_the_line_and_the_nearest_key(start: Start, tmp_path: Path) -> None:
@@ -197,11 +207,24 @@ def test_no_network_for_a_hub_model_is_explained(start: Start, tmp_path: Path) -
     assert_one_line_fault(run, "nobody/no-such-model")
 
 
-def test_a_full_disk_is_explained(start: Start) -> None:
-    full = Path("/sys/fs/cgroup")  # a filesystem without a free byte that is always there
-    if not full.is_dir() or shutil.disk_usage(full).free:
-        pytest.skip("no full filesystem on this machine")
-    run = start(CORTEX_CACHE=str(full / "cortex"))
-    assert run.wait_end() != 0
-    assert "CORTEX_CACHE" in run.lines[-1]
-    assert "Traceback" not in run.output
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a filesystem of its own with hardly a byte free."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small filesystem")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_no_disk_space_for_the_demo_model_is_explained(start: Start, full_disk: Path) -> None:
+    assert_one_line_fault(start(CORTEX_CACHE=str(full_disk)), "disk space", "CORTEX_CACHE", code=7)
+
+
+def test_no_disk_space_for_the_run_itself_is_explained(start: Start, full_disk: Path, demo_model: Path) -> None:
+    with (full_disk / "fill").open("wb", buffering=0) as fill:
+        while shutil.disk_usage(full_disk).free:
+            fill.write(bytes(4096))
+    assert_one_line_fault(start(str(demo_model), CORTEX_CACHE=str(full_disk)), "no space left", code=7)

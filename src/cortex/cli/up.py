@@ -270,7 +270,8 @@ def reason_of(status: ModelStatus) -> str:
 
 def say_ready(console: Console, plan: Plan, seconds: float) -> None:
     names = ", ".join(model.id for model in plan.models)
-    body = {"model": plan.models[0].id, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": plan.models[0].id, "messages": question, "max_tokens": 64}
     curl = f"curl {plan.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
     console.print(f"[bold green]ready[/bold green] after {seconds:.1f} s: {names} at {plan.url}", soft_wrap=True)
     console.print(f"\n  {curl}\n", soft_wrap=True, markup=False)

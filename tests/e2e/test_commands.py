@@ -182,5 +182,6 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(chat: Terminal) -> None:
     chat.type("/clear\n")
     chat.type("What is the capital of France?\n")
     chat.wait_for("Paris")
+    chat.wait_for("> ")
     chat.type("\x04")
     assert chat.wait_end() == 0

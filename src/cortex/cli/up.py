@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -24,7 +25,7 @@ from cortex.wire.node import Health, ModelState, ModelStatus
 
 from . import runfiles
 from .cache import run_directory
-from .client import Gateway, Refused, Unreachable
+from .client import DEFAULT_URL, Gateway, Refused, Unreachable
 from .demo import SMOLLM2, ensure_demo_model
 from .failures import Command, CommandError, ExitCode, is_verbose
 from .loadview import LoadView
@@ -275,9 +276,19 @@ def say_ready(console: Console, plan: Plan, seconds: float) -> None:
     curl = f"curl {plan.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
     console.print(f"[bold green]ready[/bold green] after {seconds:.1f} s: {names} at {plan.url}", soft_wrap=True)
     console.print(f"\n  {curl}\n", soft_wrap=True, markup=False)
-    console.print(f"  chat     cortex chat --url {plan.url}", soft_wrap=True)
+    console.print(
+        f"  chat     {program()} chat{'' if plan.url == DEFAULT_URL else f' --url {plan.url}'}", soft_wrap=True
+    )
     console.print(
         f"  metrics  http://{runfiles.address(reachable(plan.host), plan.ports.metrics)}/metrics", soft_wrap=True
     )
     console.print(f"  logs     {plan.folder}", soft_wrap=True)
     console.print("\nCtrl-C ends everything.")
+
+
+def program() -> str:
+    """How the user called us, so that the line we print works when it is pasted."""
+    called = sys.argv[0]
+    if Path(called).name != "cortex" or shutil.which("cortex") == str(Path(called).absolute()):
+        return "cortex"
+    return called

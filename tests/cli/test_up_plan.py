@@ -9,10 +9,10 @@ import pytest
 
 from cortex.cli import runfiles
 from cortex.cli.failures import CommandError, ExitCode
+from cortex.cli.plan import distinct, overrides, reachable
 from cortex.cli.preflight import require_free_ports
 from cortex.cli.runfiles import Ports
 from cortex.cli.sources import ModelSource
-from cortex.cli.up import distinct, overrides, reachable
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig

@@ -17,8 +17,12 @@ def _plain_environment() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`gpu` tests skip with a reason where there is no CUDA device; the look costs nothing elsewhere."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not Path("/dev/nvidiactl").exists():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none on this machine"))
+    """Quick tests first: the programs that `e2e` tests start would only stand in their way.
+
+    `gpu` tests skip with a reason where there is no CUDA device.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+    if not Path("/dev/nvidiactl").exists():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none on this machine"))

@@ -7,7 +7,7 @@ small-batch kernels can do all three in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,17 +22,29 @@ from cortex.neuron.layers.parameters import Parameters
 class Linear:
     """`y = norm(x) Wᵀ + b + residual`, each part but the matrix optional. Stored dense, in the model's dtype."""
 
-    def __init__(self, parameters: Parameters, inputs: int, outputs: Mapping[str, int], *, bias: bool = False) -> None:
-        """`outputs` maps each checkpoint prefix (without `.weight`) to its number of rows, in order."""
+    def __init__(
+        self,
+        parameters: Parameters,
+        inputs: int,
+        outputs: Mapping[str, int],
+        *,
+        bias: bool = False,
+        arrange: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    ) -> None:
+        """`outputs` maps each checkpoint prefix (without `.weight`) to its number of rows, in order.
+
+        `arrange` reorders the rows of a checkpoint's tensor, by its prefix, where they are stored in another order.
+        """
+        arrange = arrange or {}
         self.inputs = inputs
         self.splits = list(outputs.values())
         self.weight = parameters.empty(sum(self.splits), inputs)  # [out, in]
         self.bias = parameters.empty(sum(self.splits)) if bias else None
         row = 0
         for prefix, rows in outputs.items():
-            parameters.bind(f"{prefix}.weight", self.weight[row : row + rows])
+            parameters.bind(f"{prefix}.weight", self.weight[row : row + rows], arrange.get(prefix))
             if self.bias is not None:
-                parameters.bind(f"{prefix}.bias", self.bias[row : row + rows])
+                parameters.bind(f"{prefix}.bias", self.bias[row : row + rows], arrange.get(prefix))
             row += rows
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:

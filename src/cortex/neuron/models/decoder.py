@@ -11,6 +11,7 @@ from torch import Tensor
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.attention import Attention
 from cortex.neuron.layers.embedding import Embedding, Head
+from cortex.neuron.layers.gated_delta import GatedDelta
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.rope import RopeTable
@@ -54,6 +55,11 @@ class Decoder(ABC):
     @abstractmethod
     def attentions(self) -> list[Attention]:
         """The layers' attentions that keep KV, in order."""
+
+    @property
+    def gated_deltas(self) -> list[GatedDelta]:
+        """The layers' gated delta nets, which keep a state of fixed size for every row, in order."""
+        return []
 
     def __call__(self, batch: Batch) -> Tensor:
         """The residual stream after the last layer: [tokens, hidden]"""

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, str] = {
     "llama": "cortex.neuron.models.llama:Llama",
     "qwen3": "cortex.neuron.models.qwen3:Qwen3",
+    "qwen3_moe": "cortex.neuron.models.qwen3_moe:Qwen3Moe",
+    "qwen3_5": "cortex.neuron.models.qwen3_next:Qwen35Multimodal",
+    "qwen3_5_moe": "cortex.neuron.models.qwen3_next:Qwen35Multimodal",
+    "qwen3_5_moe_text": "cortex.neuron.models.qwen3_next:Qwen35",
+    "qwen3_5_text": "cortex.neuron.models.qwen3_next:Qwen35",
+    "qwen3_next": "cortex.neuron.models.qwen3_next:Qwen3Next",
 }
 """`model_type` in a model's config → module and class."""
 

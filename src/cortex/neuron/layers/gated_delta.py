@@ -1,0 +1,86 @@
+"""The gated delta net: attention's place taken by a memory of fixed size that is corrected token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.gated_delta import gated_delta
+from cortex.neuron.kernels.gated_delta_rules import DeltaRules, DeltaState
+from cortex.neuron.layers.linear import Linear
+from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.parameters import Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_taps: int
+    norm_eps: float
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+class GatedDelta:
+    """Reads and moves on the rows' state given by `state`, which the engine sets before the first step."""
+
+    state: DeltaState
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        config: GatedDeltaConfig,
+        prefix: str,
+        inputs: Mapping[str, int],
+        arrange: Mapping[str, Callable[[Tensor], Tensor]],
+    ) -> None:
+        """`inputs`: the checkpoint's input projections and their rows, which `arrange` brings into the order of
+        `DeltaRules` where the checkpoint has another."""
+        self.config = config
+        self.input = Linear(parameters, config.hidden, inputs, arrange=arrange)
+        self.output = Linear(parameters, config.value_size, {f"{prefix}.out_proj": config.hidden})
+        conv_weight = parameters.empty(config.conv_taps, 2 * config.key_size + config.value_size)
+        parameters.bind(f"{prefix}.conv1d.weight", conv_weight, lambda weight: weight[:, 0].t())
+        decay_rate = parameters.empty(config.value_heads, dtype=torch.float32)
+        parameters.bind(f"{prefix}.A_log", decay_rate, lambda logarithm: logarithm.float().exp())
+        self.rules = DeltaRules(
+            key_heads=config.key_heads,
+            value_heads=config.value_heads,
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            conv_weight=conv_weight,
+            decay_rate=decay_rate,
+            decay_bias=parameters.load(f"{prefix}.dt_bias", config.value_heads, dtype=torch.float32),
+            norm_weight=parameters.load(f"{prefix}.norm.weight", config.value_dim),
+            eps=config.norm_eps,
+        )
+
+    def __call__(self, hidden: Tensor, norm: RMSNorm, batch: Batch) -> Tensor:
+        """hidden: [tokens, hidden] → hidden + gated delta net(norm(hidden))"""
+        projected = self.input(hidden, norm=norm)
+        return self.output(gated_delta(projected, self.rules, batch, self.state), residual=hidden)
+
+
+def by_key_head(key_heads: int, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """Brings the rows of a projection that is stored key head by key head (`sizes` rows of each part in every head)
+    into the order part by part."""
+
+    def arrange(weight: Tensor) -> Tensor:
+        parts = weight.unflatten(0, (key_heads, -1)).split(list(sizes), dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    return arrange

@@ -44,7 +44,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, spec: LoadSpec) -> None:
         device = loaded.model.parameters.device
         self._overlaps = device.type == "cuda"
-        max_rows = spec.max_num_seqs
+        max_rows = loaded.slots.rows
         pool = PagePool(loaded.num_pages, loaded.page_tokens)
         step_tokens = max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], max_rows)
         limits = Limits(

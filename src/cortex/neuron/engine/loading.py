@@ -13,6 +13,7 @@ from cortex.neuron.engine.errors import LoadCancelled, LoadError
 from cortex.neuron.engine.kv import KVCache, page_bytes
 from cortex.neuron.engine.memory import device_memory, numeric_format
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.engine.state_memory import StateMemory, StateSlots
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import UnsupportedModel, family_of
@@ -37,6 +38,9 @@ class LoadedModel:
     kv: KVCache
     num_pages: int
     page_tokens: int
+    slots: StateSlots
+    states: StateMemory | None
+    """None for a model without recurrent layers."""
     notes: tuple[str, ...]
 
 
@@ -51,7 +55,7 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
     def fill(parameters: Parameters) -> None:
         placements = [
             Placement(binding.source, binding.destination, transform=binding.transform)
-            for binding in parameters.bindings
+            for binding in parameters.bindings_from(checkpoint.tensors)
         ]
         load_into(
             checkpoint, placements, progress=lambda done, total: progress("read", done, total), cancelled=cancelled
@@ -77,24 +81,42 @@ def build_model(
     family = family_of(config)
     dtype = numeric_format(spec.dtype, device)
     sized = family(config, Parameters(torch.device("meta"), dtype), num_positions=1)
-    context, num_pages, notes = _plan_pages(sized, spec, device, dtype)
+    have_bytes = _usable_bytes(spec, device)
+    spare_bytes = have_bytes - sized.parameters.num_bytes
+    slots = StateSlots.plan(sized.gated_deltas, spec.max_num_seqs, spare_bytes, dtype, device)
+    context, num_pages, notes = _plan_pages(sized, spec, device, dtype, have_bytes - slots.num_bytes)
     parameters = Parameters(device, dtype)
     model = family(config, parameters, num_positions=context)
     fill(parameters)
     kv = KVCache(model.attentions, num_pages, PAGE_TOKENS, dtype, device)
-    return LoadedModel(model, dtype, context, parameters.num_bytes, kv, num_pages, PAGE_TOKENS, (*model.notes, *notes))
+    states = StateMemory(model.gated_deltas, slots.num_slots, dtype, device) if model.gated_deltas else None
+    return LoadedModel(
+        model=model,
+        dtype=dtype,
+        context_tokens=context,
+        weight_bytes=parameters.num_bytes,
+        kv=kv,
+        num_pages=num_pages,
+        page_tokens=PAGE_TOKENS,
+        slots=slots,
+        states=states,
+        notes=(*model.notes, *slots.notes, *notes),
+    )
+
+
+def _usable_bytes(spec: LoadSpec, device: torch.device) -> int:
+    """What a model may take of the device, all in all."""
+    memory = device_memory(device)
+    have = memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes
+    return have if spec.memory_bytes is None else min(have, spec.memory_bytes)
 
 
 def _plan_pages(
-    model: Decoder, spec: LoadSpec, device: torch.device, dtype: torch.dtype
+    model: Decoder, spec: LoadSpec, device: torch.device, dtype: torch.dtype, have: int
 ) -> tuple[int, int, tuple[str, ...]]:
     """How long a sequence may be and how many pages there are, given what is free. Raises LoadError."""
     own_context = min(spec.context_tokens or model.config.context_tokens, model.config.context_tokens)
     cost = page_bytes(model.attentions, PAGE_TOKENS, dtype)
-    memory = device_memory(device)
-    have = memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes
-    if spec.memory_bytes is not None:
-        have = min(have, spec.memory_bytes)
     for_pages = have - model.parameters.num_bytes
     num_pages = for_pages // cost
     if device.type == "cpu":

@@ -6,7 +6,7 @@ model is sized before a byte of memory is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ class Binding:
     """A view into a parameter, of the source's shape (after `transform`)."""
     transform: Callable[[Tensor], Tensor] | None = None
     """Applied to the source before it is copied, where the checkpoint's layout is not ours."""
+    parts: tuple[Binding, ...] = ()
+    """What fills the same memory where the checkpoint has no `source` but its pieces."""
 
 
 class Parameters:
@@ -39,8 +41,23 @@ class Parameters:
         self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
-    def bind(self, source: str, destination: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.bindings.append(Binding(source, destination, transform))
+    def bind(
+        self,
+        source: str,
+        destination: Tensor,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        *,
+        parts: Sequence[Binding] = (),
+    ) -> None:
+        self.bindings.append(Binding(source, destination, transform, tuple(parts)))
+
+    def bindings_from(self, names: Container[str]) -> list[Binding]:
+        """What fills this model from a checkpoint that holds tensors of these names."""
+        return [
+            chosen
+            for binding in self.bindings
+            for chosen in (binding.parts if binding.parts and binding.source not in names else (binding,))
+        ]
 
     def load(self, source: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter filled by one tensor of the checkpoint, as it is."""

@@ -11,10 +11,15 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.attention import Attention, AttentionConfig
 from cortex.neuron.layers.gated_delta import GatedDelta, GatedDeltaConfig, by_key_head
 from cortex.neuron.layers.mlp import MLP
+from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.qwen3_moe import is_sparse, read_moe
 from cortex.neuron.models.registry import UnsupportedModel
+
+DEFAULTS: Mapping[str, Any] = {"partial_rotary_factor": 0.25, "norm_topk_prob": True}
+"""What these families mean where their configs say nothing."""
 
 
 class Qwen3NextLayer:
@@ -33,7 +38,11 @@ class Qwen3NextLayer:
         else:
             self.mixer = model.gated_delta(f"{prefix}.linear_attn")
         self.mlp_norm = norm("post_attention_layernorm")
-        self.mlp = MLP(parameters, config.hidden, config.inner, f"{prefix}.mlp")
+        self.mlp: MLP | MoE
+        if is_sparse(model.raw, index):
+            self.mlp = MoE(parameters, read_moe(model.raw, config.hidden), f"{prefix}.mlp")
+        else:
+            self.mlp = MLP(parameters, config.hidden, config.inner, f"{prefix}.mlp")
 
     def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
         hidden = self.mixer(hidden, self.mixer_norm, batch)
@@ -47,7 +56,7 @@ class Qwen3Next(Decoder):
     layers: list[Qwen3NextLayer]
 
     def __init__(self, raw: Mapping[str, Any], parameters: Parameters, num_positions: int) -> None:
-        raw = {"partial_rotary_factor": 0.25, **raw}
+        raw = {**DEFAULTS, **raw}
         self.layer_types = _layer_types(raw)
         super().__init__(raw, parameters, num_positions)
 

@@ -1,0 +1,154 @@
+"""Qwen3-Next and Qwen3.5 against the reference library, on tiny random checkpoints, in float32 on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from cortex.neuron.engine.loading import PAGE_TOKENS, load_model
+from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.qwen3_next import Qwen3Next
+from cortex.neuron.models.registry import UnsupportedModel
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 512,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
+
+
+def qwen3_next(**changes):
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**(SIZES | EXPERTS | changes)))
+
+
+def qwen3_5_text(**changes):
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**(SIZES | changes)))
+
+
+def qwen3_5_moe_text(**changes):
+    return transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**(SIZES | EXPERTS | changes)))
+
+
+def qwen3_5(**changes):
+    config = transformers.Qwen3_5Config(text_config=SIZES | changes, vision_config=VISION)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def qwen3_5_moe(**changes):
+    config = transformers.Qwen3_5MoeConfig(text_config=SIZES | EXPERTS | changes, vision_config=VISION)
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
+
+
+CHECKPOINTS = {
+    "next": qwen3_next,
+    "next, one dense layer": lambda: qwen3_next(mlp_only_layers=[1]),
+    "next, as many key as value heads": lambda: qwen3_next(linear_num_key_heads=6, linear_conv_kernel_dim=2),
+    "next, layers by interval": lambda: qwen3_next(layer_types=None, num_hidden_layers=4),
+    "next, tied": lambda: qwen3_next(tie_word_embeddings=True, attention_bias=True),
+    "3.5 text": qwen3_5_text,
+    "3.5 text, experts": qwen3_5_moe_text,
+    "3.5 multimodal": qwen3_5,
+    "3.5 multimodal, experts": qwen3_5_moe,
+}
+
+
+def randomised(build):
+    """A reference model whose every parameter matters: the library starts norms and biases at zero or one."""
+    torch.manual_seed(0)
+    reference = build().eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
+    return reference
+
+
+def load(reference, path):
+    reference.save_pretrained(path)
+    return load_model(LoadSpec(str(path), dtype="float32", max_num_seqs=3), CPU, lambda *_: None, lambda: False)
+
+
+def logits_of(loaded, tokens, cuts, row=0):
+    """The logits of every position, computed in steps of `cuts` tokens each, then one by one."""
+    model, pages = loaded.model, torch.arange(1, 17, dtype=torch.int32)
+    table = torch.zeros(4, 16, dtype=torch.int32)
+    table[row] = pages
+    start, logits = 0, []
+    for count in [*cuts, *[1] * (len(tokens) - sum(cuts))]:
+        positions = torch.arange(start, start + count)
+        batch = Batch(
+            tokens=tokens[start : start + count],
+            positions=positions,
+            slots=pages[positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS,
+            rows=torch.tensor([row]),
+            lengths=torch.tensor([start + count], dtype=torch.int32),
+            page_table=table,
+            num_decodes=int(count == 1),
+            max_length=start + count,
+            prefills=() if count == 1 else (PrefillRow(row, start, count, 0),),
+        )
+        logits.append(model.logits(model(batch)))
+        start += count
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@torch.inference_mode()
+def test_every_logit_matches_the_reference_library(name, tmp_path):
+    reference = randomised(CHECKPOINTS[name])
+    loaded = load(reference, tmp_path)
+    tokens = torch.randint(0, 96, (150,))
+    expected = reference(tokens[None]).logits[0]
+    for cuts in ([150], [1, 2, 70, 65], [33, 100]):
+        logits = logits_of(loaded, tokens, cuts, row=len(cuts) - 1)
+        assert (logits - expected).abs().max() < 1e-3
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_a_multimodal_checkpoint_says_that_it_reads_text_only(tmp_path):
+    loaded = load(randomised(qwen3_5), tmp_path)
+    assert loaded.notes == ("text only: the vision tower is not loaded",)
+    assert loaded.model.raw["model_type"] == "qwen3_5"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["linear_attention", "mamba"]}, "layer_types"),
+        ({"layer_types": ["linear_attention"]}, "layer_types"),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim"),
+    ],
+)
+def test_a_config_that_cannot_be_run_is_refused_in_words(change, message):
+    config = {"model_type": "qwen3_next", **SIZES, **EXPERTS, "num_hidden_layers": 2, "layer_types": None, **change}
+    config = {name: value for name, value in config.items() if value is not None}
+    with pytest.raises(UnsupportedModel, match=message):
+        Qwen3Next(config, Parameters(torch.device("meta"), torch.float32), 1)

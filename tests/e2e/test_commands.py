@@ -109,6 +109,8 @@ class Terminal:
         self.pid, self.descriptor = pty.fork()
         if self.pid == 0:
             command = [sys.executable, "-m", "cortex.cli.cortex", *arguments]
+            # A suite that runs in the background ignores Ctrl-C, and would hand that down.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(sys.executable, command, environment(run))
         self.seen = ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
@@ -11,13 +13,18 @@ from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.models.decoder import Decoder
 
 
+class FeedForward(Protocol):
+    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden: [tokens, hidden] → hidden + feed_forward(norm(hidden))"""
+
+
 class LlamaLayer:
-    def __init__(self, model: Decoder, attention: AttentionConfig, prefix: str, *, mlp_bias: bool = False) -> None:
+    def __init__(self, model: Decoder, attention: AttentionConfig, mlp: FeedForward, prefix: str) -> None:
         parameters, config = model.parameters, model.config
         self.attention_norm = RMSNorm(parameters, config.hidden, config.norm_eps, f"{prefix}.input_layernorm.weight")
         self.attention = Attention(parameters, attention, model.rope, f"{prefix}.self_attn")
         self.mlp_norm = RMSNorm(parameters, config.hidden, config.norm_eps, f"{prefix}.post_attention_layernorm.weight")
-        self.mlp = MLP(parameters, config.hidden, config.inner, f"{prefix}.mlp", bias=mlp_bias)
+        self.mlp = mlp
 
     def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
         hidden = self.attention(hidden, self.attention_norm, batch)
@@ -28,7 +35,7 @@ class Llama(Decoder):
     layers: list[LlamaLayer]
 
     def layer(self, index: int, prefix: str) -> LlamaLayer:
-        return LlamaLayer(self, self.attention_config(index), prefix, mlp_bias=bool(self.raw.get("mlp_bias", False)))
+        return LlamaLayer(self, self.attention_config(index), self.feed_forward(index, f"{prefix}.mlp"), prefix)
 
     def attention_config(self, index: int) -> AttentionConfig:
         """The attention of one layer; every Llama layer has the same."""
@@ -44,6 +51,12 @@ class Llama(Decoder):
             bias=bias,
             output_bias=bias,
         )
+
+    def feed_forward(self, index: int, prefix: str) -> FeedForward:
+        """The second half of one layer; every Llama layer has the same."""
+        del index
+        config = self.config
+        return MLP(self.parameters, config.hidden, config.inner, prefix, bias=bool(self.raw.get("mlp_bias", False)))
 
     @property
     def attentions(self) -> list[Attention]:

@@ -1,0 +1,234 @@
+"""The experts of many rows: each expert's pairs, gathered into tiles, times its matrices on the tensor cores.
+
+How many tiles an expert has is known only on the device: a launch has programs for the most there could be, each finds
+its own tile from the experts' counts, and those beyond the last tile leave. So a launch's shape depends on nothing but
+the number of rows, and a graph can hold it. The matrix is the left operand: its rows fill a tensor core's tile however
+few the tokens are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.routing import Lists
+from cortex.neuron.kernels.silu import silu_mul_reference
+
+SMALLEST_SHARED_BYTES = 98 << 10
+"""What a program may use on the smallest of the supported devices."""
+MIN_STAGES, MAX_STAGES = 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What one program takes: pairs, rows of the matrix, and how much of their inputs at a time."""
+
+    pairs: int
+    outputs: int
+    inputs: int
+    warps: int
+
+    def fitted(self, num_matrices: int, element_bytes: int, shared_bytes: int) -> tuple[int, int]:
+        """Inputs at a time and how many such steps are on their way at once, as the device's shared memory allows."""
+        column_bytes = (num_matrices * self.outputs + self.pairs) * element_bytes
+        inputs = self.inputs
+        while inputs > 32 and MIN_STAGES * inputs * column_bytes > shared_bytes:
+            inputs //= 2
+        return inputs, max(1, min(MAX_STAGES, shared_bytes // (inputs * column_bytes)))
+
+
+def tiling(num_pairs: int, num_experts: int) -> Tiling:
+    """Room for about twice the pairs that an expert has on average, so that most need one tile."""
+    pairs = max(16, min(128, int(triton.next_power_of_2(-(-2 * num_pairs // num_experts)))))
+    return Tiling(pairs, 64, 128, 4) if pairs < 64 else Tiling(pairs, 128, 64, 8)
+
+
+def expand_grouped(x: Tensor, lists: Lists, experts: Experts, tile: Tiling) -> Tensor:
+    """silu(x Gᵀ) · x Uᵀ by pair. x: [tokens, hidden], normed → [tokens · slots, inner]"""
+    out = torch.empty((len(x) * experts.slots, experts.inner), dtype=x.dtype, device=x.device)
+    _launch(x, experts.gate_up, lists, out, tile, pairs_per_row=experts.slots, gated=True)
+    return out
+
+
+def contract_grouped(inner: Tensor, lists: Lists, experts: Experts, tile: Tiling) -> Tensor:
+    """weight · inner Dᵀ by pair. inner: [tokens · slots, inner] → [tokens · slots, hidden]"""
+    out = torch.empty((len(inner), experts.down.shape[1]), dtype=inner.dtype, device=inner.device)
+    _launch(inner, experts.down, lists, out, tile, pairs_per_row=1, gated=False)
+    return out
+
+
+def combine(parts: Tensor, residual: Tensor) -> Tensor:
+    """residual + the sum of each token's parts, in order. parts: [tokens · slots, hidden] → [tokens, hidden]"""
+    tokens, hidden = residual.shape
+    out = torch.empty((tokens, hidden), dtype=residual.dtype, device=residual.device)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        parts,
+        residual,
+        out,
+        HIDDEN=hidden,
+        SLOTS=len(parts) // tokens,
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(residual.device),
+    )
+    return out
+
+
+def expand_grouped_reference(x: Tensor, lists: Lists, experts: Experts) -> Tensor:
+    out = torch.empty((len(x) * experts.slots, experts.inner), dtype=x.dtype, device=x.device)
+    for gate_up, pairs in zip(experts.gate_up, _pairs(lists), strict=True):
+        out[pairs] = silu_mul_reference(F.linear(x[pairs // experts.slots], gate_up))
+    return out
+
+
+def contract_grouped_reference(inner: Tensor, lists: Lists, experts: Experts) -> Tensor:
+    out = torch.empty((len(inner), experts.down.shape[1]), dtype=inner.dtype, device=inner.device)
+    weights = lists.weights.flatten()
+    for down, pairs in zip(experts.down, _pairs(lists), strict=True):
+        out[pairs] = F.linear(inner[pairs], down) * weights[pairs, None]
+    return out
+
+
+def combine_reference(parts: Tensor, residual: Tensor) -> Tensor:
+    return residual + parts.view(len(residual), -1, residual.shape[1]).sum(1)
+
+
+def _pairs(lists: Lists) -> list[Tensor]:
+    """Each expert's pairs."""
+    return [members[:count].long() for members, count in zip(lists.members, lists.counts.tolist(), strict=True)]
+
+
+def _launch(
+    x: Tensor, weight: Tensor, lists: Lists, out: Tensor, tile: Tiling, *, pairs_per_row: int, gated: bool
+) -> None:
+    num_pairs, outputs = out.shape
+    inputs = x.shape[1]
+    num_experts = len(weight)
+    busy = min(num_pairs, num_experts)
+    max_tiles = busy + (num_pairs - busy) // tile.pairs
+    block_in, stages = tile.fitted(1 + gated, x.element_size(), _shared_bytes(x.device))
+    _grouped_kernel[(triton.cdiv(outputs, tile.outputs), max_tiles)](
+        x,
+        weight,
+        lists.weights,
+        lists.counts,
+        lists.members,
+        out,
+        lists.members.stride(0),
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        EXPERTS=num_experts,
+        EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
+        PAIRS_PER_ROW=pairs_per_row,
+        GATED=gated,
+        BLOCK_PAIRS=tile.pairs,
+        BLOCK_OUT=tile.outputs,
+        BLOCK_IN=max(16, min(block_in, triton.next_power_of_2(inputs))),
+        num_warps=tile.warps,
+        num_stages=stages,
+        **launch_options(x.device),
+    )
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may use: a processor's, less what the driver and Triton keep."""
+    if device.type != "cuda":
+        return SMALLEST_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 2048
+
+
+@jit(do_not_specialize=["members_stride"])
+def _grouped_kernel(
+    x,
+    weight,
+    pair_weights,
+    counts,
+    members,
+    out,
+    members_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per tile of one expert's pairs and BLOCK_OUT rows of its matrix: out = (W xᵀ)ᵀ.
+
+    GATED has twice OUTPUTS rows, the gate's first; otherwise the product is scaled by the pair's weight.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile_index = tl.program_id(1)
+    each = tl.arange(0, EXPERTS_BLOCK)
+    count = tl.load(counts + each, mask=each < EXPERTS, other=0)
+    tiles = (count + BLOCK_PAIRS - 1) // BLOCK_PAIRS
+    ends = tl.cumsum(tiles, 0)
+    if tile_index >= tl.sum(tiles, 0):
+        return
+    expert = tl.sum((ends <= tile_index).to(tl.int32), 0)
+    is_mine = each == expert
+    first = (tile_index - tl.sum(tl.where(is_mine, ends - tiles, 0), 0)) * BLOCK_PAIRS
+    num_pairs = tl.sum(tl.where(is_mine, count, 0), 0)
+
+    expert = expert.to(tl.int64)
+    place = first + tl.arange(0, BLOCK_PAIRS)
+    valid = place < num_pairs
+    pair = tl.load(members + expert * members_stride + place, mask=valid, other=0)
+    row = (pair // PAIRS_PER_ROW).to(tl.int64)
+    output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    output_inside = output < OUTPUTS
+    MATRICES: tl.constexpr = 2 if GATED else 1
+    line = weight + expert * (MATRICES * OUTPUTS * INPUTS) + output[:, None] * INPUTS
+    source = x + row[None, :] * INPUTS
+    total = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
+    total_up = tl.zeros((BLOCK_OUT, BLOCK_PAIRS), tl.float32)
+    for start in range(0, INPUTS, BLOCK_IN):
+        column = start + tl.arange(0, BLOCK_IN)
+        if INPUTS % BLOCK_IN == 0:
+            inside = output_inside[:, None]
+            x_inside = valid[None, :]
+        else:
+            inside = output_inside[:, None] & (column < INPUTS)[None, :]
+            x_inside = valid[None, :] & (column < INPUTS)[:, None]
+        tile = tl.load(line + column[None, :], mask=inside, other=0.0)
+        value = tl.load(source + column[:, None], mask=x_inside, other=0.0)  # [in, pairs]
+        total = tl.dot(tile, value, total)
+        if GATED:
+            tile_up = tl.load(line + OUTPUTS * INPUTS + column[None, :], mask=inside, other=0.0)
+            total_up = tl.dot(tile_up, value, total_up)
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    else:
+        total *= tl.load(pair_weights + pair, mask=valid, other=0.0)[None, :]
+    where = pair.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=output_inside[:, None] & valid[None, :])
+
+
+@jit
+def _combine_kernel(
+    parts, residual, out, HIDDEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    total = tl.load(residual + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    for slot in tl.static_range(SLOTS):
+        total += tl.load(parts + (token * SLOTS + slot) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,262 @@
+"""Which experts each token takes, and how much of each: softmax over the scores, the largest few, shared ones always.
+
+A pair is one token with one of its experts; pair = token · slots + slot. A few rows get their pairs' experts by pair,
+in one launch from the residual stream on. Many rows get, per expert, the list of its pairs: the order within a list is
+whatever the device's was, and nothing depends on it, because every pair's result has its own place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.norm import rms_norm_reference
+
+MAX_ROWS = 1024
+"""Rows of one launch of `choose_rows`."""
+ROUTER_BLOCK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What each token takes, by pair."""
+
+    experts: Tensor
+    """[tokens, slots] int32"""
+    weights: Tensor
+    """[tokens, slots] float32"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """What each expert is given."""
+
+    weights: Tensor
+    """[tokens, slots] float32"""
+    counts: Tensor
+    """[experts] int32: pairs of each expert"""
+    members: Tensor
+    """[experts, tokens] int32: the pairs themselves, valid up to the expert's count"""
+
+
+def choose_reference(logits: Tensor, experts: Experts) -> Choice:
+    """logits: [tokens, routed (+ 1)]"""
+    routed = logits[:, : experts.num_routed]
+    weights, chosen = routed.softmax(-1, dtype=torch.float32).topk(experts.top_k)
+    if experts.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if experts.num_shared:
+        shared = torch.arange(experts.num_routed, experts.num_experts, device=logits.device)
+        gate = logits[:, experts.num_routed :].float().sigmoid()
+        chosen = torch.cat((chosen, shared.expand(len(logits), -1)), dim=1)
+        weights = torch.cat((weights, gate.expand(-1, experts.num_shared)), dim=1)
+    return Choice(chosen.to(torch.int32), weights)
+
+
+def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Choice:
+    """Norm, scores and choice of a few rows in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
+    rows, size = hidden.shape
+    scores = torch.empty((rows, len(experts.router)), dtype=torch.float32, device=hidden.device)
+    chosen = torch.empty((rows, experts.slots), dtype=torch.int32, device=hidden.device)
+    weights = torch.empty((rows, experts.slots), dtype=torch.float32, device=hidden.device)
+    _choose_rows_kernel[(triton.cdiv(len(experts.router), ROUTER_BLOCK), rows)](
+        hidden,
+        norm_weight,
+        experts.router,
+        scores,
+        chosen,
+        weights,
+        _counters(hidden.device),
+        eps,
+        HIDDEN=size,
+        SCORES=len(experts.router),
+        BLOCK_IN=triton.next_power_of_2(size),
+        BLOCK_OUT=ROUTER_BLOCK,
+        num_warps=4,
+        **_choice_constants(experts),
+        **launch_options(hidden.device),
+    )
+    return Choice(chosen, weights)
+
+
+def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Choice:
+    return choose_reference(F.linear(rms_norm_reference(hidden, norm_weight, eps), experts.router), experts)
+
+
+def list_pairs(logits: Tensor, experts: Experts) -> Lists:
+    """logits: [tokens, routed (+ 1)], contiguous"""
+    if not has_kernels(logits):
+        return list_pairs_reference(logits, experts)
+    tokens, device = len(logits), logits.device
+    weights = torch.empty((tokens, experts.slots), dtype=torch.float32, device=device)
+    counts = torch.zeros(experts.num_experts, dtype=torch.int32, device=device)
+    members = torch.empty((experts.num_experts, tokens), dtype=torch.int32, device=device)
+    _list_pairs_kernel[(tokens,)](
+        logits,
+        weights,
+        counts,
+        members,
+        tokens,
+        SCORES=logits.shape[1],
+        num_warps=1,
+        **_choice_constants(experts),
+        **launch_options(device),
+    )
+    return Lists(weights, counts, members)
+
+
+def list_pairs_reference(logits: Tensor, experts: Experts) -> Lists:
+    choice = choose_reference(logits, experts)
+    by_pair = choice.experts.flatten()
+    members = torch.zeros((experts.num_experts, len(logits)), dtype=torch.int32, device=logits.device)
+    for expert in range(experts.num_experts):
+        (pairs,) = (by_pair == expert).nonzero(as_tuple=True)
+        members[expert, : len(pairs)] = pairs
+    counts = torch.bincount(by_pair, minlength=experts.num_experts).to(torch.int32)
+    return Lists(choice.weights, counts, members)
+
+
+def _choice_constants(experts: Experts) -> dict[str, int | bool]:
+    return {
+        "ROUTED": experts.num_routed,
+        "ROUTED_BLOCK": triton.next_power_of_2(experts.num_routed),
+        "TOP_K": experts.top_k,
+        "SLOTS": experts.slots,
+        "SLOTS_BLOCK": triton.next_power_of_2(experts.slots),
+        "RENORMALISE": experts.renormalise,
+    }
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """How many programs of each row are done; every launch leaves them at zero."""
+    return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+
+
+@jit
+def _choose(
+    scores,
+    ROUTED: tl.constexpr,
+    ROUTED_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOTS_BLOCK: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    """One token's experts and weights, [slots] each. Always distinct experts that exist, whatever the scores are."""
+    expert = tl.arange(0, ROUTED_BLOCK)
+    slot = tl.arange(0, SLOTS_BLOCK)
+    score = tl.load(scores + expert, mask=expert < ROUTED, other=0.0, cache_modifier=".cg").to(tl.float32)
+    # Not a number compares with nothing and would be no expert's; the token's own values carry it on.
+    score = tl.where(score > -1.0e30, score, -1.0e30)
+    score = tl.where(expert < ROUTED, score, -float("inf"))
+    highest = tl.max(score, 0)
+    total = tl.sum(tl.exp(score - highest), 0)
+    chosen = tl.zeros((SLOTS_BLOCK,), tl.int32)
+    weight = tl.zeros((SLOTS_BLOCK,), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        best = tl.max(score, 0)
+        index = tl.min(tl.where(score == best, expert, ROUTED_BLOCK), 0)
+        chosen = tl.where(slot == rank, index, chosen)
+        weight = tl.where(slot == rank, tl.exp(best - highest), weight)
+        score = tl.where(expert == index, -float("inf"), score)
+    if RENORMALISE:
+        total = tl.sum(weight, 0)
+    weight /= total
+    if SLOTS > TOP_K:
+        gate = tl.sigmoid(tl.load(scores + ROUTED, cache_modifier=".cg").to(tl.float32))
+        chosen = tl.where(slot >= TOP_K, ROUTED + slot - TOP_K, chosen)
+        weight = tl.where(slot >= TOP_K, gate, weight)
+    return chosen, weight
+
+
+@jit
+def _choose_rows_kernel(
+    x,
+    norm_weight,
+    router,
+    scores,
+    chosen,
+    weights,
+    counters,
+    eps,
+    HIDDEN: tl.constexpr,
+    SCORES: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    ROUTED: tl.constexpr,
+    ROUTED_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOTS_BLOCK: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row and BLOCK_OUT scores; the last of a row to finish chooses."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.program_id(1)
+    column = tl.arange(0, BLOCK_IN)
+    column_inside = column < HIDDEN
+    inside = (output < SCORES)[:, None] & column_inside[None, :]
+    tile = tl.load(router + output[:, None] * HIDDEN + column[None, :], mask=inside, other=0.0)
+    gain = tl.load(norm_weight + column, mask=column_inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    value = tl.load(x + row * HIDDEN + column, mask=column_inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
+    score = tl.sum(tile.to(tl.float32) * (value * gain)[None, :], 1) * scale
+    tl.store(scores + row * SCORES + output, score, mask=output < SCORES)
+    tl.debug_barrier()
+    done = tl.atomic_add(counters + row, 1, sem="acq_rel")
+    if done < tl.num_programs(0) - 1:
+        return
+
+    tl.store(counters + row, 0)
+    expert, weight = _choose(scores + row * SCORES, ROUTED, ROUTED_BLOCK, TOP_K, SLOTS, SLOTS_BLOCK, RENORMALISE)
+    slot = tl.arange(0, SLOTS_BLOCK)
+    tl.store(chosen + row * SLOTS + slot, expert, mask=slot < SLOTS)
+    tl.store(weights + row * SLOTS + slot, weight, mask=slot < SLOTS)
+
+
+@jit(do_not_specialize=["tokens"])
+def _list_pairs_kernel(
+    logits,
+    weights,
+    counts,
+    members,
+    tokens,
+    SCORES: tl.constexpr,
+    ROUTED: tl.constexpr,
+    ROUTED_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SLOTS_BLOCK: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per token. A shared expert's list is every token in order."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0)
+    expert, weight = _choose(
+        logits + token.to(tl.int64) * SCORES, ROUTED, ROUTED_BLOCK, TOP_K, SLOTS, SLOTS_BLOCK, RENORMALISE
+    )
+    slot = tl.arange(0, SLOTS_BLOCK)
+    pair = token * SLOTS + slot
+    place = tl.atomic_add(counts + expert, 1, mask=slot < TOP_K, sem="relaxed")
+    if SLOTS > TOP_K:
+        is_shared = (slot >= TOP_K) & (slot < SLOTS)
+        place = tl.where(is_shared, token, place)
+        if token == 0:
+            tl.store(counts + expert, tokens, mask=is_shared)
+    tl.store(weights + pair, weight, mask=slot < SLOTS)
+    tl.store(members + expert.to(tl.int64) * tokens + place, pair, mask=slot < SLOTS)

@@ -1,0 +1,87 @@
+"""A mixture of experts in place of the feed-forward block: a router chooses a few for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.mixture import mixture
+from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.parameters import Binding, Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    hidden: int
+    inner: int
+    """Width of each routed expert."""
+    experts: int
+    top_k: int
+    renormalise: bool
+    """Whether the weights of a token's experts add up to one."""
+    shared_inner: int = 0
+    """Width of an expert that every token takes, weighed by a sigmoid gate of its own; 0: there is none."""
+
+    @property
+    def num_shared(self) -> int:
+        """Experts of the routed ones' width that hold the shared one."""
+        return -(-self.shared_inner // self.inner)
+
+
+class MoE:
+    """Holds all experts in one stack, the shared one in as many of the routed ones' width as it takes.
+
+    Checkpoints store the routed experts one by one or stacked; either fills it.
+    """
+
+    def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
+        hidden, inner, routed = config.hidden, config.inner, config.experts
+        num_experts = routed + config.num_shared
+        gate_up = parameters.empty(num_experts, 2 * inner, hidden)
+        down = parameters.empty(num_experts, hidden, inner)
+        router = parameters.empty(routed + bool(config.shared_inner), hidden)
+        parameters.bind(f"{prefix}.gate.weight", router[:routed])
+        names = [f"{prefix}.experts.{expert}" for expert in range(routed)]
+        parameters.bind(
+            f"{prefix}.experts.gate_up_proj",
+            gate_up[:routed],
+            parts=[
+                Binding(f"{name}.{half}_proj.weight", rows)
+                for name, matrix in zip(names, gate_up, strict=False)
+                for half, rows in zip(("gate", "up"), matrix.chunk(2), strict=True)
+            ],
+        )
+        parameters.bind(
+            f"{prefix}.experts.down_proj",
+            down[:routed],
+            parts=[Binding(f"{name}.down_proj.weight", matrix) for name, matrix in zip(names, down, strict=False)],
+        )
+        if config.shared_inner:
+            parameters.bind(f"{prefix}.shared_expert_gate.weight", router[routed:])
+            _bind_shared(parameters, gate_up[routed:], down[routed:], config.shared_inner, f"{prefix}.shared_expert")
+        self.experts = Experts(router, gate_up, down, config.top_k, config.renormalise, config.num_shared)
+
+    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden: [tokens, hidden] → hidden + experts(norm(hidden))"""
+        return mixture(hidden, norm.weight, norm.eps, self.experts)
+
+
+def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:
+    """Cuts the shared expert into parts of the stack's width. What the last part has too much adds nothing."""
+    inner = down.shape[2]
+    for number, (expert_gate_up, expert_down) in enumerate(zip(gate_up, down, strict=True)):
+        start = number * inner
+        width = min(inner, shared_inner - start)
+        if width < inner:
+            expert_gate_up.zero_()
+            expert_down.zero_()
+        for name, rows in zip(("gate", "up"), expert_gate_up.chunk(2), strict=True):
+            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], partial(_stretch, 0, start, width))
+        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], partial(_stretch, 1, start, width))
+
+
+def _stretch(dim: int, start: int, length: int, tensor: Tensor) -> Tensor:
+    return tensor.narrow(dim, start, length)

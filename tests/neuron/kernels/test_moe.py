@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.mixture import mixture_grouped, mixture_of_rows, mixture_reference
+from cortex.neuron.kernels.moe.routing import choose_reference
+
+EPS = 1e-6
+
+
+def random_experts(shape, device, dtype, **choice):
+    """`shape`: hidden, inner, routed experts, shared experts."""
+    hidden, inner, routed, shared = shape
+
+    def random(*size):
+        return torch.randn(*size, device=device, dtype=dtype) * size[-1] ** -0.5
+
+    return Experts(
+        random(routed + bool(shared), hidden) * 3,
+        random(routed + shared, 2 * inner, hidden),
+        random(routed + shared, hidden, inner),
+        num_shared=shared,
+        **choice,
+    )
+
+
+def exact(experts):
+    """The same experts in float32."""
+    tensors = (tensor.float() for tensor in (experts.router, experts.gate_up, experts.down))
+    return Experts(*tensors, experts.top_k, experts.renormalise, experts.num_shared)
+
+
+def plainly(hidden, norm, experts):
+    """Token by token, expert by expert, as the definition says."""
+    x = torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], norm, EPS)
+    out = hidden.clone()
+    choice = choose_reference(x @ experts.router.t(), experts)
+    for token, (chosen, weights) in enumerate(zip(choice.experts.tolist(), choice.weights, strict=True)):
+        for expert, weight in zip(chosen, weights, strict=True):
+            gate, up = (x[token] @ experts.gate_up[expert].t()).chunk(2)
+            out[token] += weight * ((torch.nn.functional.silu(gate) * up) @ experts.down[expert].t())
+    return out
+
+
+SHAPES = [(64, 32, 8, 0), (36, 20, 5, 0), (20, 17, 12, 2), (33, 24, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_the_reference_is_what_the_definition_says(shape, renormalise, tokens):
+    torch.manual_seed(0)
+    experts = random_experts(shape, "cpu", torch.float32, top_k=min(3, shape[2]), renormalise=renormalise)
+    hidden, norm = torch.randn(tokens, shape[0]), torch.randn(shape[0])
+    torch.testing.assert_close(mixture_reference(hidden, norm, EPS, experts), plainly(hidden, norm, experts))
+
+
+@pytest.mark.parametrize(("shape", "top_k"), [(SHAPES[0], 3), (SHAPES[1], 1), (SHAPES[2], 5), (SHAPES[3], 1)])
+@pytest.mark.parametrize(
+    ("run", "tokens"), [(mixture_of_rows, 1), (mixture_of_rows, 3), (mixture_grouped, 2), (mixture_grouped, 37)]
+)
+def test_both_ways_match_the_reference(run, tokens, shape, top_k, device, dtype, assert_close):
+    experts = random_experts(shape, device, dtype, top_k=top_k, renormalise=True)
+    hidden = torch.randn(tokens, shape[0], device=device, dtype=dtype)
+    norm = torch.randn(shape[0], device=device, dtype=dtype)
+    reference = mixture_reference(hidden.float(), norm.float(), EPS, exact(experts))
+    assert_close(run(hidden, norm, EPS, experts), reference)
+
+
+@pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 3), (mixture_grouped, 20)])
+def test_a_row_that_is_not_a_number_spoils_no_other(run, tokens, device, dtype, assert_close):
+    experts = random_experts((64, 32, 6, 1), device, dtype, top_k=2, renormalise=True)
+    hidden, norm = torch.randn(tokens, 64, device=device, dtype=dtype), torch.ones(64, device=device, dtype=dtype)
+    hidden[1] = float("nan")
+    sound = [token for token in range(tokens) if token != 1]
+    out = run(hidden, norm, EPS, experts)
+    assert out[1].isnan().all()
+    assert_close(out[sound], mixture_reference(hidden[sound].float(), norm.float(), EPS, exact(experts)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 1), (mixture_of_rows, 8), (mixture_grouped, 300)])
+def test_a_graph_holds_it_and_its_replays_are_all_the_same(run, tokens, device, dtype):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    experts = random_experts((512, 256, 32, 1), device, dtype, top_k=4, renormalise=True)
+    norm = torch.ones(512, device=device, dtype=dtype)
+    hidden = torch.randn(tokens, 512, device=device, dtype=dtype)
+    run(hidden, norm, EPS, experts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(hidden, norm, EPS, experts)
+    hidden.normal_()
+    expected = run(hidden, norm, EPS, experts)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(out, expected)

@@ -1,0 +1,89 @@
+"""The layer against the reference library's blocks, from every form its weights are stored in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
+
+from cortex.neuron.layers.moe import MoE, MoEConfig
+from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.parameters import Parameters
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, EXPERTS, TOP_K = 40, 24, 6, 3
+
+
+@pytest.fixture(params=[24, 48, 40, 10], ids="shared {}".format)
+def block(request):
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INNER,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        shared_expert_intermediate_size=request.param,
+    )
+    block = Qwen3NextSparseMoeBlock(config).eval()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return block
+
+
+def layer_like(block, device=CPU):
+    shared = block.shared_expert.down_proj.weight.shape[1]
+    parameters = Parameters(device, torch.float32)
+    layer = MoE(parameters, MoEConfig(HIDDEN, INNER, EXPERTS, TOP_K, True, shared), "mlp")
+    return layer, RMSNorm(parameters, HIDDEN, 1e-6, "norm"), parameters
+
+
+def stacked(block):
+    """The tensors of a checkpoint that keeps all experts together."""
+    return {"norm": torch.rand(HIDDEN), **{f"mlp.{name}": tensor for name, tensor in block.state_dict().items()}}
+
+
+def one_by_one(block):
+    """The tensors of a checkpoint that keeps each expert's matrices apart."""
+    tensors = stacked(block)
+    gate_up, down = tensors.pop("mlp.experts.gate_up_proj"), tensors.pop("mlp.experts.down_proj")
+    for expert in range(EXPERTS):
+        gate, up = gate_up[expert].chunk(2)
+        for name, matrix in (("gate", gate), ("up", up), ("down", down[expert])):
+            tensors[f"mlp.experts.{expert}.{name}_proj.weight"] = matrix
+    return tensors
+
+
+def fill(parameters, tensors):
+    for binding in parameters.bindings_from(tensors):
+        tensor = tensors[binding.source]
+        binding.destination.copy_(binding.transform(tensor) if binding.transform else tensor)
+
+
+@pytest.mark.parametrize("stored", [stacked, one_by_one])
+@pytest.mark.parametrize("tokens", [1, 2, 50])
+@torch.inference_mode()
+def test_it_is_the_reference_block_however_it_is_stored(stored, tokens, block):
+    layer, norm, parameters = layer_like(block)
+    fill(parameters, stored(block))
+    hidden = torch.randn(tokens, HIDDEN)
+    expected = hidden + block(norm(hidden)[None])[0]
+    torch.testing.assert_close(layer(hidden, norm), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_every_tensor_of_a_checkpoint_is_used_and_none_is_missing(block):
+    _, _, parameters = layer_like(block)
+    for tensors in (stacked(block), one_by_one(block)):
+        assert {binding.source for binding in parameters.bindings_from(tensors)} == set(tensors)
+
+
+def test_on_the_meta_device_it_only_has_a_size(block):
+    _, _, sized = layer_like(block, torch.device("meta"))
+    _, _, parameters = layer_like(block)
+    assert sized.num_bytes == parameters.num_bytes
+
+
+def test_without_a_shared_expert_the_router_scores_only_the_others():
+    layer = MoE(Parameters(CPU, torch.float32), MoEConfig(HIDDEN, INNER, EXPERTS, TOP_K, True), "mlp")
+    assert layer.experts.router.shape == (EXPERTS, HIDDEN)
+    assert layer.experts.slots == TOP_K

@@ -1,0 +1,161 @@
+"""Qwen3-MoE against the reference library, on tiny random checkpoints, in float32 on the CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.loading import PAGE_TOKENS, load_model
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.layers.mlp import MLP
+from cortex.neuron.layers.moe import MoE
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.qwen3_moe import Qwen3Moe
+from cortex.neuron.models.registry import UnsupportedModel
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "max_position_embeddings": 512,
+}
+CHECKPOINTS = {
+    "plain": {},
+    "renormalised": {"norm_topk_prob": True},
+    "many experts": {"num_experts": 33, "num_experts_per_tok": 7, "norm_topk_prob": True},
+    "every expert": {"num_experts": 4, "num_experts_per_tok": 4},
+    "one of two": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 20},
+    "dense layers between": {"mlp_only_layers": [0, 2], "norm_topk_prob": True},
+    "every second layer": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
+    "tied, biased": {"tie_word_embeddings": True, "attention_bias": True},
+    "no experts": {"num_experts": 0},
+}
+
+
+def randomised(**changes):
+    """A reference model whose every parameter matters: the library starts norms and biases at zero or one."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**(SIZES | changes), attn_implementation="eager")
+    reference = transformers.Qwen3MoeForCausalLM(config).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
+    return reference
+
+
+def spec(path):
+    return LoadSpec(str(path), dtype="float32", context_tokens=256, max_num_seqs=4, prefill_chunk_tokens=48)
+
+
+def logits_of(model, tokens):
+    """The logits of every position, as one prefill."""
+    count = len(tokens)
+    batch = Batch(
+        tokens=tokens,
+        positions=torch.arange(count),
+        slots=torch.arange(count) + PAGE_TOKENS,
+        rows=torch.tensor([0]),
+        lengths=torch.tensor([count], dtype=torch.int32),
+        page_table=torch.arange(1, 9, dtype=torch.int32)[None],
+        num_decodes=0,
+        max_length=count,
+        prefills=(PrefillRow(0, 0, count, 0),),
+    )
+    return model.logits(model(batch))
+
+
+def greedily(path, prompts, max_tokens):
+    """What the engine says to all prompts together."""
+    engine = Engine.load(spec(path), CPU, lambda *_: None, lambda: False)
+    said = {}
+    for number, prompt in enumerate(prompts):
+        said[str(number)] = []
+        engine.submit(EngineRequest(str(number), tuple(prompt), max_tokens, SamplingParams(temperature=0.0)))
+    while engine.has_work:
+        for output in engine.step():
+            said[output.request_id].extend(output.tokens)
+    engine.check_integrity()
+    return list(said.values())
+
+
+def continued(reference, prompt, max_tokens):
+    ids = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False
+    )
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@torch.inference_mode()
+def test_every_logit_matches_the_reference_library(name, tmp_path):
+    reference = randomised(**CHECKPOINTS[name])
+    reference.save_pretrained(tmp_path)
+    loaded = load_model(spec(tmp_path), CPU, lambda *_: None, lambda: False)
+    tokens = torch.randint(0, 96, (130,))
+    expected = reference(tokens[None]).logits[0]
+    logits = logits_of(loaded.model, tokens)
+    assert (logits - expected).abs().max() < 1e-3
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["plain", "many experts", "dense layers between"])
+@torch.inference_mode()
+def test_the_engine_says_what_the_reference_library_says(name, tmp_path):
+    """Chunked prefill, prefill beside decode, and decode alone: whatever else is in the batch."""
+    reference = randomised(**CHECKPOINTS[name])
+    reference.save_pretrained(tmp_path)
+    prompts = [torch.randint(0, 96, (length,)).tolist() for length in (1, 5, 100, 33)]
+    expected = [continued(reference, prompt, 12) for prompt in prompts]
+    assert greedily(tmp_path, prompts, 12) == expected
+
+
+@torch.inference_mode()
+def test_experts_stored_together_and_the_published_spelling_load_the_same(tmp_path):
+    reference = randomised(norm_topk_prob=True)
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    reference.save_pretrained(apart)
+    reference.save_pretrained(together, save_original_format=False)
+    config = json.loads((together / "config.json").read_text())
+    config["num_experts"] = config.pop("num_local_experts")
+    (together / "config.json").write_text(json.dumps(config))
+    tokens = torch.randint(0, 96, (40,))
+    first, second = (load_model(spec(path), CPU, lambda *_: None, lambda: False).model for path in (apart, together))
+    assert torch.equal(logits_of(first, tokens), logits_of(second, tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, [True, True, True, True]),
+        ({"mlp_only_layers": [0, 3]}, [False, True, True, False]),
+        ({"decoder_sparse_step": 2}, [False, True, False, True]),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 3}, [False, False, True, False]),
+    ],
+)
+def test_the_config_says_which_layers_have_experts(changes, sparse):
+    config = SIZES | {"num_hidden_layers": 4} | changes
+    model = Qwen3Moe(config, Parameters(torch.device("meta"), torch.float32), 1)
+    assert [isinstance(layer.mlp, MoE) for layer in model.layers] == sparse
+    assert [isinstance(layer.mlp, MLP) for layer in model.layers] == [not has for has in sparse]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"num_experts_per_tok": 9}, "9 of 8 experts"), ({"moe_intermediate_size": None}, "moe_intermediate_size")],
+)
+def test_a_config_that_cannot_be_run_is_refused_in_words(changes, message):
+    config = {name: value for name, value in (SIZES | changes).items() if value is not None}
+    with pytest.raises(UnsupportedModel, match=message):
+        Qwen3Moe(config, Parameters(torch.device("meta"), torch.float32), 1)

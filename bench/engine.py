@@ -3,7 +3,8 @@
     PYTHONPATH=src python bench/engine.py --model qwen3-8b --scenarios decode-1,prefill-2048 --json out.json
 
 A decode scenario's speed is (tokens after the first) / (total time − time of the same run with one output token).
-Bytes per second count what a step must read (weights once, each row's KV once); the limit is measured in the same run.
+Bytes per second count what a step must read (weights once, each row's KV once; of experts those that so many rows
+choose if they choose evenly); the limit is measured in the same run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -49,6 +51,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rope_theta": 5e5,
         "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     },
 }
@@ -109,7 +131,7 @@ class Bench:
         step_s = (whole - first) / 256
         info = self.engine.info
         kv_bytes = streams * (512 + 128) * info.kv_bytes / ((info.num_pages + 1) * info.page_tokens)
-        read = info.weight_bytes - self._embedding_bytes() + kv_bytes
+        read = info.weight_bytes - self._embedding_bytes() - self._idle_expert_bytes(streams) + kv_bytes
         return {
             "tok/s": streams / step_s,
             "ms": step_s * 1e3,
@@ -122,11 +144,21 @@ class Bench:
         model = self.engine._runner.model
         return 0 if model.config.tied else model.embedding.weight.numel() * model.embedding.weight.element_size()
 
+    def _idle_expert_bytes(self, rows: int) -> float:
+        """What so many rows leave alone of all layers' experts, if they choose evenly."""
+        blocks = (getattr(layer, "mlp", None) for layer in self.engine._runner.model.layers)
+        mixtures = [block.experts for block in blocks if isinstance(block, MoE)]
+        idle = 0.0
+        for experts in mixtures:
+            expert_bytes = experts.gate_up[0].nbytes + experts.down[0].nbytes
+            idle += (1 - experts.top_k / experts.num_routed) ** rows * experts.num_routed * expert_bytes
+        return idle
+
     def prefill(self, tokens: int, limit_flops: float) -> dict[str, float]:
         self.run([self.prompt(tokens)], 1)
         seconds = min(self.run([self.prompt(tokens)], 1) for _ in range(3))
         config = self.engine._runner.model.config
-        dense = self.engine.info.weight_bytes / 2 - 2 * config.vocab * config.hidden
+        dense = (self.engine.info.weight_bytes - self._idle_expert_bytes(1)) / 2 - 2 * config.vocab * config.hidden
         attention = 2 * tokens * config.heads * config.head_dim * config.num_layers
         flops = tokens * (2 * dense + attention)
         return {

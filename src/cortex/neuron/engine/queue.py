@@ -40,7 +40,8 @@ class FairQueue:
         The anonymous principal takes what is left: it comes last among equals and counts one more than it runs.
         """
 
-        def share(principal: str) -> int:
-            return running.get(principal, 0) + (principal == "")
+        def share(principal: str) -> tuple[int, bool]:
+            is_anonymous = principal == ""
+            return running.get(principal, 0) + is_anonymous, is_anonymous
 
         return [self._lines[principal][0] for principal in sorted(self._lines, key=share)]

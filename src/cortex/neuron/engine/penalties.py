@@ -28,15 +28,16 @@ class Penalties:
         self._counts: Tensor | None = None  # [rows, vocab] int32, drawn tokens
         self._history: Tensor | None = None  # [rows, context] int64, prompt and drawn tokens by position
 
-    def assign(self, row: int, params: SamplingParams, prompt: Sequence[int]) -> None:
-        """Starts a row afresh. Rows of requests without penalties are not kept up to date."""
+    def assign(self, row: int, params: SamplingParams, prompt: Sequence[int], drawn: Sequence[int]) -> None:
+        """Starts a row with its past. Rows of requests without penalties are not kept up to date."""
         if not is_penalised(params):
             return
         if self._counts is None or self._history is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
             self._history = torch.zeros(self._shape[0], self._context_tokens, dtype=torch.int64, device=self._device)
-        self._counts[row].zero_()
-        self._history[row, : len(prompt)] = torch.tensor(prompt, device=self._device)
+        self._counts[row] = torch.tensor(drawn, dtype=torch.int64).bincount(minlength=self._shape[1])
+        past = torch.tensor((*prompt, *drawn), dtype=torch.int64)
+        self._history[row, : len(past)] = past
 
     def apply(self, logits: Tensor, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         """`positions` are those of each row's latest token: the history up to and including it counts."""

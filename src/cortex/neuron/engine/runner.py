@@ -90,8 +90,8 @@ class Runner:
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
         """Starts a step. `draws` are the plan's drawing rows in order; `mask` forbids tokens to them."""
         with torch.inference_mode():
-            for row, request in plan.new_rows:
-                self.sampler.assign(row, request)
+            for row, request, past in plan.new_rows:
+                self.sampler.assign(row, request, past)
             self._extend_tables(plan)
             inputs = StepInputs.of(plan, self._pages, self.page_tokens)
             if self._graphs is not None and plan.num_singles == len(plan.rows) <= self._graphs.largest:

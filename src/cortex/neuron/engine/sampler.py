@@ -55,8 +55,8 @@ class Sampler:
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._penalties = Penalties(max_rows, vocab, context_tokens, device)
 
-    def assign(self, row: int, request: EngineRequest) -> None:
-        """Gives a row to a request, before the first step that computes it."""
+    def assign(self, row: int, request: EngineRequest, drawn: Sequence[int] = ()) -> None:
+        """Gives a row to a request, before the first step that computes it. `drawn`: its tokens from an earlier row."""
         params = request.sampling
         self._requests[row] = request
         self._params[row] = params
@@ -67,7 +67,7 @@ class Sampler:
             self._top_p[row] = params.top_p
             self._min_p[row] = params.min_p
             self._seeds[row] = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-        self._penalties.assign(row, params, request.prompt)
+        self._penalties.assign(row, params, request.prompt, drawn)
 
     def is_plain(self, draws: Sequence[Draw]) -> bool:
         """Whether these draws are all a bare argmax."""

@@ -54,8 +54,8 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     """Rows of one token come first: to the kernels they are all decodes."""
     num_singles: int
-    new_rows: tuple[tuple[int, EngineRequest], ...]
-    """Rows given to a sequence with this step."""
+    new_rows: tuple[tuple[int, EngineRequest, tuple[int, ...]], ...]
+    """(row, request, tokens drawn for it before): rows given to a sequence with this step."""
     new_pages: tuple[tuple[int, int, tuple[int, ...]], ...]
     """(row, first index, pages): additions to the rows' page tables."""
 
@@ -180,7 +180,8 @@ class Scheduler:
             sequence.cached = sequence.computed
         sequence.row = self._free_rows.pop()
         self.running.append(sequence)
-        draft.new_rows.append((sequence.row, sequence.request))
+        drawn = tuple(sequence.tokens[len(sequence.request.prompt) :])
+        draft.new_rows.append((sequence.row, sequence.request, drawn))
         if known:
             draft.new_pages.append((sequence.row, 0, tuple(known)))
         return True
@@ -271,6 +272,6 @@ class _Draft:
 
     def __init__(self) -> None:
         self.rows: list[RowPlan] = []
-        self.new_rows: list[tuple[int, EngineRequest]] = []
+        self.new_rows: list[tuple[int, EngineRequest, tuple[int, ...]]] = []
         self.new_pages: list[tuple[int, int, tuple[int, ...]]] = []
         self.being_computed: set[Digest] = set()

@@ -105,10 +105,16 @@ class PagePool:
                 else:
                     self._blank.append(page)
 
-    def disown(self, pages: Iterable[int]) -> None:
-        """Forgets what these held pages contain: their contents cannot be trusted."""
-        for page in pages:
+    def disown(self, digests: Iterable[Digest]) -> None:
+        """Forgets where these prefixes are, whether held or idle: what their pages contain cannot be trusted."""
+        for digest in digests:
+            page = self._page_of.get(digest)
+            if page is None:
+                continue
             self._forget(page)
+            if self._references[page] == 0:
+                del self._idle[page]
+                self._blank.append(page)
 
     def _forget(self, page: int) -> None:
         digest = self._digest_of.pop(page, None)

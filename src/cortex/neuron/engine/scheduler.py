@@ -104,8 +104,8 @@ class Scheduler:
             self._give_back(sequence)
 
     def distrust(self, sequence: Sequence) -> None:
-        """Makes sure nothing this sequence computed is used again."""
-        self.pool.disown(sequence.pages[(sequence.cached or 0) // self.pool.page_tokens :])
+        """Makes sure that nothing this sequence is made of is used again: any page of it may be the one to blame."""
+        self.pool.disown(sequence.digests_of_full_pages(self.pool.page_tokens))
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)

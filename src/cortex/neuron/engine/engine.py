@@ -125,7 +125,12 @@ class Engine:
         drawing = tuple(by_row[row.row] for row in plan.rows if row.draws)
         # The plan counts this draw already.
         draws = [Draw(sequence.row, sequence.num_drawn - 1) for sequence in drawing]
-        self._in_flight.append(_InFlight(self._runner.launch(plan, draws), drawing))
+        try:
+            launched = self._runner.launch(plan, draws)
+        except Exception:
+            self._scheduler.retract(plan)
+            raise
+        self._in_flight.append(_InFlight(launched, drawing))
         self._steps += 1
         self._prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
 

@@ -133,6 +133,18 @@ class Scheduler:
         num_singles = sum(row.count == 1 for row in rows)
         return StepPlan(rows, num_singles, tuple(draft.new_rows), tuple(draft.new_pages))
 
+    def retract(self, plan: StepPlan) -> None:
+        """Undoes the plan made last, whose step could not be run: its sequences go back in line, to be computed again.
+        What the step may have written in part is forgotten."""
+        page_tokens = self.pool.page_tokens
+        planned = {row.row: row for row in plan.rows}
+        for sequence in [sequence for sequence in reversed(self.running) if sequence.row in planned]:
+            row = planned[sequence.row]
+            if row.writes:
+                self.pool.disown(sequence.digests[row.start // page_tokens : sequence.computed // page_tokens])
+            sequence.in_flight -= row.draws
+            self._preempt(sequence)
+
     def _plan_decodes(self, draft: _Draft) -> None:
         for sequence in list(self.running):
             if sequence.row == NO_ROW or not sequence.is_decoding or not sequence.wants_more:

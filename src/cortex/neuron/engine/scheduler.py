@@ -17,6 +17,9 @@ from cortex.neuron.engine.queue import FairQueue
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
 
+MAX_OVERTAKEN = 16
+"""How often a request that waits for pages lets smaller ones of other principals go first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -153,7 +156,7 @@ class Scheduler:
                 break
             if self._make_room(sequence, sequence.computed + 1, draft):
                 draft.rows.append(RowPlan(sequence.row, sequence.computed, 1, None, draws=True))
-                self._advance(sequence, 1, draws=True)
+                self._advance(sequence, 1, draft, draws=True)
 
     def _continue_prefills(self, draft: _Draft, budget: int) -> int:
         for sequence in list(self.running):
@@ -165,19 +168,39 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, budget: int) -> None:
         while budget > 0 and self._free_rows and self.waiting:
-            shares = Counter(sequence.request.principal for sequence in self.running)
-            admitted = next((head for head in self.waiting.heads(shares) if self._try_admit(head, draft)), None)
+            admitted = self._admit_next(draft)
             if admitted is None:
                 return
             budget -= self._prefill(admitted, draft, budget)
 
-    def _try_admit(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _admit_next(self, draft: _Draft) -> Sequence | None:
+        """Gives a row to the first in line that can start in this step."""
+        shares = Counter(sequence.request.principal for sequence in self.running)
+        overtaken: list[Sequence] = []
+        for head in self.waiting.heads(shares):
+            known = self._known_pages(head, draft)
+            if known is None:
+                continue
+            if self._try_admit(head, known, draft):
+                for sequence in overtaken:
+                    sequence.overtaken += 1
+                return head
+            if head.overtaken >= MAX_OVERTAKEN:
+                return None
+            overtaken.append(head)
+        return None
+
+    def _known_pages(self, sequence: Sequence, draft: _Draft) -> list[int] | None:
+        """The pages of its prefix that are computed already; None when the sequence has to wait for the next step."""
         if sequence.in_flight:
-            return False  # preempted while a step was in flight: its last token is not known yet
+            return None  # preempted while a step was in flight: its last token is not known yet
         digests = sequence.digests_of_full_pages(self.pool.page_tokens)
         known = self.pool.match(digests)
-        if len(known) < len(digests) and digests[len(known)] in draft.being_computed:
-            return False  # another sequence computes this very page in this step: share it in the next
+        if not draft.being_computed.isdisjoint(digests[: len(known)]):
+            return None  # rows of one step may not rely on each other's writes
+        return known
+
+    def _try_admit(self, sequence: Sequence, known: list[int], draft: _Draft) -> bool:
         needed = -(-(len(sequence.tokens) + 1) // self.pool.page_tokens) - len(known)
         headroom = len(self.running)  # a page for each running sequence, so that admission does not cause preemption
         if needed + self.pool.num_idle_among(known) + headroom > self.pool.num_free:
@@ -207,13 +230,14 @@ class Scheduler:
         draws = end == len(sequence.tokens)
         writes = start >= sequence.committed * self.pool.page_tokens
         draft.rows.append(RowPlan(sequence.row, start, count, tuple(sequence.tokens[start:end]), draws, writes))
-        self._advance(sequence, count, draws)
-        draft.being_computed.update(sequence.digests[start // self.pool.page_tokens : end // self.pool.page_tokens])
+        self._advance(sequence, count, draft, draws=draws)
         return count
 
-    def _advance(self, sequence: Sequence, count: int, draws: bool) -> None:
+    def _advance(self, sequence: Sequence, count: int, draft: _Draft, *, draws: bool) -> None:
+        first_named = sequence.committed
         sequence.computed += count
         self._commit(sequence)
+        draft.being_computed.update(sequence.digests[first_named : sequence.committed])
         sequence.in_flight += draws
         sequence.drew_in_row |= draws
 

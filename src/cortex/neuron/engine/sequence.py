@@ -33,6 +33,8 @@ class Sequence:
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
     reported_cached: bool = False
+    overtaken: int = 0
+    """How often another was admitted before it because it had to wait for pages."""
     cancelled: bool = False
     finished: bool = False
 

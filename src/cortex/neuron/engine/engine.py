@@ -25,6 +25,7 @@ from cortex.neuron.engine.runner import Launched, Runner
 from cortex.neuron.engine.sampler import Draw
 from cortex.neuron.engine.scheduler import Limits, Scheduler, StepPlan
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.states import StateBook
 
 STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
@@ -53,8 +54,10 @@ class Engine:
             mixed_prefill_tokens=min(step_tokens, MIXED_PREFILL_TOKENS[device.type]),
             context_tokens=loaded.context_tokens,
         )
-        self._scheduler = Scheduler(pool, limits)
-        self._runner = Runner(loaded.model, loaded.page_tokens, max_rows, loaded.context_tokens)
+        # Slots are the rows', one for padding rows, then the checkpoints'.
+        states = StateBook(max_rows + 1, loaded.slots.checkpoints) if loaded.states is not None else None
+        self._scheduler = Scheduler(pool, limits, states)
+        self._runner = Runner(loaded.model, loaded.page_tokens, max_rows, loaded.context_tokens, loaded.states)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._pending: list[StepOutput] = []

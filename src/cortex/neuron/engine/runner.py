@@ -21,6 +21,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.scheduler import StepPlan
+from cortex.neuron.engine.state_memory import StateMemory
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.models.decoder import Decoder
 
@@ -67,8 +68,12 @@ class Launched:
 class Runner:
     """Owns the rows' state on the device. Belongs to the engine thread."""
 
-    def __init__(self, model: Decoder, page_tokens: int, max_rows: int, context_tokens: int) -> None:
+    def __init__(
+        self, model: Decoder, page_tokens: int, max_rows: int, context_tokens: int, states: StateMemory | None = None
+    ) -> None:
+        """`states`: where a model with recurrent layers keeps them; the row's number is its slot."""
         self.model = model
+        self._states = states
         self.device = model.parameters.device
         self.page_tokens = page_tokens
         self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device)
@@ -93,12 +98,17 @@ class Runner:
             for row, request, past in plan.new_rows:
                 self.sampler.assign(row, request, past)
             self._extend_tables(plan)
+            if self._states is not None:
+                self._states.copy(plan.restores)
             inputs = StepInputs.of(plan, self._pages, self.page_tokens)
             if self._graphs is not None and plan.num_singles == len(plan.rows) <= self._graphs.largest:
                 drawn = self._replay(plan, inputs, draws, mask)
             else:
                 drawn = self._forward(plan, inputs, draws, mask)
-            return Launched(drawn)
+            launched = Launched(drawn)
+            if self._states is not None:
+                self._states.copy(plan.saves)
+            return launched
 
     def _replay(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
         """A step of single tokens, through a captured graph."""

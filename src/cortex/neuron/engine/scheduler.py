@@ -16,6 +16,7 @@ from cortex.neuron.engine.pages import Digest, PagePool
 from cortex.neuron.engine.queue import FairQueue
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
+from cortex.neuron.engine.states import StateBook, Trail, checkpoint_positions
 
 MAX_OVERTAKEN = 16
 """How often a request that waits for pages lets smaller ones of other principals go first."""
@@ -61,6 +62,10 @@ class StepPlan:
     """(row, request, tokens drawn for it before): rows given to a sequence with this step."""
     new_pages: tuple[tuple[int, int, tuple[int, ...]], ...]
     """(row, first index, pages): additions to the rows' page tables."""
+    restores: tuple[tuple[int, int], ...] = ()
+    """(slot, row): recurrent states to copy before the step."""
+    saves: tuple[tuple[int, int], ...] = ()
+    """(row, slot): recurrent states to copy after the step."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,8 +75,10 @@ class StepPlan:
 class Scheduler:
     """Owns the sequences of one engine and their pages. Belongs to the engine thread."""
 
-    def __init__(self, pool: PagePool, limits: Limits) -> None:
+    def __init__(self, pool: PagePool, limits: Limits, states: StateBook | None = None) -> None:
+        """`states`: the checkpoints of a model with recurrent layers, which cannot go on from its pages alone."""
         self.pool = pool
+        self.states = states
         self.limits = limits
         self.waiting = FairQueue()
         self.running: list[Sequence] = []
@@ -108,9 +115,16 @@ class Scheduler:
 
     def distrust(self, sequence: Sequence) -> None:
         """Makes sure that nothing this sequence is made of is used again: any page of it may be the one to blame."""
-        self.pool.disown(sequence.digests_of_full_pages(self.pool.page_tokens))
+        digests = sequence.digests_of_full_pages(self.pool.page_tokens)
+        self.pool.disown(digests)
+        if self.states is not None:
+            self.states.forget(digests)
+            self._end_trail(sequence, None)
 
     def _give_back(self, sequence: Sequence) -> None:
+        if sequence.trail is not None:
+            digests = sequence.digests_of_full_pages(self.pool.page_tokens)
+            self._end_trail(sequence, next(iter(digests[sequence.trail.num_pages - 1 :]), None))
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = sequence.committed = 0
@@ -134,7 +148,14 @@ class Scheduler:
             return None
         rows = tuple(sorted(draft.rows, key=lambda row: row.count > 1))
         num_singles = sum(row.count == 1 for row in rows)
-        return StepPlan(rows, num_singles, tuple(draft.new_rows), tuple(draft.new_pages))
+        return StepPlan(
+            rows,
+            num_singles,
+            tuple(draft.new_rows),
+            tuple(draft.new_pages),
+            tuple(draft.restores),
+            tuple(draft.saves),
+        )
 
     def retract(self, plan: StepPlan) -> None:
         """Undoes the plan made last, whose step could not be run: its sequences go back in line, to be computed again.
@@ -144,7 +165,12 @@ class Scheduler:
         for sequence in [sequence for sequence in reversed(self.running) if sequence.row in planned]:
             row = planned[sequence.row]
             if row.writes:
-                self.pool.disown(sequence.digests[row.start // page_tokens : sequence.computed // page_tokens])
+                touched = sequence.digests[row.start // page_tokens : sequence.computed // page_tokens]
+                self.pool.disown(touched)
+                if self.states is not None:
+                    self.states.forget(touched)
+                    if sequence.trail is not None and sequence.trail.num_pages * page_tokens == sequence.computed:
+                        self._end_trail(sequence, None)
             sequence.in_flight -= row.draws
             self._preempt(sequence)
 
@@ -157,6 +183,7 @@ class Scheduler:
             if self._make_room(sequence, sequence.computed + 1, draft):
                 draft.rows.append(RowPlan(sequence.row, sequence.computed, 1, None, draws=True))
                 self._advance(sequence, 1, draft, draws=True)
+                self._keep_trail(sequence, draft)
 
     def _continue_prefills(self, draft: _Draft, budget: int) -> int:
         for sequence in list(self.running):
@@ -198,6 +225,10 @@ class Scheduler:
         known = self.pool.match(digests)
         if not draft.being_computed.isdisjoint(digests[: len(known)]):
             return None  # rows of one step may not rely on each other's writes
+        if self.states is not None:
+            # The last token is computed whatever is known, so a state that includes it is of no use.
+            most = min(len(known), (len(sequence.tokens) - 1) // self.pool.page_tokens)
+            known = known[: self.states.longest(digests[:most])]
         return known
 
     def _try_admit(self, sequence: Sequence, known: list[int], draft: _Draft) -> bool:
@@ -219,19 +250,53 @@ class Scheduler:
         draft.new_rows.append((sequence.row, sequence.request, drawn))
         if known:
             draft.new_pages.append((sequence.row, 0, tuple(known)))
+        if self.states is not None:
+            self._resume(sequence, self.states, draft)
         return True
+
+    def _resume(self, sequence: Sequence, states: StateBook, draft: _Draft) -> None:
+        """Gives an admitted sequence the state after its known pages, and decides where its own will be kept."""
+        page_tokens = self.pool.page_tokens
+        if sequence.pages:
+            draft.restores.append((states.use(sequence.digests[len(sequence.pages) - 1]), sequence.row))
+        positions = checkpoint_positions(sequence.request.checkpoint_at, len(sequence.tokens), page_tokens)
+        sequence.checkpoints = tuple(
+            position for position in positions if states.lacks(sequence.digests[position // page_tokens - 1])
+        )
 
     def _prefill(self, sequence: Sequence, draft: _Draft, budget: int) -> int:
         """Adds the next chunk of `sequence` to the draft; returns the tokens it took (0 when no page is to be had)."""
-        count = min(budget, sequence.remaining)
-        start, end = sequence.computed, sequence.computed + count
+        start = sequence.computed
+        end = start + min(budget, sequence.remaining)
+        end = next((cut for cut in sequence.checkpoints if start < cut < end), end)
+        count = end - start
         if not self._make_room(sequence, end, draft):
             return 0
         draws = end == len(sequence.tokens)
         writes = start >= sequence.committed * self.pool.page_tokens
         draft.rows.append(RowPlan(sequence.row, start, count, tuple(sequence.tokens[start:end]), draws, writes))
         self._advance(sequence, count, draft, draws=draws)
+        if self.states is not None and end in sequence.checkpoints:
+            slot = self.states.keep(sequence.digests[end // self.pool.page_tokens - 1])
+            if slot is not None:
+                draft.saves.append((sequence.row, slot))
         return count
+
+    def _keep_trail(self, sequence: Sequence, draft: _Draft) -> None:
+        """At every page end of a sequence that decodes its state replaces the one kept at the page end before."""
+        num_pages, inside = divmod(sequence.computed, self.pool.page_tokens)
+        if self.states is None or inside:
+            return
+        slot = self.states.lend() if sequence.trail is None else sequence.trail.slot
+        if slot is not None:
+            sequence.trail = Trail(slot, num_pages)
+            draft.saves.append((sequence.row, slot))
+
+    def _end_trail(self, sequence: Sequence, digest: Digest | None) -> None:
+        """Leaves the sequence's latest state to others, under the name of its prefix; None: it is of no use."""
+        if self.states is not None and sequence.trail is not None:
+            self.states.take_back(sequence.trail.slot, digest)
+            sequence.trail = None
 
     def _advance(self, sequence: Sequence, count: int, draft: _Draft, *, draws: bool) -> None:
         first_named = sequence.committed
@@ -301,6 +366,9 @@ class Scheduler:
             held = len(sequence.pages) * self.pool.page_tokens
             assert sequence.computed <= held, "a sequence has computed past its pages"
         assert all(not sequence.pages and sequence.row == NO_ROW for sequence in self.waiting), "a waiter holds memory"
+        if self.states is not None:
+            trails = [sequence.trail for sequence in (*self.running, *self.waiting)]
+            self.states.check_integrity(trail.slot for trail in trails if trail is not None)
 
 
 class _Draft:
@@ -310,4 +378,6 @@ class _Draft:
         self.rows: list[RowPlan] = []
         self.new_rows: list[tuple[int, EngineRequest, tuple[int, ...]]] = []
         self.new_pages: list[tuple[int, int, tuple[int, ...]]] = []
+        self.restores: list[tuple[int, int]] = []
+        self.saves: list[tuple[int, int]] = []
         self.being_computed: set[Digest] = set()

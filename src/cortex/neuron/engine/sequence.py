@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cortex.neuron.engine.pages import ROOT, Digest, page_digest
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.states import Trail
 
 NO_ROW = -1
 
@@ -32,6 +33,9 @@ class Sequence:
     """Leading pages whose contents the pool knows by name."""
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
+    checkpoints: tuple[int, ...] = ()
+    """Positions where its recurrent state is to be kept, for a model that has one."""
+    trail: Trail | None = None
     reported_cached: bool = False
     overtaken: int = 0
     """How often another was admitted before it because it had to wait for pages."""

@@ -1,0 +1,136 @@
+"""An engine over a model with recurrent layers: what comes from the cache, and from a crowded batch, is what it would
+say alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
+from cortex.neuron.engine.state_memory import StateSlots
+from cortex.neuron.layers.parameters import Parameters
+
+CONFIG = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 1024,
+    "full_attention_interval": 2,
+}
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_engine(**spec: int) -> Engine:
+    def fill(parameters: Parameters) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for binding in parameters.bindings:
+            view = binding.destination
+            if view.dim() == 1:  # gains, and rates of decay, which are positive
+                view.uniform_(0.1, 1.0, generator=generator)
+            else:
+                view.normal_(0.0, 2 * view.shape[-1] ** -0.5, generator=generator)
+
+    load = LoadSpec(path="", dtype="float32", **{"max_num_seqs": 4, "prefill_chunk_tokens": 100} | spec)
+    return Engine(build_model(CONFIG, load, torch.device("cpu"), fill), load)
+
+
+def finish(engine: Engine, *requests: EngineRequest) -> dict[str, tuple[list[int], int]]:
+    """Each request's tokens, and how many of its prompt's came from the cache."""
+    for request in requests:
+        engine.submit(request)
+    outputs: list[StepOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+        engine.check_integrity()
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+    cached: dict[str, int] = {}
+    for output in outputs:
+        assert output.error is None
+        tokens[output.request_id] += output.tokens
+        if output.cached_tokens is not None:
+            cached[output.request_id] = output.cached_tokens
+    return {request.id: (tokens[request.id], cached[request.id]) for request in requests}
+
+
+def some_tokens(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(64), k=count))
+
+
+def test_a_conversation_says_the_same_with_and_without_the_cache() -> None:
+    engine = make_engine()
+    prompt: tuple[int, ...] = some_tokens(70, 0)
+    turn_ends: tuple[int, ...] = ()
+    expected_cached = 0
+    for turn in range(3):
+        request = EngineRequest(str(turn), prompt, 40, GREEDY, checkpoint_at=turn_ends)
+        tokens, cached = finish(engine, request)[str(turn)]
+        assert cached == expected_cached
+        assert tokens == finish(make_engine(), request)[str(turn)][0]
+        turn_ends = (*turn_ends, len(prompt) + len(tokens))
+        expected_cached = (len(prompt) + len(tokens) - 1) // 32 * 32
+        prompt = (*prompt, *tokens, *some_tokens(50, turn + 1))
+    assert engine.stats().cached_tokens > 0
+
+
+def test_a_rewritten_answer_is_computed_from_the_turn_before_it() -> None:
+    engine = make_engine()
+    prompt = some_tokens(200, 1)
+    finish(engine, EngineRequest("first", prompt, 10, GREEDY, checkpoint_at=(50, 140)))
+    rewritten = EngineRequest("second", (*prompt[:150], *some_tokens(40, 2)), 10, GREEDY)
+    tokens, cached = finish(engine, rewritten)["second"]
+    assert cached == 128
+    assert tokens == finish(make_engine(), rewritten)["second"][0]
+
+
+@pytest.mark.parametrize("memory", [None, 470_000])
+def test_many_at_once_say_what_each_says_alone(memory: int | None) -> None:
+    """With little memory they evict each other's pages and states."""
+    engine = make_engine() if memory is None else make_engine(memory_bytes=memory)
+    shared = some_tokens(90, 3)
+    lengths = [0, 30, 60, 90, 60, 90]
+    requests = [
+        EngineRequest(
+            str(number), (*shared[:length], *some_tokens(17 * number + 1, number)), 14, GREEDY, checkpoint_at=(length,)
+        )
+        for number, length in enumerate(lengths)
+    ]
+    together = finish(engine, *requests)
+    for request in requests:
+        assert together[request.id][0] == finish(make_engine(), request)[request.id][0]
+    again = finish(engine, *requests)
+    assert all(again[name][0] == tokens for name, (tokens, _) in together.items())
+    if memory is None:
+        assert all(again[request.id][1] == (len(request.prompt) - 1) // 32 * 32 for request in requests)
+
+
+def test_a_small_device_runs_fewer_sequences_and_says_so() -> None:
+    engine = make_engine(memory_bytes=400_000, max_num_seqs=64)
+    rows = next(int(note.split()[0]) for note in engine.info.notes if "recurrent" in note)
+    assert 1 <= rows < 64
+    requests = [EngineRequest(str(n), some_tokens(20, n), 5, GREEDY) for n in range(rows + 2)]
+    assert all(len(tokens) == 5 for tokens, _ in finish(engine, *requests).values())
+
+
+def test_slots_are_planned_in_bytes() -> None:
+    model = make_engine()._runner.model
+    cpu = torch.device("cpu")
+    assert StateSlots.plan([], 7, 0, torch.float32, cpu) == StateSlots(7)
+    whole = StateSlots.plan(model.gated_deltas, 4, 1 << 30, torch.float32, cpu)
+    assert (whole.rows, whole.checkpoints, whole.notes) == (4, 32, ())
+    assert whole.num_bytes == whole.num_slots * (4 * 8 * 8 * 4 + 4 * 64 * 4) * 2
+    least = StateSlots.plan(model.gated_deltas, 4, 0, torch.float32, cpu)
+    assert (least.rows, least.checkpoints) == (1, 0)

@@ -1,0 +1,125 @@
+"""Checkpoints of recurrent states: every slot is in exactly one place, and a name leads to what was kept under it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cortex.neuron.engine.states import StateBook, checkpoint_positions
+
+FIRST = 7
+
+
+def names(count: int) -> list[bytes]:
+    return [bytes([number]) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("turn_ends", "num_tokens", "expected"),
+    [
+        ((), 100, (96,)),
+        ((), 97, (96,)),
+        ((), 96, (64,)),  # the 96th token has to be computed, so its page cannot be skipped
+        ((), 32, ()),
+        ((40, 70), 100, (32, 64, 96)),
+        ((33, 60), 62, (32,)),
+        ((40, 100, 150, 170, 200), 300, (32, 160, 192, 288)),
+        ((200, 40), 300, (32, 192, 288)),
+        ((40, 300, 500), 300, (32, 288)),
+    ],
+)
+def test_states_are_kept_at_the_page_ends_before_turn_ends(turn_ends, num_tokens, expected) -> None:
+    assert checkpoint_positions(turn_ends, num_tokens, 32) == expected
+
+
+@given(st.lists(st.integers(-5, 500)), st.integers(1, 400), st.integers(1, 64))
+def test_no_state_is_kept_where_it_could_not_be_used(turn_ends, num_tokens, page_tokens) -> None:
+    positions = checkpoint_positions(turn_ends, num_tokens, page_tokens)
+    assert all(0 < position < num_tokens and position % page_tokens == 0 for position in positions)
+    assert list(positions) == sorted(set(positions))
+    assert len(positions) <= 4
+
+
+def test_the_longest_known_prefix_counts() -> None:
+    book = StateBook(FIRST, 3)
+    a, b, c = names(3)
+    assert book.longest([a, b, c]) == 0
+    assert book.keep(b) == FIRST
+    assert book.longest([a, b, c]) == 2
+    assert book.longest([a]) == 0
+    assert book.use(b) == FIRST
+
+
+def test_what_went_unused_longest_makes_room() -> None:
+    book = StateBook(FIRST, 2)
+    a, b, c = names(3)
+    slot_a, slot_b = book.keep(a), book.keep(b)
+    assert book.use(a) == slot_a
+    assert book.keep(c) == slot_b
+    assert book.longest([b]) == 0
+    assert book.keep(a) is None  # known: kept as it is, and refreshed
+    assert book.keep(b) == slot_b
+    assert book.longest([c]) == 0
+
+
+def test_trails_leave_half_of_the_slots_to_prompts() -> None:
+    book = StateBook(FIRST, 4)
+    slots = [book.lend(), book.lend()]
+    assert None not in slots
+    assert book.lend() is None
+    assert book.keep(b"a") is not None
+    assert StateBook(FIRST, 0).lend() is None
+    assert StateBook(FIRST, 0).keep(b"a") is None
+
+
+class Books(RuleBasedStateMachine):
+    """A model of what each slot's memory holds, beside the books."""
+
+    @initialize(num_slots=st.integers(0, 6))
+    def start(self, num_slots: int) -> None:
+        self.book = StateBook(FIRST, num_slots)
+        self.contents: dict[int, bytes] = {}
+        self.lent: list[int] = []
+
+    @rule(digest=st.sampled_from(names(8)))
+    def keep(self, digest: bytes) -> None:
+        slot = self.book.keep(digest)
+        if slot is not None:
+            assert slot not in self.lent
+            self.contents[slot] = digest
+
+    @rule()
+    def lend(self) -> None:
+        slot = self.book.lend()
+        if slot is not None:
+            assert slot not in self.lent
+            self.lent.append(slot)
+            self.contents[slot] = b"somebody's"
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data(), digest=st.none() | st.sampled_from(names(8)))
+    def take_back(self, data: st.DataObject, digest: bytes | None) -> None:
+        slot = data.draw(st.sampled_from(self.lent))
+        self.lent.remove(slot)
+        self.contents[slot] = digest or b"nothing"
+        self.book.take_back(slot, digest)
+
+    @rule(digests=st.lists(st.sampled_from(names(8))))
+    def forget(self, digests: list[bytes]) -> None:
+        self.book.forget(digests)
+        assert self.book.longest(digests) == 0
+
+    @rule(digest=st.sampled_from(names(8)))
+    def use(self, digest: bytes) -> None:
+        if self.book.longest([digest]):
+            assert self.contents[self.book.use(digest)] == digest
+
+    @invariant()
+    def whole(self) -> None:
+        self.book.check_integrity(self.lent)
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

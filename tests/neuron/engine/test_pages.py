@@ -1,0 +1,206 @@
+"""The page pool: every page is in exactly one place, and a name always leads to the contents it stands for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from cortex.neuron.engine.pages import PADDING_PAGE, ROOT, PagePool, page_digests
+
+
+def digests(*pages: tuple[int, ...]) -> list[bytes]:
+    return page_digests(ROOT, [token for page in pages for token in page], len(pages[0]))
+
+
+def committed(pool: PagePool, *chain: bytes) -> list[int]:
+    """Held pages that bear the names of `chain`."""
+    pages = pool.allocate(len(chain))
+    assert pages is not None
+    for page, digest in zip(pages, chain, strict=True):
+        pool.commit(page, digest)
+    return pages
+
+
+def test_a_digest_names_the_tokens_and_everything_before_them() -> None:
+    first, second = digests((1, 2), (3, 4))
+    assert digests((1, 2)) == [first]
+    assert page_digests(first, (3, 4), 2) == [second]
+    others = [*digests((3, 4)), *digests((2, 1)), *page_digests(second, (3, 4), 2)]
+    assert len({first, second, *others}) == 5
+
+
+def test_only_full_pages_have_a_digest() -> None:
+    assert page_digests(ROOT, (1, 2, 3, 4, 5), 2) == digests((1, 2), (3, 4))
+    assert page_digests(ROOT, (1,), 2) == []
+
+
+def test_a_digest_takes_the_largest_token_ids() -> None:
+    assert digests((2**32 - 1,)) != digests((2**31,))
+
+
+def test_the_padding_page_is_never_handed_out() -> None:
+    pool = PagePool(5, 2)
+    pages = pool.allocate(4)
+    assert pages is not None
+    assert PADDING_PAGE not in pages
+    assert sorted(pages) == [1, 2, 3, 4]
+    assert pool.num_pages == 4
+    assert pool.allocate(1) is None
+
+
+def test_a_pool_without_a_page_to_give_is_refused() -> None:
+    with pytest.raises(ValueError, match="padding page"):
+        PagePool(1, 2)
+
+
+def test_allocating_too_much_changes_nothing() -> None:
+    pool = PagePool(4, 2)
+    held = pool.allocate(2)
+    assert pool.allocate(2) is None
+    assert (pool.num_free, pool.num_held) == (1, 2)
+    pool.check_integrity([held])
+
+
+def test_released_pages_with_a_name_stay_findable_and_others_are_blank() -> None:
+    pool = PagePool(4, 2)
+    chain = digests((1, 2))
+    (named,) = committed(pool, *chain)
+    (anonymous,) = pool.allocate(1)
+    pool.release([named, anonymous])
+    assert (pool.num_idle, pool.num_free, pool.num_held) == (1, 3, 0)
+    assert pool.match(chain) == [named]
+
+
+def test_match_stops_at_the_first_unknown_page() -> None:
+    pool = PagePool(8, 1)
+    chain = digests((1,), (2,), (3,))
+    pages = committed(pool, chain[0], chain[1])
+    assert pool.match(chain) == pages
+    assert pool.match([chain[2], chain[0]]) == []
+
+
+def test_holding_a_matched_page_takes_it_out_of_the_free_set_once() -> None:
+    pool = PagePool(4, 1)
+    chain = digests((1,), (2,))
+    pages = committed(pool, *chain)
+    pool.release(pages)
+    assert pool.num_idle_among(pages) == 2
+    pool.hold(pages)
+    pool.hold(pages)
+    assert pool.num_idle_among(pages) == 0
+    assert pool.num_held == 2
+    pool.release(pages)
+    assert pool.num_held == 2
+    pool.release(pages)
+    pool.check_integrity([])
+
+
+def test_blank_pages_go_before_idle_ones_and_idle_ones_in_the_order_of_disuse() -> None:
+    pool = PagePool(4, 1)
+    old, new = digests((1,)), digests((2,))
+    (first,), (second,) = committed(pool, *old), committed(pool, *new)
+    pool.release([first])
+    pool.release([second])
+    pool.hold([first])
+    pool.release([first])  # used again: now `second` went unused longest
+    assert pool.allocate(1) == [3]
+    assert pool.allocate(1) == [second]
+    assert pool.match(new) == []
+    assert pool.match(old) == [first]
+
+
+def test_a_prefix_is_eaten_from_its_end() -> None:
+    pool = PagePool(4, 1)
+    chain = digests((1,), (2,), (3,))
+    pages = committed(pool, *chain)
+    pool.release(pages)
+    pool.allocate(1)
+    assert pool.match(chain) == pages[:2]
+
+
+def test_the_first_page_of_a_digest_keeps_the_name() -> None:
+    pool = PagePool(4, 1)
+    chain = digests((1,))
+    (first,), (second,) = committed(pool, *chain), committed(pool, *chain)
+    assert pool.match(chain) == [first]
+    pool.release([second])
+    assert pool.num_idle == 0
+    pool.release([first])
+    assert pool.match(chain) == [first]
+
+
+def test_a_disowned_prefix_is_not_found_again_whether_held_or_idle() -> None:
+    pool = PagePool(4, 1)
+    held, idle = digests((1,)), digests((2,))
+    (page,), (resting,) = committed(pool, *held), committed(pool, *idle)
+    pool.release([resting])
+    pool.disown([*held, *idle, *digests((3,))])
+    assert pool.match(held) == pool.match(idle) == []
+    assert pool.num_idle == 0
+    pool.check_integrity([[page]])
+    pool.release([page])
+    pool.check_integrity([])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random use of a small pool, beside a model of who holds what and what each page contains."""
+
+    chains = Bundle("chains")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(7, 1)
+        self.contents: dict[int, bytes] = {}
+        """What was last said to be written in each page, by anybody who held it."""
+        self.held: list[list[int]] = []
+
+    @rule(target=chains, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def take(self, tokens: list[int]) -> tuple[list[int], list[bytes]]:
+        chain = digests(*((token,) for token in tokens))
+        known = self.pool.match(chain)
+        for page, digest in zip(known, chain, strict=False):
+            assert self.contents[page] == digest, "a name leads to a page with other contents"
+        self.pool.hold(known)
+        fresh = self.pool.allocate(len(chain) - len(known))
+        if fresh is None:
+            self.pool.release(known)
+            return [], []
+        assert not set(fresh) & {page for pages in self.held for page in pages}, "a held page was handed out"
+        for page, digest in zip(fresh, chain[len(known) :], strict=True):
+            self.contents[page] = digest
+        pages = known + fresh
+        self.held.append(pages)
+        return pages, chain
+
+    @rule(taken=chains, count=st.integers(0, 4))
+    def commit(self, taken: tuple[list[int], list[bytes]], count: int) -> None:
+        pages, chain = taken
+        if any(pages is mine for mine in self.held):
+            for page, digest in list(zip(pages, chain, strict=True))[:count]:
+                self.pool.commit(page, digest)
+
+    @rule(taken=consumes(chains))
+    def release(self, taken: tuple[list[int], list[bytes]]) -> None:
+        pages, _ = taken
+        for index, mine in enumerate(self.held):
+            if mine is pages:
+                self.pool.release(self.held.pop(index))
+                return
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def disown(self, tokens: list[int]) -> None:
+        chain = digests(*((token,) for token in tokens))
+        self.pool.disown(chain)
+        assert self.pool.match(chain) == []
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pool.check_integrity(self.held)
+        assert self.pool.num_held + self.pool.num_free == self.pool.num_pages
+        assert self.pool.num_held == len({page for pages in self.held for page in pages})
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,321 @@
+"""What the scheduler plans in the situations that matter. Random traces are in `test_traces.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.pages import PagePool
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.scheduler import MAX_OVERTAKEN, Limits, RowPlan, Scheduler, StepPlan
+from cortex.neuron.engine.sequence import Sequence
+
+PAGE = 4
+
+
+def scheduler_of(
+    pages: int = 64, *, rows: int = 8, step_tokens: int = 64, mixed: int = 16, context: int | None = None
+) -> Scheduler:
+    limits = Limits(rows, step_tokens, mixed, context or pages * PAGE)
+    return Scheduler(PagePool(pages + 1, PAGE), limits)
+
+
+def request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, principal: str = "") -> EngineRequest:
+    """A prompt given by its length is the start of 0, 1, 2, …"""
+    tokens = tuple(range(prompt)) if isinstance(prompt, int) else prompt
+    return EngineRequest(name, tokens, max_tokens=max_tokens, principal=principal)
+
+
+def other(name: str, length: int, first: int, max_tokens: int = 4, principal: str = "") -> EngineRequest:
+    """A prompt that shares no prefix with one of another `first`."""
+    return request(name, tuple(range(first, first + length)), max_tokens, principal)
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.check_integrity()
+    return plan
+
+
+def collect(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> None:
+    """The host reads a step in which every row drew `token`; whoever has enough ends."""
+    by_row = {sequence.row: sequence for sequence in scheduler.running}
+    for row in plan.rows:
+        if row.draws:
+            sequence = by_row[row.row]
+            scheduler.token_drawn(sequence, token)
+            if len(sequence.tokens) - len(sequence.request.prompt) == sequence.request.max_tokens:
+                end(scheduler, sequence)
+    scheduler.check_integrity()
+
+
+def end(scheduler: Scheduler, sequence: Sequence) -> None:
+    sequence.finished = True
+    scheduler.drop(sequence)
+
+
+def run_to_the_end(scheduler: Scheduler) -> list[StepPlan]:
+    plans = []
+    while (plan := scheduler.plan()) is not None:
+        collect(scheduler, plan)
+        plans.append(plan)
+    return plans
+
+
+def spans(plan: StepPlan) -> list[tuple[int, int]]:
+    return [(row.start, row.count) for row in plan.rows]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request("r", ()), "empty"),
+        (request("r", 3, max_tokens=0), "max_tokens is 0"),
+        (request("r", 30, max_tokens=3), "30 tokens and asks for 3 more, but this model holds 32"),
+    ],
+)
+def test_what_can_never_run_is_refused_and_leaves_no_trace(bad: EngineRequest, message: str) -> None:
+    scheduler = scheduler_of(pages=8)
+    with pytest.raises(RequestError, match=message):
+        scheduler.submit(bad)
+    assert len(scheduler.waiting) == 0
+    assert scheduler.plan() is None
+
+
+def test_the_longest_possible_request_runs_to_its_end() -> None:
+    scheduler = scheduler_of(pages=8)
+    scheduler.submit(request("r", 20, max_tokens=12))
+    plans = run_to_the_end(scheduler)
+    assert len(plans) == 12
+    assert scheduler.preemptions == 0
+    assert scheduler.pool.num_held == 0
+
+
+def test_nothing_to_do_is_no_plan() -> None:
+    assert scheduler_of().plan() is None
+
+
+def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks_and_draws_once() -> None:
+    scheduler = scheduler_of(step_tokens=10)
+    scheduler.submit(request("r", 25, max_tokens=1))
+    plans = run_to_the_end(scheduler)
+    assert [spans(plan) for plan in plans] == [[(0, 10)], [(10, 10)], [(20, 5)]]
+    assert [plan.rows[0].draws for plan in plans] == [False, False, True]
+    assert plans[1].rows[0].tokens == tuple(range(10, 20))
+
+
+def test_decode_rows_go_before_prefill_and_prefill_beside_them_is_capped() -> None:
+    scheduler = scheduler_of(mixed=6)
+    scheduler.submit(request("old", 4))
+    collect(scheduler, planned(scheduler))
+    scheduler.submit(other("new", 20, 100))
+    plan = planned(scheduler)
+    assert plan.rows[0] == RowPlan(0, 4, 1, None, draws=True)
+    assert spans(plan) == [(4, 1), (0, 6)]
+    assert plan.num_singles == 1
+    assert plan.num_tokens == 7
+
+
+def test_single_tokens_of_prefill_stand_among_the_decodes() -> None:
+    scheduler = scheduler_of()
+    scheduler.submit(request("long", 6))
+    scheduler.submit(request("short", (50,)))
+    plan = planned(scheduler)
+    assert spans(plan) == [(0, 1), (0, 6)]
+    assert plan.num_singles == 1
+
+
+def test_a_step_is_planned_before_the_last_one_is_read() -> None:
+    scheduler = scheduler_of()
+    sequence = scheduler.submit(request("r", 4, max_tokens=3))
+    planned(scheduler)
+    assert spans(planned(scheduler)) == [(4, 1)]
+    assert spans(planned(scheduler)) == [(5, 1)]
+    assert scheduler.plan() is None, "three draws are on their way: it wants no more"
+    assert sequence.in_flight == 3
+
+
+def test_requests_with_the_same_prompt_compute_it_once() -> None:
+    scheduler = scheduler_of()
+    for name in "abc":
+        scheduler.submit(request(name, 10, principal=name))
+    first = planned(scheduler)
+    assert spans(first) == [(0, 10)], "rows of one step do not rely on each other's writes"
+    collect(scheduler, first)
+    assert spans(planned(scheduler)) == [(10, 1), (8, 2), (8, 2)]
+    assert [sequence.cached for sequence in scheduler.running] == [0, 8, 8]
+
+
+def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
+    scheduler = scheduler_of()
+    scheduler.submit(request("first", 2 * PAGE, max_tokens=1))
+    run_to_the_end(scheduler)
+    sequences = [scheduler.submit(request(name, 2 * PAGE, max_tokens=1)) for name in ("second", "third")]
+    plan = planned(scheduler)
+    row = RowPlan(0, 2 * PAGE - 1, 1, (2 * PAGE - 1,), draws=True, writes=False)
+    assert [*plan.rows] == [row, RowPlan(1, *(row.start, row.count, row.tokens), draws=True, writes=False)]
+    assert [sequence.cached for sequence in sequences] == [2 * PAGE - 1] * 2
+    assert scheduler.pool.num_held == 2, "both hold the same pages"
+
+
+def test_what_a_request_drew_is_a_prefix_for_the_next_turn() -> None:
+    scheduler = scheduler_of()
+    scheduler.submit(request("turn", 6, max_tokens=3))
+    run_to_the_end(scheduler)
+    following = scheduler.submit(request("next", (*range(6), 7, 7, 7, 50)))
+    planned(scheduler)
+    assert following.cached == 2 * PAGE
+
+
+def test_a_different_first_token_shares_nothing() -> None:
+    scheduler = scheduler_of()
+    scheduler.submit(request("first", 12, max_tokens=1))
+    run_to_the_end(scheduler)
+    sequence = scheduler.submit(request("second", (99, *range(1, 12))))
+    planned(scheduler)
+    assert sequence.cached == 0
+
+
+def test_principals_get_rows_in_turn_and_the_anonymous_what_is_left() -> None:
+    scheduler = scheduler_of(rows=3)
+    for number in range(3):
+        scheduler.submit(other(f"anonymous {number}", 2, 100 + 10 * number))
+    for number in range(3):
+        scheduler.submit(other(f"ada {number}", 2, 200 + 10 * number, principal="ada"))
+    scheduler.submit(other("bob 0", 2, 300, principal="bob"))
+    planned(scheduler)
+    assert [sequence.request.id for sequence in scheduler.running] == ["ada 0", "bob 0", "ada 1"]
+
+
+def test_the_anonymous_run_when_nobody_else_waits() -> None:
+    scheduler = scheduler_of(rows=3)
+    for number in range(3):
+        scheduler.submit(other(f"anonymous {number}", 2, 100 + 10 * number))
+    planned(scheduler)
+    assert len(scheduler.running) == 3
+
+
+def test_when_pages_run_out_the_youngest_gives_way_and_comes_back() -> None:
+    scheduler = scheduler_of(pages=5)
+    old = scheduler.submit(request("old", PAGE - 1, max_tokens=13))
+    young = scheduler.submit(other("young", PAGE - 1, 100, max_tokens=9))
+    plans = run_to_the_end(scheduler)
+    assert scheduler.preemptions >= 1
+    assert len(old.tokens) == PAGE - 1 + 13
+    assert len(young.tokens) == PAGE - 1 + 9
+    rows_of_young = [new for plan in plans for new in plan.new_rows if new[1].id == "young"]
+    assert [len(drawn) for _, _, drawn in rows_of_young] == sorted(len(drawn) for _, _, drawn in rows_of_young)
+    assert len(rows_of_young[-1][2]) > 0, "its new row is told what it had drawn"
+    assert scheduler.pool.num_held == 0
+
+
+def test_a_preempted_sequence_uses_its_own_pages_again() -> None:
+    scheduler = scheduler_of(pages=6)
+    scheduler.submit(request("old", PAGE, max_tokens=9))
+    young = scheduler.submit(other("young", 2 * PAGE, 100, max_tokens=8))
+    computed = 0
+    while (plan := scheduler.plan()) is not None:
+        computed += sum(row.count for row in plan.rows if young.row == row.row and row.tokens is not None)
+        collect(scheduler, plan)
+    assert scheduler.preemptions == 1
+    assert computed < 2 * (2 * PAGE), "not everything was computed twice"
+
+
+def test_a_preempted_sequence_waits_for_its_token_in_flight() -> None:
+    scheduler = scheduler_of(pages=2)
+    old = scheduler.submit(request("old", PAGE - 1, max_tokens=2))
+    young = scheduler.submit(other("young", PAGE - 2, 100, max_tokens=2))
+    first = planned(scheduler)
+    assert len(first.rows) == 1, "a page is kept for the one that runs"
+    collect(scheduler, first)
+    second = planned(scheduler)
+    assert [old.in_flight, young.in_flight] == [1, 0]
+    collect(scheduler, second)
+    run_to_the_end(scheduler)
+    assert len(young.tokens) == PAGE
+
+
+def test_a_request_that_waits_for_pages_is_overtaken_only_so_often() -> None:
+    scheduler = scheduler_of(pages=16)
+    scheduler.submit(other("holder", 20, 900, max_tokens=40, principal="holder"))
+    collect(scheduler, planned(scheduler))
+    big = scheduler.submit(request("big", 44, max_tokens=4, principal="big"))
+    steps = overtaken = 0
+    while big.row < 0:
+        scheduler.submit(other(f"small {steps}", 2, 1000 + 10 * steps, max_tokens=1, principal=f"p{steps}"))
+        plan = planned(scheduler)
+        names = [admitted.id for _, admitted, _ in plan.new_rows]
+        overtaken += len(names[: names.index("big")] if "big" in names else names)
+        collect(scheduler, plan)
+        steps += 1
+        assert steps < 60, "small requests keep the big one out"
+    assert overtaken == MAX_OVERTAKEN
+
+
+def test_a_request_that_only_waits_for_a_step_is_overtaken_freely() -> None:
+    scheduler = scheduler_of()
+    scheduler.submit(request("first", 10, principal="ada"))
+    scheduler.submit(request("same", 10, principal="bob"))
+    scheduler.submit(other("different", 10, 100, principal="cyd"))
+    plan = planned(scheduler)
+    assert [new[1].id for new in plan.new_rows] == ["first", "different"]
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefilling", "in flight", "decoding"])
+def test_dropping_frees_everything_at_once_in_every_phase(phase: str) -> None:
+    scheduler = scheduler_of(step_tokens=8, mixed=8)
+    sequence = scheduler.submit(request("r", 20))
+    if phase != "waiting":
+        collect(scheduler, planned(scheduler))
+    if phase in ("in flight", "decoding"):
+        collect(scheduler, planned(scheduler))
+        last = planned(scheduler)
+        if phase == "decoding":
+            collect(scheduler, last)
+    end(scheduler, sequence)
+    scheduler.check_integrity()
+    assert scheduler.pool.num_held == 0
+    assert scheduler.plan() is None
+
+
+def test_a_retracted_step_is_computed_again_and_shares_nothing_it_may_have_spoiled() -> None:
+    scheduler = scheduler_of()
+    sequence = scheduler.submit(request("r", 10, max_tokens=2))
+    scheduler.retract(planned(scheduler))
+    scheduler.check_integrity()
+    assert scheduler.pool.num_held == scheduler.pool.num_idle == 0
+    assert sequence.in_flight == 0
+    plan = planned(scheduler)
+    assert spans(plan) == [(0, 10)]
+    collect(scheduler, plan)
+    scheduler.retract(planned(scheduler))
+    plan = planned(scheduler)
+    assert spans(plan) == [(8, 3)], "what earlier steps wrote is used again"
+    assert plan.new_rows[0][2] == (7,)
+    collect(scheduler, plan)
+    assert len(sequence.tokens) == 12
+
+
+def test_retracted_sequences_keep_their_order() -> None:
+    scheduler = scheduler_of()
+    for number in range(3):
+        scheduler.submit(other(str(number), 3, 100 * number))
+    scheduler.retract(planned(scheduler))
+    planned(scheduler)
+    assert [sequence.request.id for sequence in scheduler.running] == ["0", "1", "2"]
+
+
+def test_what_a_sick_sequence_is_made_of_is_not_used_again() -> None:
+    scheduler = scheduler_of()
+    scheduler.submit(request("healthy", 8, max_tokens=1))
+    run_to_the_end(scheduler)
+    sick = scheduler.submit(request("sick", 12))
+    planned(scheduler)
+    assert sick.cached == 8
+    scheduler.distrust(sick)
+    end(scheduler, sick)
+    scheduler.check_integrity()
+    again = scheduler.submit(request("again", 12))
+    planned(scheduler)
+    assert again.cached == 0

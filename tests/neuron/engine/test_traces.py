@@ -1,0 +1,270 @@
+"""Random lives of a scheduler over a device that remembers what every slot of every page holds.
+
+The device is a stand-in for a greedy model: the next token is a function of everything before it. So whatever was
+batched, shared, preempted, cancelled or undone, every request must end with the tokens it would have got alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence as Ordered
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cortex.neuron.engine.pages import PADDING_PAGE, PagePool
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.scheduler import Limits, RowPlan, Scheduler, StepPlan
+from cortex.neuron.engine.sequence import Sequence
+
+VOCAB = 3
+"""Few tokens, so that requests meet each other's prefixes by chance too."""
+
+History = int
+"""A digest of tokens up to a position: what the KV of that position depends on."""
+
+
+def histories(tokens: Ordered[int]) -> list[History]:
+    digests, past = [], 0
+    for token in tokens:
+        past = hash((past, token))
+        digests.append(past)
+    return digests
+
+
+def next_token(history: History) -> int:
+    return hash((history, "next")) % VOCAB
+
+
+def continuation(request: EngineRequest) -> list[int]:
+    """What the request gets when it runs alone."""
+    tokens = list(request.prompt)
+    for _ in range(request.max_tokens):
+        tokens.append(next_token(histories(tokens)[-1]))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.prompt) :]
+
+
+class Device:
+    """Runs plans as unkindly as a real device may: every row reads the pages as they were before the step."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._slots: dict[tuple[int, int], History] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._last_tokens: dict[int, int] = {}
+        self._tokens: dict[int, list[int]] = {}
+        """Of each row: every token it was given or drew, by position."""
+
+    def launch(self, plan: StepPlan, truth: dict[int, list[int]]) -> list[int]:
+        """The tokens drawn. `truth`: of each row in the plan, its tokens so far."""
+        self._extend_tables(plan)
+        written: dict[tuple[int, int], int] = {}
+        for row in plan.rows:
+            for position in range(row.start, row.start + row.count):
+                if row.writes:
+                    slot = self._slot(row.row, position)
+                    assert slot not in written, "two rows write the same slot"
+                    written[slot] = row.row
+        results = [self._compute(row, truth[row.row], written) for row in plan.rows]
+        drawn = []
+        for row, past in zip(plan.rows, results, strict=True):
+            for position in range(row.start, row.start + row.count):
+                if row.writes:
+                    self._slots[self._slot(row.row, position)] = past[position]
+            if row.draws:
+                self._last_tokens[row.row] = next_token(past[row.start + row.count - 1])
+                drawn.append(self._last_tokens[row.row])
+        return drawn
+
+    def spoil(self, plan: StepPlan) -> None:
+        """A step that broke down half-way: whatever it was to write is garbage."""
+        self._extend_tables(plan)
+        for row in plan.rows:
+            for position in range(row.start, row.start + row.count):
+                if row.writes:
+                    self._slots[self._slot(row.row, position)] = -1
+
+    def _compute(self, row: RowPlan, truth: list[int], written: dict[tuple[int, int], int]) -> list[History]:
+        past = histories(truth)
+        own = range(row.start, row.start + row.count)
+        tokens = [self._last_tokens[row.row]] if row.tokens is None else list(row.tokens)
+        assert tokens == truth[row.start : row.start + row.count], "a row computes tokens that are not its own"
+        assert row.draws == (own.stop == len(truth)), "a row draws if and only if it has computed all its tokens"
+        for position in range(own.stop if not row.writes else row.start):
+            slot = self._slot(row.row, position)
+            assert slot not in written, "a row reads what another writes in the same step"
+            assert self._slots[slot] == past[position], "a row attends to another history than its own"
+        return past
+
+    def _extend_tables(self, plan: StepPlan) -> None:
+        for row, *_ in plan.new_rows:
+            self._tables[row] = []
+            self._last_tokens.pop(row, None)
+        for row, first, pages in plan.new_pages:
+            assert len(self._tables[row]) == first, "pages do not follow on the row's table"
+            self._tables[row] += pages
+
+    def _slot(self, row: int, position: int) -> tuple[int, int]:
+        page = self._tables[row][position // self._page_tokens]
+        assert page != PADDING_PAGE
+        return page, position % self._page_tokens
+
+
+class Trace(RuleBasedStateMachine):
+    """Submits, steps, collects, cancels and breaks steps, in any order, over few pages."""
+
+    @initialize(
+        num_pages=st.integers(4, 12),
+        page_tokens=st.integers(1, 4),
+        max_rows=st.integers(1, 4),
+        step_tokens=st.integers(4, 12),
+        mixed=st.integers(1, 6),
+        late=st.booleans(),
+    )
+    def begin(self, num_pages: int, page_tokens: int, max_rows: int, step_tokens: int, mixed: int, late: bool) -> None:
+        self.limits = Limits(
+            max_rows=max_rows,
+            step_tokens=step_tokens,
+            mixed_prefill_tokens=min(mixed, step_tokens),
+            context_tokens=num_pages * page_tokens,
+        )
+        self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits)
+        self.device = Device(page_tokens)
+        self.late = late
+        """Steps are collected after the next one is launched, as on a GPU."""
+        self.live: dict[str, Sequence] = {}
+        self.truth: dict[str, list[int]] = {}
+        self.in_flight: deque[tuple[list[Sequence], list[int]]] = deque()
+        self.num_submitted = 0
+
+    @rule(
+        family=st.integers(0, 2),
+        shared=st.integers(0, 12),
+        own=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+        max_tokens=st.integers(1, 10),
+        stops=st.booleans(),
+        principal=st.sampled_from(["", "ada", "bob"]),
+    )
+    def submit(self, family: int, shared: int, own: list[int], max_tokens: int, stops: bool, principal: str) -> None:
+        prefix = [(position * position + family) % VOCAB for position in range(shared)]
+        prompt = tuple(prefix + own)[: self.limits.context_tokens - 1] or (family,)
+        request = EngineRequest(
+            str(self.num_submitted),
+            prompt,
+            max_tokens=min(max_tokens, self.limits.context_tokens - len(prompt)),
+            stop_token_ids=(0,) if stops else (),
+            principal=principal,
+        )
+        if request.max_tokens < 1:
+            return
+        self.num_submitted += 1
+        self.live[request.id] = self.scheduler.submit(request)
+        self.truth[request.id] = list(request.prompt)
+
+    @rule()
+    def step(self) -> None:
+        plan = self._plan()
+        if plan is not None:
+            self._launch(plan)
+        if self.in_flight and (not self.late or plan is None or len(self.in_flight) > 1):
+            self._collect()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self._end(self.live[name])
+
+    @rule()
+    def a_step_breaks_down(self) -> None:
+        plan = self._plan()
+        if plan is not None:
+            self.device.spoil(plan)
+            self.scheduler.retract(plan)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def a_result_is_not_a_number(self, data: st.DataObject) -> None:
+        sequence = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        self.scheduler.distrust(sequence)
+        page_tokens = self.scheduler.pool.page_tokens
+        assert self.scheduler.pool.match(sequence.digests_of_full_pages(page_tokens)) == []
+        self._end(sequence)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+            assert len(self.scheduler.running) + len(self.scheduler.waiting) == len(self.live)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        # The oldest sequence gains at least one token in a step, or in two when results come late.
+        tokens = sum(len(sequence.tokens) + sequence.request.max_tokens for sequence in self.live.values())
+        steps = 0
+        while self.live:
+            self.step()
+            self.books_agree()
+            steps += 1
+            assert steps <= 4 * (tokens + 1) * (self.num_submitted + 1), "somebody starves"
+        while self.in_flight:
+            self._collect()
+        assert self.scheduler.plan() is None
+        assert self.scheduler.pool.num_held == 0, "a page was leaked"
+
+    def _plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        assert plan.rows
+        assert plan.num_tokens <= self.limits.step_tokens, "over the step's budget"
+        prefill = sum(row.count for row in plan.rows if row.tokens is not None)
+        if prefill != plan.num_tokens:
+            assert prefill <= self.limits.mixed_prefill_tokens, "prefill holds up the running streams"
+        assert [row.count > 1 for row in plan.rows] == sorted(row.count > 1 for row in plan.rows)
+        assert plan.num_singles == sum(row.count == 1 for row in plan.rows)
+        assert max(Counter(row.row for row in plan.rows).values()) == 1
+        return plan
+
+    def _launch(self, plan: StepPlan) -> None:
+        by_row = {sequence.row: sequence for sequence in self.scheduler.running}
+        drawing = [by_row[row.row] for row in plan.rows if row.draws]
+        truth = {row.row: self.truth[by_row[row.row].request.id] for row in plan.rows}
+        for row, request, drawn in plan.new_rows:
+            assert by_row[row].request is request
+            assert [*request.prompt, *drawn] == self.truth[request.id], "a row starts without its own past"
+        tokens = self.device.launch(plan, truth)
+        for sequence, token in zip(drawing, tokens, strict=True):
+            self.truth[sequence.request.id].append(token)
+        self.in_flight.append((drawing, tokens))
+
+    def _collect(self) -> None:
+        drawing, tokens = self.in_flight.popleft()
+        for sequence, token in zip(drawing, tokens, strict=True):
+            if sequence.finished:
+                continue
+            self.scheduler.token_drawn(sequence, token)
+            request = sequence.request
+            drawn = sequence.tokens[len(request.prompt) :]
+            if token in request.stop_token_ids or len(drawn) == request.max_tokens:
+                assert drawn == continuation(request), "scheduling changed what a request gets"
+                self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        held = set(sequence.pages)
+        free = self.scheduler.pool.num_free
+        sequence.finished = True
+        self.scheduler.drop(sequence)
+        del self.live[sequence.request.id]
+        others = {page for other in self.scheduler.running for page in other.pages}
+        assert self.scheduler.pool.num_free == free + len(held - others), "its pages are not free at once"
+
+
+Trace.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestTrace = Trace.TestCase

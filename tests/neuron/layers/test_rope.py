@@ -1,0 +1,101 @@
+"""Frequencies and scale of every rope scaling against the reference library's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from cortex.neuron.layers.rope import SUPPORTED_SCALING, RopeTable, inverse_frequencies
+from cortex.neuron.models.config import read_rope
+from cortex.neuron.models.registry import UnsupportedModel
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": LLAMA3,
+    "llama3 of the small models": {**LLAMA3, "factor": 32.0},
+    "llama3 trained on little": {**LLAMA3, "original_max_position_embeddings": 64},
+    "yarn": YARN,
+    "yarn with its own ramp": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn with a given attention factor": {**YARN, "attention_factor": 0.7},
+    "yarn with two scales": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6},
+    "yarn with exact bounds": {**YARN, "truncate": False},
+    "yarn that does not stretch": {**YARN, "factor": 1.0},
+    "yarn trained on little": {**YARN, "original_max_position_embeddings": 16},
+}
+
+
+def reference_config(scaling: dict[str, Any], theta: float, head_dim: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rope_parameters={**scaling, "rope_theta": theta},
+    )
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_the_reference_librarys(name: str, theta: float, head_dim: int) -> None:
+    config = reference_config(SCALINGS[name], theta, head_dim)
+    frequencies, scale = inverse_frequencies(read_rope(config.to_dict(), head_dim))
+    if name == "default":
+        reference, reference_scale = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    else:
+        reference, reference_scale = ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]](config, torch.device("cpu"))
+    torch.testing.assert_close(frequencies, reference, rtol=1e-5, atol=0)
+    assert scale == pytest.approx(reference_scale)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_the_table_holds_the_reference_librarys_cosines_and_sines(name: str) -> None:
+    config = reference_config(SCALINGS[name], 10_000.0, 32)
+    table = RopeTable(read_rope(config.to_dict(), 32), 300, torch.device("cpu")).table
+    cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
+    torch.testing.assert_close(table, torch.cat((cosine[0, :, :16], sine[0, :, :16]), dim=1), rtol=1e-4, atol=1e-4)
+
+
+def test_the_old_spelling_means_the_same() -> None:
+    """`rope_theta` beside `rope_scaling`, whose rule is called `type`."""
+    old = {"rope_theta": 500_000.0, "rope_scaling": {**LLAMA3, "type": "llama3"}, "max_position_embeddings": 131072}
+    del old["rope_scaling"]["rope_type"]  # type: ignore[attr-defined]
+    new = {"rope_parameters": {**LLAMA3, "rope_theta": 500_000.0}, "max_position_embeddings": 131072}
+    old_frequencies, _ = inverse_frequencies(read_rope(old, 64))
+    new_frequencies, _ = inverse_frequencies(read_rope(new, 64))
+    assert torch.equal(old_frequencies, new_frequencies)
+
+
+def test_a_part_of_each_head_may_be_rotated() -> None:
+    rope = read_rope({"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}, 64)
+    assert rope.dims == 16
+    assert inverse_frequencies(rope)[0].shape == (8,)
+
+
+def test_yarn_falls_back_to_the_positions_the_model_was_trained_on() -> None:
+    with_it = read_rope({"rope_scaling": {**YARN}, "max_position_embeddings": 1}, 64)
+    without = dict(YARN)
+    del without["original_max_position_embeddings"]
+    fallback = read_rope({"rope_scaling": without, "max_position_embeddings": 32768}, 64)
+    assert torch.equal(inverse_frequencies(with_it)[0], inverse_frequencies(fallback)[0])
+
+
+def test_a_scaling_that_is_not_built_is_named_with_those_that_are() -> None:
+    with pytest.raises(UnsupportedModel, match="'longrope' is not supported") as refused:
+        read_rope({"rope_scaling": {"rope_type": "longrope"}}, 64)
+    assert all(name in str(refused.value) for name in SUPPORTED_SCALING)

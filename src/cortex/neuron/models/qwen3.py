@@ -10,7 +10,12 @@ from cortex.neuron.models.llama import Llama
 
 class Qwen3(Llama):
     def attention_config(self, index: int) -> AttentionConfig:
-        kinds = self.raw.get("layer_types") or ()
-        windowed = index < len(kinds) and kinds[index] == "sliding_attention"
-        window = self.raw.get("sliding_window") if windowed else None
+        window = self.raw.get("sliding_window") if self._is_windowed(index) else None
         return replace(super().attention_config(index), qk_norm=True, window=window)
+
+    def _is_windowed(self, index: int) -> bool:
+        """Older configs name no `layer_types`: where windows are used at all, the layers from one on have them."""
+        kinds = self.raw.get("layer_types")
+        if kinds:
+            return index < len(kinds) and kinds[index] == "sliding_attention"
+        return bool(self.raw.get("use_sliding_window")) and index >= self.raw.get("max_window_layers", 28)

@@ -97,7 +97,7 @@ class Engine:
         """Raises RequestError when it can never be served."""
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is already running")
-        if any(not 0 <= token < self.info.vocab_size for token in request.prompt):
+        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self.info.vocab_size:
             raise RequestError(f"the prompt has token ids outside the model's vocabulary of {self.info.vocab_size}")
         self._sequences[request.id] = self._scheduler.submit(request)
 

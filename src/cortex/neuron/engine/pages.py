@@ -20,9 +20,15 @@ PADDING_PAGE = 0
 """Never handed out: padding rows of a captured graph read and write here."""
 
 
-def page_digest(parent: Digest, tokens: Sequence[int]) -> Digest:
-    """Names a full page by its tokens and by every page before it."""
-    return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
+def page_digests(parent: Digest, tokens: Sequence[int], page_tokens: int) -> list[Digest]:
+    """Names each full page of `tokens` by its tokens and by every page before it; `parent` names what came before."""
+    data = array("I", tokens).tobytes()
+    width = page_tokens * 4
+    digests = []
+    for start in range(0, len(data) - width + 1, width):
+        parent = hashlib.blake2b(parent + data[start : start + width], digest_size=16).digest()
+        digests.append(parent)
+    return digests
 
 
 class PagePool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cortex.neuron.engine.pages import ROOT, Digest, page_digest
+from cortex.neuron.engine.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.states import Trail
 
@@ -71,8 +71,8 @@ class Sequence:
 
     def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
         """Digests of every full page of the known tokens, extended as tokens arrive."""
-        while (len(self.digests) + 1) * page_tokens <= len(self.tokens):
-            start = len(self.digests) * page_tokens
+        done = len(self.digests) * page_tokens
+        if len(self.tokens) - done >= page_tokens:
             parent = self.digests[-1] if self.digests else ROOT
-            self.digests.append(page_digest(parent, self.tokens[start : start + page_tokens]))
+            self.digests += page_digests(parent, self.tokens[done:], page_tokens)
         return self.digests

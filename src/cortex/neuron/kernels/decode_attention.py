@@ -26,8 +26,10 @@ from cortex.neuron.kernels.rotate import rotated_heads
 from cortex.neuron.kernels.rules import AttentionRules
 
 TILE = 64
-WAVES = 4
-"""How many times over the programs should fill the device."""
+PROGRAMS_PER_PROCESSOR = 3
+"""With that many programs the memory is kept busy; splitting rows further only adds work."""
+COMBINED = 16
+"""Stretches that are combined at once."""
 MAX_SPLITS = 64
 MAX_CELLS = 1 << 16
 """Rows times kv heads of one launch."""
@@ -48,10 +50,11 @@ def decode_attention(
     rows, (_, heads, dim) = batch.num_decodes, q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
     splits = _num_splits(rows * kv_heads, batch.max_length, q.device)
+    tile = 128 if splits == 1 else TILE  # a program with a whole row to itself runs longer, with more in flight
     group = heads // kv_heads
-    group_block = max(16, triton.next_power_of_2(group))
-    partial = torch.empty((rows * kv_heads * splits, group_block, dim), dtype=torch.float32, device=q.device)
-    sums = torch.empty((rows * kv_heads * splits, 2, group_block), dtype=torch.float32, device=q.device)
+    group_pad = triton.next_power_of_2(group)
+    partial = torch.empty((rows * kv_heads * splits, group_pad, dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((rows * kv_heads * splits, 2, group_pad), dtype=torch.float32, device=q.device)
     _decode_kernel[(rows, kv_heads, splits)](
         q,
         k,
@@ -81,14 +84,16 @@ def decode_attention(
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,
-        GROUP_BLOCK=group_block,
+        GROUP_BLOCK=max(16, group_pad),
+        GROUP_PAD=group_pad,
+        COMBINED=COMBINED,
         DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim),
         HALF=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
         PAGE=page_tokens,
-        TILE=TILE,
-        num_warps=4,
+        TILE=tile,
+        num_warps=tile // 32,
         num_stages=3,
         **launch_options(q.device),
     )
@@ -96,14 +101,53 @@ def decode_attention(
 
 def _num_splits(cells: int, max_length: int, device: torch.device) -> int:
     """Enough stretches to fill the device, but none shorter than a tile."""
-    wanted = triton.cdiv(WAVES * num_processors(device), cells)
-    return int(min(MAX_SPLITS, triton.next_power_of_2(max(1, min(wanted, triton.cdiv(max_length, TILE))))))
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // cells
+    return int(max(1, min(MAX_SPLITS, wanted, triton.cdiv(max_length, TILE))))
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
     """How many stretches of each (row, kv head) are done; every launch leaves them at zero."""
     return torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
+
+
+@jit
+def _tile(
+    tile,
+    end,
+    table_row,
+    key_pages,
+    value_pages,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Keys and values [tile, dim] of the positions from `tile` on, zero from `end` on, and which of them are valid."""
+    position = tile + tl.arange(0, TILE)
+    dim = tl.arange(0, DIM_BLOCK)
+    valid = position < end
+    page = tl.load(table_row + position // PAGE, mask=valid, other=0).to(tl.int64)
+    where = (((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
+    inside = valid[:, None] & (dim < DIM)[None, :]
+    keys = tl.load(key_pages + where, mask=inside, other=0.0)
+    values = tl.load(value_pages + where, mask=inside, other=0.0)
+    return keys, values, valid
+
+
+@jit
+def _absorb(query, keys, values, valid, scale, highest, total, mixed):
+    """Adds a tile to the running softmax of each head. At least one of its positions is valid."""
+    scores = tl.dot(query, tl.trans(keys)) * scale  # [group, tile], in powers of two
+    scores = tl.where(valid[None, :], scores, -float("inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    shrink = tl.exp2(highest - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
+    return higher, total, mixed
 
 
 @jit(do_not_specialize=["window", "splits"])
@@ -137,6 +181,8 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    COMBINED: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
@@ -161,8 +207,11 @@ def _decode_kernel(
         return
     start = first + split * stretch
     end = tl.minimum(newest, start + stretch)
+    keys, values, valid = _tile(
+        start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE
+    )
     if OVERLAP:
-        gdc_wait()
+        gdc_wait()  # earlier positions were written by earlier steps: they may be fetched before this
 
     head = tl.arange(0, GROUP_BLOCK)
     dim = tl.arange(0, DIM_BLOCK)
@@ -175,22 +224,13 @@ def _decode_kernel(
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
-    for tile in range(start, end, TILE):
-        position = tile + tl.arange(0, TILE)
-        valid = position < end
-        page = tl.load(table_row + position // PAGE, mask=valid, other=0).to(tl.int64)
-        where = (((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
-        inside = valid[:, None] & dim_inside[None, :]
-        keys = tl.load(key_pages + where, mask=inside, other=0.0)  # [tile, dim]
-        values = tl.load(value_pages + where, mask=inside, other=0.0)
-        scores = tl.dot(query, tl.trans(keys)) * scale  # [group, tile], in powers of two
-        scores = tl.where(valid[None, :], scores, -float("inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        shrink = tl.exp2(highest - higher)
-        weights = tl.exp2(scores - higher[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
-        highest = higher
+    if start < end:
+        highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
+    for tile in range(start + TILE, end, TILE):
+        keys, values, valid = _tile(
+            tile, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE
+        )
+        highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
 
     if split == active - 1:
         only = tl.arange(0, 1)
@@ -216,30 +256,38 @@ def _decode_kernel(
         return
 
     cell = index * KV_HEADS + kv_head
-    mine = cell * splits + split
+    mine = (cell * splits + split) * GROUP_PAD
+    is_head = head < GROUP_PAD
     block = head[:, None] * DIM + dim[None, :]
-    tl.store(partial + mine * GROUP_BLOCK * DIM + block, mixed, mask=dim_inside[None, :])
-    tl.store(sums + mine * 2 * GROUP_BLOCK + head, highest)
-    tl.store(sums + mine * 2 * GROUP_BLOCK + GROUP_BLOCK + head, total)
+    tl.store(partial + mine * DIM + block, mixed, mask=is_head[:, None] & dim_inside[None, :])
+    tl.store(sums + mine * 2 + head, highest, mask=is_head)
+    tl.store(sums + mine * 2 + GROUP_PAD + head, total, mask=is_head)
     tl.debug_barrier()
     done = tl.atomic_add(counters + cell, 1, sem="acq_rel")
     if done < active - 1:
         return
 
     tl.store(counters + cell, 0)
-    highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
-    mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
-    for other in range(0, active):
-        theirs = cell * splits + other
-        their_highest = tl.load(sums + theirs * 2 * GROUP_BLOCK + head, cache_modifier=".cg")
-        their_total = tl.load(sums + theirs * 2 * GROUP_BLOCK + GROUP_BLOCK + head, cache_modifier=".cg")
-        their_mixed = tl.load(
-            partial + theirs * GROUP_BLOCK * DIM + block, mask=dim_inside[None, :], other=0.0, cache_modifier=".cg"
-        )
-        higher = tl.maximum(highest, their_highest)
-        shrink, grow = tl.exp2(highest - higher), tl.exp2(their_highest - higher)
-        total = total * shrink + their_total * grow
-        mixed = mixed * shrink[:, None] + their_mixed * grow[:, None]
+    own = tl.arange(0, GROUP_PAD)
+    highest = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    mixed = tl.zeros((GROUP_PAD, DIM_BLOCK), tl.float32)
+    for some in range(0, active, COMBINED):
+        other = some + tl.arange(0, COMBINED)
+        there = other < active
+        theirs = (cell * splits + other) * GROUP_PAD
+        pair = sums + (theirs * 2)[:, None] + own[None, :]
+        their_highest = tl.load(pair, mask=there[:, None], other=-float("inf"), cache_modifier=".cg")
+        their_total = tl.load(pair + GROUP_PAD, mask=there[:, None], other=0.0, cache_modifier=".cg")
+        cube = partial + (theirs[:, None, None] + own[None, :, None]) * DIM + dim[None, None, :]
+        is_theirs = there[:, None, None] & dim_inside[None, None, :]
+        their_mixed = tl.load(cube, mask=is_theirs, other=0.0, cache_modifier=".cg")  # [some, group, dim]
+        higher = tl.maximum(highest, tl.max(their_highest, 0))
+        shrink = tl.exp2(highest - higher)
+        grow = tl.exp2(their_highest - higher[None, :])
+        total = total * shrink + tl.sum(their_total * grow, 0)
+        mixed = mixed * shrink[:, None] + tl.sum(their_mixed * grow[:, :, None], 0)
         highest = higher
+    inside = (own < GROUP)[:, None] & dim_inside[None, :]
+    target = out + ((index * HEADS + kv_head * GROUP + own)[:, None] * DIM + dim[None, :])
     tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ tl: Any = None
 gdc_wait: Any = None
 gdc_launch_dependents: Any = None
 try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    triton, tl = import_module("triton"), import_module("triton.language")
+    gdc = import_module("triton.language.extra.cuda")
+    gdc_wait, gdc_launch_dependents = gdc.gdc_wait, gdc.gdc_launch_dependents
 except ImportError:  # CPU installs of torch come without Triton
     pass
 TRITON = triton is not None

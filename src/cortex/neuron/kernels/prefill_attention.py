@@ -13,7 +13,7 @@ from cortex.neuron.kernels.decode_attention import LOG2_E
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.rules import AttentionRules
 
-KEY_TILE = 64
+KEY_TILE = 128
 
 
 def prefill_attention(
@@ -45,7 +45,7 @@ def prefill_attention(
         KEY_TILE=KEY_TILE,
         WINDOWED=rules.window is not None,
         num_warps=8,
-        num_stages=3,
+        num_stages=2,
         **launch_options(q.device),
     )
 
@@ -157,10 +157,13 @@ def _attend(
             visible = key_position[None, :] <= position[:, None]
             if WINDOWED:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
-            scores = tl.where(visible, scores, -1.0e30)
+            scores = tl.where(visible, scores, -float("inf"))
         higher = tl.maximum(highest, tl.max(scores, 1) * scale)
-        shrink = tl.exp2(highest - higher)
-        weights = tl.exp2(scores * scale - higher[:, None])
+        base = higher
+        if WINDOWED:
+            base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing of this tile is in the window
+        shrink = tl.exp2(highest - base)
+        weights = tl.exp2(scores * scale - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if DIM == DIM_BLOCK:
             values = tl.load(value_pages + where)

@@ -18,6 +18,9 @@ from cortex.neuron.engine.penalties import Penalties, is_penalised
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.kernels.gumbel import gumbel_noise
 
+COLDEST = 1e-5
+"""Lower temperatures draw no differently, but would overflow the logits that are divided by them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -62,7 +65,7 @@ class Sampler:
         self._params[row] = params
         if params.temperature > 0:
             seed = params.seed if params.seed is not None else secrets.randbits(62)
-            self._temperature[row] = params.temperature
+            self._temperature[row] = max(params.temperature, COLDEST)
             self._top_k[row] = params.top_k if params.top_k > 0 else self.vocab
             self._top_p[row] = params.top_p
             self._min_p[row] = params.min_p
@@ -107,9 +110,9 @@ class Sampler:
             request = self._requests[draw.row]
             if request is None:
                 continue
-            index += [(number, token, bias) for token, bias in request.sampling.logit_bias if token < self.vocab]
+            index += [(number, token, bias) for token, bias in request.sampling.logit_bias if 0 <= token < self.vocab]
             if draw.num_drawn < request.min_tokens:
-                index += [(number, token, -torch.inf) for token in request.stop_token_ids if token < self.vocab]
+                index += [(number, token, -torch.inf) for token in request.stop_token_ids if 0 <= token < self.vocab]
         if not index:
             return logits
         numbers, tokens, biases = zip(*index, strict=True)
@@ -134,7 +137,7 @@ class Sampler:
         chosen = logprobs.gather(1, drawn.tokens[:, None])[:, 0]
         if max(wanted) == 0:
             return Drawn(drawn.tokens, drawn.healthy, chosen)
-        top = logprobs.topk(max(wanted), dim=-1)
+        top = logprobs.topk(min(max(wanted), self.vocab), dim=-1)
         return Drawn(drawn.tokens, drawn.healthy, chosen, top.indices, top.values)
 
 

@@ -180,7 +180,7 @@ class Bench:
 
 def timed(function: Callable[[], object], repeats: int = 20) -> float:
     """Median seconds on the device."""
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

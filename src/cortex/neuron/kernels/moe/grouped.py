@@ -45,8 +45,15 @@ class Tiling:
 
 def tiling(num_pairs: int, num_experts: int) -> Tiling:
     """Room for about twice the pairs that an expert has on average, so that most need one tile."""
-    pairs = max(16, min(128, int(triton.next_power_of_2(-(-2 * num_pairs // num_experts)))))
+    wanted = -(-2 * num_pairs // num_experts)
+    pairs = max(16, min(128, 1 << (wanted - 1).bit_length()))
     return Tiling(pairs, 64, 128, 4) if pairs < 64 else Tiling(pairs, 128, 64, 8)
+
+
+def max_tiles(num_pairs: int, num_experts: int, tile_pairs: int) -> int:
+    """The most tiles that so many pairs can make, however they are spread over the experts."""
+    busy = min(num_pairs, num_experts)
+    return busy + (num_pairs - busy) // tile_pairs
 
 
 def expand_grouped(x: Tensor, lists: Lists, experts: Experts, tile: Tiling) -> Tensor:
@@ -111,10 +118,8 @@ def _launch(
     num_pairs, outputs = out.shape
     inputs = x.shape[1]
     num_experts = len(weight)
-    busy = min(num_pairs, num_experts)
-    max_tiles = busy + (num_pairs - busy) // tile.pairs
     block_in, stages = tile.fitted(1 + gated, x.element_size(), _shared_bytes(x.device))
-    _grouped_kernel[(triton.cdiv(outputs, tile.outputs), max_tiles)](
+    _grouped_kernel[(triton.cdiv(outputs, tile.outputs), max_tiles(num_pairs, num_experts, tile.pairs))](
         x,
         weight,
         lists.weights,

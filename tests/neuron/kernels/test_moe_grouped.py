@@ -1,0 +1,64 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.grouped import (
+    SMALLEST_SHARED_BYTES,
+    Tiling,
+    combine,
+    combine_reference,
+    contract_grouped,
+    contract_grouped_reference,
+    expand_grouped,
+    expand_grouped_reference,
+    max_tiles,
+    tiling,
+)
+from cortex.neuron.kernels.moe.routing import list_pairs_reference
+
+TILES = [Tiling(16, 16, 16, 4), Tiling(32, 64, 32, 4)]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("shape", [(64, 32, 6, 0), (40, 25, 7, 1)])
+@pytest.mark.parametrize(("tokens", "favour"), [(5, 0.0), (41, 0.0), (41, 9.0)])
+def test_products_and_sum_match_their_references(tile, shape, tokens, favour, device, dtype, assert_close):
+    """`favour` sends every token to the same expert, which then has several tiles while others have none."""
+    hidden, inner, routed, shared = shape
+
+    def random(*size):
+        return torch.randn(*size, device=device, dtype=dtype)
+
+    router = random(routed + bool(shared), hidden)
+    gate_up = random(routed + shared, 2 * inner, hidden) * hidden**-0.5
+    down = random(routed + shared, hidden, inner) * inner**-0.5
+    x, residual = random(tokens, hidden), random(tokens, hidden)
+    logits = random(tokens, len(router)).float()
+    logits[:, 2] += favour
+    exact = Experts(router.float(), gate_up.float(), down.float(), 2, True, shared)
+    experts = Experts(router, gate_up, down, 2, True, shared)
+    lists = list_pairs_reference(logits, exact)
+
+    middle = expand_grouped_reference(x.float(), lists, exact)
+    assert_close(expand_grouped(x, lists, experts, tile), middle)
+    parts = contract_grouped_reference(middle, lists, exact)
+    assert_close(contract_grouped(middle.to(dtype), lists, experts, tile), parts)
+    assert_close(combine(parts.to(dtype), residual), combine_reference(parts, residual.float()))
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.sampled_from([16, 32, 128]))
+def test_there_are_programs_for_every_tile_that_there_could_be(counts, tile):
+    needed = sum(-(-count // tile) for count in counts)
+    assert needed <= max_tiles(sum(counts), len(counts), tile)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 72, 512, 2048, 16_384, 131_072])
+@pytest.mark.parametrize("num_experts", [2, 128, 512])
+@pytest.mark.parametrize("num_matrices", [1, 2])
+def test_tiles_fit_the_smallest_device_and_keep_it_busy(num_pairs, num_experts, num_matrices):
+    tile = tiling(num_pairs, num_experts)
+    inputs, stages = tile.fitted(num_matrices, 2, SMALLEST_SHARED_BYTES)
+    assert stages >= 3
+    assert stages * inputs * (num_matrices * tile.outputs + tile.pairs) * 2 <= SMALLEST_SHARED_BYTES

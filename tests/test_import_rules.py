@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = {
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
     "neuron.weights": Rule({"neuron.weights"}, ENGINE_LIBRARIES, frozenset({"huggingface_hub"})),
     "neuron.models": Rule(MODELS, ENGINE_LIBRARIES),
-    "neuron.engine": Rule(ENGINE, ENGINE_LIBRARIES, frozenset({"llguidance"})),
+    "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),
     "neuron.config": Rule({"wire", "settings"}),
     "neuron.device": Rule(DEVICE),

@@ -6,9 +6,11 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from cortex.neuron.engine.constraints import Constraints
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.pages import PagePool
@@ -58,6 +60,7 @@ class Engine:
         states = StateBook(max_rows + 1, loaded.slots.checkpoints) if loaded.states is not None else None
         self._scheduler = Scheduler(pool, limits, states)
         self._runner = Runner(loaded.model, loaded.page_tokens, max_rows, loaded.context_tokens, loaded.states)
+        self._constraints = Constraints(Path(spec.path), loaded.model.config.vocab, device)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._pending: list[StepOutput] = []
@@ -99,7 +102,10 @@ class Engine:
             raise RequestError(f"request id {request.id!r} is already running")
         if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self.info.vocab_size:
             raise RequestError(f"the prompt has token ids outside the model's vocabulary of {self.info.vocab_size}")
-        self._sequences[request.id] = self._scheduler.submit(request)
+        constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
+        sequence = self._scheduler.submit(request)
+        sequence.constraint = constraint
+        self._sequences[request.id] = sequence
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; what it held is free at once. Unknown ids are ignored."""
@@ -115,6 +121,8 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Launches the next step and reports the last finished one: on a GPU the one before, on a CPU the same."""
+        if any(sequence.constraint is not None for sequence in self._scheduler.running):
+            self._collect_all()  # what may come next depends on what came last
         plan = self._scheduler.plan()
         if plan is not None:
             self._launch(plan)
@@ -129,13 +137,18 @@ class Engine:
         # The plan counts this draw already.
         draws = [Draw(sequence.row, sequence.num_drawn - 1) for sequence in drawing]
         try:
-            launched = self._runner.launch(plan, draws)
+            mask = self._constraints.mask([sequence.constraint for sequence in drawing])
+            launched = self._runner.launch(plan, draws, mask)
         except Exception:
             self._scheduler.retract(plan)
             raise
         self._in_flight.append(_InFlight(launched, drawing))
         self._steps += 1
         self._prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
+
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect(self._in_flight.popleft())
 
     def _collect(self, step: _InFlight) -> None:
         result = step.launched.read()
@@ -156,7 +169,12 @@ class Engine:
         self._completion_tokens += 1
         num_drawn = len(sequence.tokens) - len(request.prompt)
         finish: FinishReason | None = None
-        if token in request.stop_token_ids and num_drawn > request.min_tokens:
+        constraint = sequence.constraint
+        is_complete = constraint is not None and constraint.is_complete_after(token)
+        if constraint is not None and constraint.failure is not None:
+            self._finish(sequence, StepOutput(request.id, finish="error", error=constraint.failure))
+            return
+        if is_complete or (token in request.stop_token_ids and num_drawn > request.min_tokens):
             finish = "stop"
         elif num_drawn >= request.max_tokens:
             finish = "length"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cortex.neuron.engine.constraints import Constraint
 from cortex.neuron.engine.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.states import Trail
@@ -39,6 +40,8 @@ class Sequence:
     reported_cached: bool = False
     overtaken: int = 0
     """How often another was admitted before it because it had to wait for pages."""
+    constraint: Constraint | None = None
+    """What its output must conform to; None: free."""
     cancelled: bool = False
     finished: bool = False
 

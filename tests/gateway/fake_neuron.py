@@ -219,8 +219,11 @@ async def stream_chat(
     response = await begin_stream(request)
     for delta in deltas:
         await response.write(chunk(body["model"], delta))
+    wants_usage = (body.get("stream_options") or {}).get("include_usage")
+    if not wants_usage and "x-cortex-principal" in request.headers:
+        await response.write(b": usage " + msgspec.json.encode(USAGE) + b"\n\n")
     await response.write(chunk(body["model"], {}, finish))
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if wants_usage:
         await response.write(usage_chunk(body["model"]))
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()

@@ -425,8 +425,22 @@ async def test_shutting_down_refuses_new_work_and_those_who_wait(neurons, start_
     await closing
 
 
-async def test_a_stream_that_tells_no_usage_is_not_free(neurons, start_gateway):
+async def test_a_stream_whose_client_does_not_ask_is_metered_exactly(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
+    text = client.metrics()
+    assert 'cortex_prompt_tokens_total{key="anonymous",model="a"} 7.0' in text
+    assert 'cortex_completion_tokens_total{key="anonymous",model="a"} 3.0' in text
+
+
+async def test_a_stream_that_tells_no_usage_is_not_free(neurons, start_gateway):
+    async def untold(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk(body["model"], {"content": "x" * 600}) + b"data: [DONE]\n\n")
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=untold)
     client = await start_gateway(beast)
     await client.stream("/v1/chat/completions", {"model": "a", "messages": ["x" * 400], "stream": True})
     counted = {

@@ -28,6 +28,7 @@ from cortex.wire.events import Usage
             b'data: {"choices":[]}\n\n: usage {"prompt_tokens":1,"completion_tokens":2}\n\ndata: [DONE]\n\n',
             Usage(prompt_tokens=1, completion_tokens=2),
         ),
+        (b': usage {"prompt_tokens":1,"completion_tokens":0}\n\n', Usage(prompt_tokens=1)),
         (
             b'"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\ndata: {"choices":[],"usage":null}\n\n',
             Usage(prompt_tokens=7, completion_tokens=3),

@@ -1,7 +1,7 @@
 """What an answer cost, read from its last bytes: every dialect reports usage at the end.
 
 Nothing is decoded while a stream runs. A node that streams to a client which did not ask for usage says it
-in a closing SSE comment, `: usage {…}`, that clients ignore.
+in an SSE comment before the last event, `: usage {…}`, that clients ignore.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _NO_DETAILS = _Details()
 
 def usage_in(tail: bytes) -> Usage | None:
     """The last usage report in `tail`, or None. A quote inside generated text is escaped, so it cannot be one."""
+    tail = b"\n" + tail  # a comment may be the first thing that a stream says
     end = len(tail)
     while (at := max(tail.rfind(_USAGE_KEY, 0, end), tail.rfind(USAGE_COMMENT, 0, end))) >= 0:
         brace = tail.find(b"{", at, at + 16)

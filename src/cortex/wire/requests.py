@@ -134,7 +134,7 @@ class GenerateRequest(Value, frozen=True):
     sampling: Sampling = Sampling()
     stream: bool = False
     include_usage: bool = False
-    """OpenAI `stream_options.include_usage`; other dialects always report usage."""
+    """A stream tells its usage: OpenAI `stream_options.include_usage`; True in dialects that always report it."""
     template_args: dict[str, Any] = {}
     """`chat_template_kwargs`: extra variables for the model's own template."""
     user: str | None = None

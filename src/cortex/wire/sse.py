@@ -17,6 +17,11 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
+def comment(text: bytes) -> bytes:
+    """A frame for whoever reads the bytes; SSE clients ignore it. `text` is a single line."""
+    return b": " + text + b"\n\n"
+
+
 def frame(data: bytes, event: str | None = None) -> bytes:
     """One SSE frame. `data` is a single line, as compact JSON is."""
     if event is None:

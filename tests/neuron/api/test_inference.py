@@ -129,6 +129,38 @@ async def test_ignore_eos_and_max_tokens(api: Any, chat_body: Any) -> None:
     assert api.node.submitted[0].stop_token_ids == ()
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_metered_stream_tells_its_usage_in_a_comment_before_the_end(api: Any, path: str) -> None:
+    api.node.play.cached = 2
+    request = body(path, stream=True, n=2)
+    _, whole, _ = await api.post(path, body(path, n=2))
+
+    async def read(**headers: str) -> bytes:
+        async with api.client.post(api.url + path, json=request, headers=headers) as response:
+            return await response.read()
+
+    data = await read(**{"x-cortex-principal": "alice"})
+    (told,) = [line for line in data.split(b"\n") if line.startswith(b": usage ")]
+    assert json.loads(told.removeprefix(b": usage ")) == whole["usage"]
+    assert data.index(told) > data.rindex(b'"finish_reason":null')
+    assert data.index(told) < data.index(b"data: [DONE]")
+    plain = await read()
+    assert b": usage" not in plain, "nobody pays for it"
+    assert [frame.data for frame in Parser().feed(data)][-1] == "[DONE]"
+    request["stream_options"] = {"include_usage": True}
+    asked = await read(**{"x-cortex-principal": "alice"})
+    assert b": usage" not in asked, "the client is told in its own way"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_dialects_that_always_report_usage_need_no_comment(api: Any, path: str) -> None:
+    headers = {"x-cortex-principal": "alice"}
+    async with api.client.post(api.url + path, json=body(path, stream=True), headers=headers) as response:
+        data = await response.read()
+    assert b": usage" not in data
+    assert b'"output_tokens"' in data
+
+
 async def test_the_principal_and_the_request_id_go_through(api: Any, chat_body: Any) -> None:
     _, _, headers = await api.post(
         "/v1/chat/completions", chat_body(), **{"x-cortex-principal": "alice", "x-request-id": "abc-1"}

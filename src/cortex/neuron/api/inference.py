@@ -14,11 +14,12 @@ from aiohttp import web
 from cortex.neuron.api import replies
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.metered import MeteredEncoder
 from cortex.neuron.api.metrics import Metrics, Watch
 from cortex.neuron.api.session import Session
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import anthropic_messages
-from cortex.wire.dialects import DIALECTS, Dialect
+from cortex.wire.dialects import DIALECTS, Dialect, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.node import Dialect as DialectName
 from cortex.wire.requests import GenerateRequest
@@ -70,7 +71,9 @@ class Inference:
             body = dialect.fold(events, request, id=id, created=created, model=request.model)
             return web.Response(body=body, content_type="application/json", headers=headers)
 
-        encoder = dialect.Encoder(request, id=id, created=created, model=request.model)
+        encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
+        if principal and not request.include_usage:
+            encoder = MeteredEncoder(encoder, num_choices=request.sampling.n)
         async with EventStream(
             http, keepalive=dialect.KEEPALIVE, keepalive_s=self.keepalive_s, headers=headers
         ) as stream:

@@ -59,6 +59,7 @@ def parse(body: bytes, *, keep_billing_header: bool = False) -> GenerateRequest:
             stop=read_stops(fields, "stop_sequences"),
         ),
         stream=fields.flag("stream") or False,
+        include_usage=True,
         template_args={CONTINUE: True} if _is_prefilled(messages) else {},
         user=metadata.text("user_id") if metadata else None,
         dropped_tools=tuple(dropped),

@@ -50,6 +50,7 @@ def parse(body: bytes) -> GenerateRequest:
         thinking=read_effort(reasoning.text("effort") if reasoning else None),
         sampling=_read_sampling(fields),
         stream=fields.flag("stream") or False,
+        include_usage=True,
         template_args=template_args,
         user=fields.text("user"),
         metadata={name: fields.raw(name) for name in ECHOED if name in fields},

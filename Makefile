@@ -13,7 +13,7 @@ TESTABLE := .venv/.testable
 SOURCES  := src tests bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint format types suite bench docs clean
+.PHONY: help setup up test lint types suite kernels format bench docs clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10 | sed 's/^/  make /'
@@ -23,7 +23,7 @@ setup: $(TESTABLE) ## Create .venv with cortex, the engine and the development t
 up: $(RUNNABLE) ## Bring the demo model, start gateway and neuron; Ctrl-C ends both (ARGS="--port 8000 MODEL")
 	@exec $(BIN)/cortex up $(ARGS)
 
-test: lint types suite ## Lint, format check, types, import rules and the whole test suite
+test: lint types suite kernels ## Lint, format check, types, import rules and the whole test suite
 
 lint: $(TESTABLE) ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)
@@ -34,6 +34,9 @@ types: $(TESTABLE) ## Check types, strictly
 
 suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
 	$(BIN)/python -m pytest $(ARGS)
+
+kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/neuron/kernels
 
 format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)

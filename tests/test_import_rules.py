@@ -22,12 +22,12 @@ KERNELS = {"neuron.kernels"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
-ABOVE_ENGINE = {"wire", "settings", "neuron.text", "neuron.config"}
+ABOVE_ENGINE = {"wire", "settings", "exits", "neuron.text", "neuron.config"}
 DEVICE = {"neuron.device", *ENGINE, *ABOVE_ENGINE}
 NODE = {"neuron.node", *DEVICE}
 API = {"neuron.api", *NODE}
 NEURON = {"neuron", *API}
-GATEWAY = {"gateway", "fleet", "wire", "settings"}
+GATEWAY = {"gateway", "fleet", "wire", "settings", "exits"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Rule:
 
 RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
+    "exits": Rule(set(), frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "wire": Rule({"wire"}, frozenset({"msgspec"})),
     "fleet": Rule({"fleet", "wire", "settings"}, frozenset({"msgspec"})),

@@ -11,6 +11,7 @@ import urllib.request
 import pytest
 from fake_neuron import GB, begin_stream, chunk, until
 
+from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.server import Gateway
@@ -114,7 +115,7 @@ async def test_a_taken_port_is_one_clear_line(spawn, tmp_path):
         sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE
     )
     _, errors = await process.communicate()
-    assert process.returncode == 3
+    assert process.returncode == ExitCode.NO_ROOM
     assert f"cannot listen on 127.0.0.1:{first.port}" in errors.decode().splitlines()[-1]
     assert "Traceback" not in errors.decode()
 
@@ -126,7 +127,7 @@ async def test_a_bad_file_is_one_clear_line(tmp_path):
         sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE
     )
     _, errors = await process.communicate()
-    assert process.returncode == 2
+    assert process.returncode == ExitCode.CONFIG
     assert "listen" in errors.decode()
     assert len(errors.decode().splitlines()) == 1
 

@@ -10,37 +10,16 @@ import errno
 import os
 import sys
 import traceback
-from enum import IntEnum
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from cortex.exits import ExitCode as ExitCode
 from cortex.settings import SettingsError
 
 VERBOSE_KEY = "cortex.verbose"
-
-
-class ExitCode(IntEnum):
-    """What a script may rely on."""
-
-    OK = 0
-    FAILED = 1
-    """What was asked for did not work."""
-    USAGE = 2
-    """The command line is wrong."""
-    CONFIG = 3
-    """A configuration file is missing or wrong."""
-    UNREACHABLE = 4
-    """The gateway, a node or the network did not answer."""
-    NOT_FOUND = 5
-    """No such model."""
-    DENIED = 6
-    """The key is missing, wrong or not allowed."""
-    NO_ROOM = 7
-    """A port, disk space or device memory is taken."""
-    INTERRUPTED = 130
 
 
 EXIT_CODES_HELP = """\b

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import uvloop
 
+from cortex.exits import ExitCode
 from cortex.gateway import config as configuration
 from cortex.gateway.ledger.store import StoreError
 from cortex.gateway.server import CannotListen, serve
 from cortex.settings import SettingsError
-
-EXIT_CONFIG = 2
-EXIT_ADDRESS = 3
 
 
 def main() -> int:
@@ -27,11 +25,11 @@ def main() -> int:
         uvloop.run(serve(configuration.load(path, os.environ), path))
     except (SettingsError, StoreError) as problem:
         print(f"cortex: {problem}", file=sys.stderr)
-        return EXIT_CONFIG
+        return ExitCode.CONFIG
     except CannotListen as problem:
         print(f"cortex: {problem}", file=sys.stderr)
-        return EXIT_ADDRESS
-    return 0
+        return ExitCode.NO_ROOM
+    return ExitCode.OK
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cortex.exits import ExitCode
 from cortex.neuron import config
 from cortex.neuron.serve import serve
 from cortex.settings import SettingsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 2 when the configuration is wrong, else what `serve` ends with."""
+    """The exit code; one line on standard error says what is behind it."""
     parser = argparse.ArgumentParser(prog="python -m cortex.neuron", description="One node of a cortex fleet.")
     parser.add_argument("--config", type=Path, help="a neuron.toml; defaults and the environment when absent")
     options = parser.parse_args(arguments)
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = config.load(options.config)
     except SettingsError as problem:
         print(f"neuron: {problem}", file=sys.stderr)
-        return 2
+        return ExitCode.CONFIG
     return serve(settings)
 
 

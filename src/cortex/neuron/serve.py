@@ -6,15 +6,16 @@ import sys
 
 import uvloop
 
+from cortex.exits import ExitCode
 from cortex.neuron.api import server
 from cortex.neuron.config import NeuronConfig
 
 
 def serve(config: NeuronConfig) -> int:
-    """Blocks until a signal ends the daemon. The exit status: 0 when it ended as told, 1 when it could not start."""
+    """Blocks until a signal ends the daemon. The exit code: OK when it ended as told, NO_ROOM without its address."""
     try:
         uvloop.run(server.serve(config))
     except server.CannotListen as problem:
         print(f"neuron: {problem}", file=sys.stderr)
-        return 1
-    return 0
+        return ExitCode.NO_ROOM
+    return ExitCode.OK

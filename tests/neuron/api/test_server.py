@@ -19,6 +19,7 @@ import openai
 import pytest
 from aiohttp import ClientSession
 
+from cortex.exits import ExitCode
 from cortex.wire.sse import Parser
 
 SOURCE = Path(__file__).parents[3] / "src"
@@ -219,10 +220,10 @@ def test_a_port_in_use_and_a_bad_config_end_in_one_line(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         refused = start(tmp_path, "", port)
-        assert refused.process.wait(PATIENCE_S) == 1
+        assert refused.process.wait(PATIENCE_S) == ExitCode.NO_ROOM
         assert refused.log.read_text() == f"neuron: port {port} is in use; stop what runs there or set another `port`\n"
     wrong = start(tmp_path, "drian_s = 3\n", free_port())
-    assert wrong.process.wait(PATIENCE_S) == 2
+    assert wrong.process.wait(PATIENCE_S) == ExitCode.CONFIG
     told = wrong.log.read_text()
     assert "drain_s" in told
     assert "Traceback" not in told

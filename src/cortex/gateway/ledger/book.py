@@ -109,7 +109,8 @@ class Book:
     async def _flush_regularly(self) -> None:
         while not self._closing.is_set():
             try:
-                await asyncio.wait_for(self._closing.wait(), self._flush_s)
+                async with asyncio.timeout(self._flush_s):  # unlike `wait_for`, never swallows a cancellation
+                    await self._closing.wait()
             except TimeoutError:
                 await self.flush()
 

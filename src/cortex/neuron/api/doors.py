@@ -63,7 +63,8 @@ class Doors:
     async def drained(self, timeout_s: float) -> bool:
         """Waits until nobody is inside, at most `timeout_s`; whether that came about."""
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         except TimeoutError:
             return False
         return True

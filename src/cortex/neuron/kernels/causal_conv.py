@@ -6,7 +6,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.batch import PrefillRow
+from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+
+CHANNEL_BLOCK, TOKEN_BLOCK = 64, 32
+
+
+def conv_chunks(x: Tensor, weight: Tensor, recent: Tensor, batch: Batch) -> Tensor:
+    """The step's prefill rows. x: [prefill tokens, channels], each token dense → silu(convolution), contiguous;
+    `recent` takes the tokens in. weight: [taps, channels]; recent: [slots, taps, channels], each slot dense."""
+    taps, channels = weight.shape
+    assert batch.prefill_tiles is not None
+    first = batch.num_decodes
+    out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
+    rows = (batch.rows[first:], batch.lengths[first:], batch.prefill_offsets)
+    strides = (x.stride(0), recent.stride(0))
+    shared = {
+        "CHANNELS": channels,
+        "TAPS": taps,
+        "CHANNEL_BLOCK": CHANNEL_BLOCK,
+        "num_warps": 4,
+        **launch_options(x.device),
+    }
+    blocks = triton.cdiv(channels, CHANNEL_BLOCK)
+    parts = PREFILL_TILE // TOKEN_BLOCK
+    _conv_kernel[(len(batch.prefill_tiles) * parts, blocks)](
+        x, weight, recent, *rows, batch.prefill_tiles, out, *strides, TOKEN_BLOCK=TOKEN_BLOCK, PARTS=parts, **shared
+    )
+    # Apart, as rows of several tiles read what this overwrites.
+    _keep_kernel[(len(batch.prefills), blocks)](x, recent, *rows, *strides, **shared)
+    return out
 
 
 def conv_rows_reference(x: Tensor, weight: Tensor, recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -37,3 +66,97 @@ def _earlier(recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     before = positions[:, None] + torch.arange(1 - taps, 0, device=recent.device)
     found = recent[rows[:, None], before % taps]
     return found.masked_fill((before < 0)[..., None], 0)
+
+
+@jit
+def convolved(token, ring, weight, channel, inside, keeps, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """silu of the convolution of one token at `channel`, float32. Where `keeps`, the row's ring takes the token in."""
+    x = tl.load(token + channel, mask=inside, other=0.0)
+    total = x.to(tl.float32) * tl.load(weight + (TAPS - 1) * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS - 1):
+        before = position - (TAPS - 1 - tap)
+        place = (before + TAPS) % TAPS
+        value = tl.load(ring + place * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(weight + tap * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(before >= 0, value, 0.0) * gain
+    tl.store(ring + (position % TAPS) * CHANNELS + channel, x, mask=keeps)
+    return total * tl.sigmoid(total)
+
+
+@jit
+def _conv_kernel(
+    x,
+    weight,
+    recent,
+    rows,
+    lengths,
+    offsets,
+    tiles,
+    out,
+    x_stride,
+    recent_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+    TOKEN_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile = tl.program_id(0) // PARTS
+    prefill = tl.load(tiles + tile * 2)
+    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % PARTS * TOKEN_BLOCK
+    offset = tl.load(offsets + prefill).to(tl.int64)
+    count = tl.load(offsets + prefill + 1) - offset
+    start = tl.load(lengths + prefill) - count
+    ring = recent + tl.load(rows + prefill) * recent_stride
+    token = first + tl.arange(0, TOKEN_BLOCK)
+    channel = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
+    channel_inside = channel < CHANNELS
+    inside = (token < count)[:, None] & channel_inside[None, :]
+    total = tl.zeros((TOKEN_BLOCK, CHANNEL_BLOCK), tl.float32)
+    for tap in tl.static_range(TAPS):
+        before = token - (TAPS - 1 - tap)  # within this step's tokens of the row; below zero: in an earlier step
+        here = inside & (before >= 0)[:, None]
+        value = tl.load(x + (offset + before)[:, None] * x_stride + channel[None, :], mask=here, other=0.0)
+        position = start + before
+        earlier = inside & ((before < 0) & (position >= 0))[:, None]
+        place = (position + TAPS) % TAPS
+        value += tl.load(ring + place[:, None] * CHANNELS + channel[None, :], mask=earlier, other=0.0)
+        gain = tl.load(weight + tap * CHANNELS + channel, mask=channel_inside, other=0.0).to(tl.float32)
+        total += value.to(tl.float32) * gain[None, :]
+    total *= tl.sigmoid(total)
+    where = (offset + token)[:, None] * CHANNELS + channel[None, :]
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _keep_kernel(
+    x,
+    recent,
+    rows,
+    lengths,
+    offsets,
+    x_stride,
+    recent_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    prefill = tl.program_id(0)
+    offset = tl.load(offsets + prefill).to(tl.int64)
+    count = tl.load(offsets + prefill + 1) - offset
+    start = tl.load(lengths + prefill) - count
+    ring = recent + tl.load(rows + prefill) * recent_stride
+    channel = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
+    for back in tl.static_range(TAPS):
+        token = count - 1 - back
+        inside = channel < tl.where(token >= 0, CHANNELS, 0)
+        value = tl.load(x + (offset + token) * x_stride + channel, mask=inside, other=0.0)
+        tl.store(ring + ((start + token) % TAPS) * CHANNELS + channel, value, mask=inside)

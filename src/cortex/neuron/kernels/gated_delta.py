@@ -14,15 +14,24 @@ from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.causal_conv import conv_chunk_reference, conv_rows_reference
-from cortex.neuron.kernels.gated_delta_rules import L2_EPS, DeltaRules, DeltaState
-
-CHUNK = 64
-"""Tokens whose corrections are solved together."""
+from cortex.neuron.kernels.gated_delta_rules import CHUNK, L2_EPS, DeltaRules, DeltaState
+from cortex.neuron.kernels.jit import has_kernels
 
 
 def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
     """projected: [tokens, projected size] → [tokens, value size], and the rows' state moved on by their tokens."""
-    return gated_delta_reference(projected, rules, batch, state)
+    if not has_kernels(projected):
+        return gated_delta_reference(projected, rules, batch, state)
+    from cortex.neuron.kernels.gated_delta_chunks import delta_chunks
+    from cortex.neuron.kernels.gated_delta_step import delta_step
+
+    out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
+    decodes = batch.num_decodes
+    if decodes:
+        delta_step(projected, rules, batch, state, out)
+    if batch.prefills:
+        delta_chunks(projected[decodes:], rules, batch, state, out[decodes:])
+    return out
 
 
 def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 L2_EPS = 1e-6
 """Under the root where queries and keys are brought to length one."""
+CHUNK = 64
+"""Tokens of a prefill row whose corrections are solved together."""
 
 
 @dataclass(frozen=True, slots=True)

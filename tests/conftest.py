@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as workers do; read when torch is imported
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _plain_environment() -> None:

@@ -3,8 +3,8 @@
     PYTHONPATH=src python bench/engine.py --model qwen3-8b --scenarios decode-1,prefill-2048 --json out.json
 
 A decode scenario's speed is (tokens after the first) / (total time − time of the same run with one output token).
-Bytes per second count what a step must read (weights once, each row's KV once; of experts those that so many rows
-choose if they choose evenly); the limit is measured in the same run.
+Bytes per second count what a step must read (weights once, each row's KV and states once; of experts those that so
+many rows choose if they choose evenly); the limit is measured in the same run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.state_memory import state_bytes
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
 
@@ -70,6 +71,56 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    # Half of the published layers: all of them do not fit on one GPU in bf16. A step of the whole takes twice as long.
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 24,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     },
@@ -131,7 +182,9 @@ class Bench:
         step_s = (whole - first) / 256
         info = self.engine.info
         kv_bytes = streams * (512 + 128) * info.kv_bytes / ((info.num_pages + 1) * info.page_tokens)
-        read = info.weight_bytes - self._embedding_bytes() - self._idle_expert_bytes(streams) + kv_bytes
+        model = self.engine._runner.model
+        row_bytes = kv_bytes + streams * state_bytes(model.gated_deltas, model.parameters.dtype)
+        read = info.weight_bytes - self._embedding_bytes() - self._idle_expert_bytes(streams) + row_bytes
         return {
             "tok/s": streams / step_s,
             "ms": step_s * 1e3,
@@ -157,9 +210,10 @@ class Bench:
     def prefill(self, tokens: int, limit_flops: float) -> dict[str, float]:
         self.run([self.prompt(tokens)], 1)
         seconds = min(self.run([self.prompt(tokens)], 1) for _ in range(3))
-        config = self.engine._runner.model.config
+        model = self.engine._runner.model
+        config = model.config
         dense = (self.engine.info.weight_bytes - self._idle_expert_bytes(1)) / 2 - 2 * config.vocab * config.hidden
-        attention = 2 * tokens * config.heads * config.head_dim * config.num_layers
+        attention = 2 * tokens * config.heads * config.head_dim * len(model.attentions)
         flops = tokens * (2 * dense + attention)
         return {
             "tok/s": tokens / seconds,

@@ -317,6 +317,18 @@ async def test_an_idle_worker_is_recycled_and_a_used_one_is_not(tmp_path):
         assert supervisor.process_id != first_process
 
 
+async def test_a_load_that_comes_during_a_recycling_waits_for_the_new_worker(tmp_path):
+    async with supervised() as supervisor:
+        spec = model(tmp_path)
+        await supervisor.unload(await supervisor.load(spec, Sink()))
+        first_process = supervisor.process_id
+        recycling = asyncio.create_task(supervisor.recycle())
+        await asyncio.sleep(0)
+        await supervisor.load(spec, Sink())
+        assert await recycling is True
+        assert supervisor.process_id != first_process
+
+
 @pytest.mark.parametrize("token", [faulty_engine.PLAIN, faulty_engine.HANG])
 def test_a_worker_does_not_outlive_a_killed_daemon(tmp_path, token):
     script = textwrap.dedent(f"""

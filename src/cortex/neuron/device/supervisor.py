@@ -17,7 +17,8 @@ from typing import Literal, Protocol, TypeVar
 
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.faults import FaultKind
-from cortex.neuron.device.process import ENGINE, WorkerProcess
+from cortex.neuron.device.nursery import Nursery
+from cortex.neuron.device.process import WorkerProcess
 from cortex.neuron.device.protocol import (
     Cancel,
     CancelLoad,
@@ -94,13 +95,13 @@ class _Model:
 
 
 class Supervisor:
-    def __init__(self, device: DeviceAddress, *, patience: Patience | None = None, engine: str = ENGINE) -> None:
+    def __init__(self, device: DeviceAddress, nursery: Nursery, *, patience: Patience | None = None) -> None:
         self.device = device
         self.state: WorkerState = "none"
         self.freed_at_s = -math.inf
         """When memory was last given back here, on the loop's clock; readings may lag behind it."""
         self._patience = patience or Patience()
-        self._engine = engine
+        self._nursery = nursery
         self._worker: WorkerProcess | None = None
         self._spawning = asyncio.Lock()
         self._models: dict[int, _Model] = {}
@@ -207,11 +208,12 @@ class Supervisor:
 
     async def recycle(self) -> bool:
         """Replaces an idle worker, which gives the device everything back. False while models are in it."""
-        if self._models:
-            return False
-        if self._worker is not None:
-            await self._worker.stop(self._patience.exit_s)
-        return True
+        async with self._spawning:  # a load that comes now waits for the new worker, not for the leaving one
+            if self._models:
+                return False
+            if self._worker is not None:
+                await self._worker.stop(self._patience.exit_s)
+            return True
 
     async def close(self) -> None:
         """Ends the worker and whatever is in it; returns when the process is gone."""
@@ -237,7 +239,7 @@ class Supervisor:
                 self.state = "starting"
                 try:
                     self._worker = await WorkerProcess.spawn(
-                        self.device, on_event=self._received, on_lost=self._lost, engine=self._engine
+                        self.device, self._nursery, on_event=self._received, on_lost=self._lost
                     )
                 except OSError as error:
                     self.state = "faulted"

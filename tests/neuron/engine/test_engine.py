@@ -1,0 +1,464 @@
+"""The engine over a tiny random model on the CPU: whatever happens around a request, it gets the tokens it would get
+alone; and what it held is free when it ends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
+from cortex.neuron.engine.sequence import Sequence
+
+CPU = torch.device("cpu")
+VOCAB = 97
+CONTEXT = 256
+PAGE = 32
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """Threads do not help a tiny model, and what imports made need not be searched at every `close`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=CONTEXT,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.25)
+    path = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(path)
+    return path
+
+
+EngineMaker = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine(checkpoint: Path) -> Iterator[EngineMaker]:
+    """Loads engines; `late` ones collect a step after the next is launched, as on a GPU; `pages` bounds their memory."""
+    engines: list[Engine] = []
+
+    def make(*, late: bool = False, pages: int | None = None, **changes: Any) -> Engine:
+        spec = LoadSpec(str(checkpoint), **({"dtype": "float32", "max_num_seqs": 6} | changes))
+        engine = Engine.load(spec, CPU, lambda *_: None, lambda: False)
+        if pages is not None:
+            page_bytes = engine.info.kv_bytes // (engine.info.num_pages + 1)
+            memory_bytes = engine.info.weight_bytes + (pages + 1) * page_bytes
+            engine.close()
+            engine = Engine.load(replace(spec, memory_bytes=memory_bytes), CPU, lambda *_: None, lambda: False)
+            assert engine.info.num_pages == pages
+        engine._overlaps = late
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def some_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    numbers = torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+    return tuple(numbers.tolist())
+
+
+def ask(name: str, prompt: tuple[int, ...], max_tokens: int = 12, params: SamplingParams = GREEDY, **more: Any) -> Any:
+    return EngineRequest(name, prompt, max_tokens, params, **more)
+
+
+def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[StepOutput]]:
+    """Every request's outputs, until all are done."""
+    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+    for request in requests:
+        assert [output.finish is not None for output in outputs[request.id]].index(True) == len(outputs[request.id]) - 1
+    assert engine.stats().used_pages == engine.stats().running == engine.stats().waiting == 0
+    return outputs
+
+
+def tokens_of(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+def crowd() -> list[EngineRequest]:
+    """Short and long, alike and different, greedy and sampled, plain and penalised."""
+    shared = some_tokens(70, seed=1)
+    return [
+        ask("short", (5,), 20),
+        ask("long", some_tokens(150, seed=2), 15),
+        ask("shared", (*shared, 9), 10),
+        ask("shared too", (*shared, 9, 8, 7), 12),
+        ask("the same again", (*shared, 9), 10),
+        ask("page", some_tokens(PAGE, seed=3), 33),
+        ask("pages", some_tokens(2 * PAGE, seed=3), 3),
+        ask("seeded", shared[:40], 16, SamplingParams(temperature=0.9, top_p=0.9, seed=7)),
+        ask("penalised", some_tokens(20, seed=4), 40, SamplingParams(temperature=0.0, frequency_penalty=0.7)),
+        ask(
+            "repetitive",
+            some_tokens(20, seed=4),
+            40,
+            SamplingParams(temperature=0.7, seed=1, repetition_penalty=1.3, repetition_window=16),
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> dict[str, list[int]]:
+    """What each of the crowd says with an engine to itself, whole and uncached."""
+    said = {}
+    for request in crowd():
+        engine = Engine.load(LoadSpec(str(checkpoint), dtype="float32"), CPU, lambda *_: None, lambda: False)
+        said[request.id] = tokens_of(run(engine, request)[request.id])
+        engine.close()
+    assert len(set(map(tuple, said.values()))) >= 7, "the model says too little for a test"
+    return said
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefill_chunk_tokens": 7},
+        {"max_num_seqs": 2},
+        {"pages": 8},
+        {"pages": 8, "prefill_chunk_tokens": 33},
+    ],
+    ids=str,
+)
+def test_a_crowd_says_what_each_says_alone(
+    make_engine: EngineMaker, alone: dict[str, list[int]], changes: dict[str, int], late: bool
+) -> None:
+    """Batched, chunked, short of rows, short of pages; the second time from the cache."""
+    engine = make_engine(late=late, **changes)
+    for _ in range(2):
+        outputs = run(engine, *crowd())
+        assert {name: tokens_of(parts) for name, parts in outputs.items()} == alone
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_preempted_requests_go_on_as_if_nothing_had_been(make_engine: EngineMaker, late: bool) -> None:
+    requests = [
+        ask(str(number), some_tokens(30, seed=number), 60, SamplingParams(temperature=0.0, presence_penalty=0.5))
+        for number in range(3)
+    ]
+    roomy, tight = make_engine(late=late), make_engine(late=late, pages=6)
+    expected, outputs = run(roomy, *requests), run(tight, *requests)
+    assert roomy.stats().preemptions == 0
+    assert tight.stats().preemptions > 0
+    for name, parts in outputs.items():
+        assert tokens_of(parts) == tokens_of(expected[name])
+        assert sum(part.cached_tokens is not None for part in parts) == 1
+
+
+def test_a_later_turn_takes_all_but_its_tail_from_the_cache(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    history = some_tokens(50)
+    for turn in range(4):
+        (outputs,) = run(engine, ask(str(turn), history, 20)).values()
+        fresh = make_engine()
+        assert tokens_of(outputs) == tokens_of(run(fresh, ask("fresh", history, 20))["fresh"])
+        known = 0 if turn == 0 else (len(history) - 6) // PAGE * PAGE
+        assert outputs[0].cached_tokens == known
+        assert all(output.cached_tokens is None for output in outputs[1:])
+        history = (*history, *tokens_of(outputs), *some_tokens(5, seed=turn))
+
+
+def test_a_prompt_that_is_wholly_cached_computes_one_token(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    prompt = some_tokens(2 * PAGE)
+    first = tokens_of(run(engine, ask("first", prompt))["first"])
+    before = engine.stats().prompt_tokens
+    again = run(engine, ask("again", prompt), ask("and again", prompt))
+    assert engine.stats().prompt_tokens - before == 2
+    for outputs in again.values():
+        assert outputs[0].cached_tokens == 2 * PAGE - 1
+        assert tokens_of(outputs) == first
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("steps", range(9))
+def test_cancelling_frees_everything_at_once_in_every_phase(make_engine: EngineMaker, steps: int, late: bool) -> None:
+    """Waiting, prefilling, drawing, in flight, decoding: `steps` into a prompt of six chunks and four tokens."""
+    engine = make_engine(late=late, prefill_chunk_tokens=16, max_num_seqs=2)
+    engine.submit(ask("r", some_tokens(90), 4))
+    seen = [output for _ in range(steps) for output in engine.step()]
+    assert all(output.finish is None for output in seen)
+    engine.cancel("r")
+    assert engine.stats().used_pages == engine.stats().running == engine.stats().waiting == 0
+    engine.check_integrity()
+    last = []
+    while engine.has_work:
+        last += engine.step()
+    assert last == [StepOutput("r", finish="cancelled")]
+    assert run(engine, ask("r", some_tokens(90), 4))["r"][-1].finish == "length", "its id can be used again"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_cancelling_one_leaves_the_others_alone(
+    make_engine: EngineMaker, alone: dict[str, list[int]], late: bool
+) -> None:
+    engine = make_engine(late=late, pages=12)
+    said: dict[str, list[int]] = {}
+    names = list(alone)
+    for request in crowd():
+        engine.submit(request)
+    for step in range(1000):
+        if step < 2 * len(names) and step % 4 == 0:
+            engine.cancel(names[step // 2])
+        for output in engine.step():
+            said.setdefault(output.request_id, []).extend(output.tokens)
+            if output.finish == "cancelled":
+                assert said[output.request_id] == alone[output.request_id][: len(said[output.request_id])]
+                del said[output.request_id]
+        engine.check_integrity()
+        if not engine.has_work:
+            break
+    assert len(said) >= len(names) // 2
+    assert said == {name: alone[name] for name in said}
+
+
+def test_cancelling_what_is_not_there_is_ignored(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    engine.cancel("nobody")
+    assert not engine.has_work
+    run(engine, ask("r", (1, 2)))
+    engine.cancel("r")
+    assert not engine.has_work
+    engine.submit(ask("twice", (1, 2)))
+    engine.cancel("twice")
+    engine.cancel("twice")
+    assert engine.step() == [StepOutput("twice", finish="cancelled")]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stop_token_ends_a_request_and_is_returned(make_engine: EngineMaker, late: bool) -> None:
+    engine = make_engine(late=late)
+    prompt = some_tokens(40, seed=9)
+    free = run(engine, ask("free", prompt, 30))["free"]
+    assert free[-1].finish == "length"
+    said = tokens_of(free)
+    assert len(said) == 30
+    stop = said[7]
+    first = said.index(stop)
+    stopped = run(engine, ask("stopped", prompt, 30, stop_token_ids=(VOCAB + 3, stop)))["stopped"]
+    assert tokens_of(stopped) == said[: first + 1]
+    assert stopped[-1].finish == "stop"
+    assert stopped[-1].tokens == (stop,)
+
+
+def test_a_stop_on_the_last_token_allowed_is_a_stop(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    prompt = some_tokens(40, seed=9)
+    (first,) = tokens_of(run(engine, ask("free", prompt, 1))["free"])
+    assert run(engine, ask("stopped", prompt, 1, stop_token_ids=(first,)))["stopped"][-1].finish == "stop"
+
+
+def test_stop_tokens_wait_for_the_minimum(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    everything = tuple(range(VOCAB // 2))
+    outputs = run(engine, ask("r", some_tokens(10), 40, stop_token_ids=everything, min_tokens=6))["r"]
+    said = tokens_of(outputs)
+    assert len(said) > 6
+    assert all(token not in everything for token in said[:6])
+    assert outputs[-1].finish == ("stop" if said[-1] in everything else "length")
+
+
+def test_a_request_may_fill_the_context_to_the_last_token(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    outputs = run(engine, ask("full", some_tokens(CONTEXT - 10), 10), ask("one", some_tokens(CONTEXT - 1, 2), 1))
+    assert [len(tokens_of(parts)) for parts in outputs.values()] == [10, 1]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (ask("bad", ()), "empty"),
+        (ask("bad", (1,), 0), "max_tokens is 0"),
+        (ask("bad", (1, VOCAB)), f"vocabulary of {VOCAB}"),
+        (ask("bad", (-1,)), f"vocabulary of {VOCAB}"),
+        (ask("bad", (1,) * CONTEXT, 1), f"{CONTEXT} tokens and asks for 1 more, but this model holds {CONTEXT}"),
+        (ask("running", (1,)), "already running"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_and_troubles_nobody(
+    make_engine: EngineMaker, bad: EngineRequest, message: str
+) -> None:
+    engine = make_engine()
+    engine.submit(ask("running", (1, 2, 3), 5))
+    engine.step()
+    with pytest.raises(RequestError, match=message):
+        engine.submit(bad)
+    said = []
+    while engine.has_work:
+        said += engine.step()
+    assert {output.request_id for output in said} == {"running"}
+    assert said[-1].finish == "length"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_logits_that_are_no_numbers_end_one_request_and_spoil_no_other(make_engine: EngineMaker, late: bool) -> None:
+    start = some_tokens(40)
+    healthy = ask("healthy", start, 10)
+    expected = tokens_of(run(make_engine(), healthy)["healthy"])
+    sick_token = next(token for token in range(VOCAB) if token not in (*start, *expected))
+    engine = make_engine(late=late, prefill_chunk_tokens=40)
+    engine._runner.model.embedding.weight[sick_token] = torch.nan
+    sick = ask("sick", (*start, sick_token, *start[:29]))
+    for _ in range(2):
+        outputs = run(engine, healthy, sick)
+        assert tokens_of(outputs["healthy"]) == expected
+        (last,) = outputs["sick"]
+        assert last.finish == "error"
+        assert "not finite" in (last.error or "")
+    digests = Sequence.of(sick).digests_of_full_pages(PAGE)
+    assert len(digests) == 2
+    assert engine._scheduler.pool.match(digests) == [], "what it was made of is still in the cache"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("when", ["before the forward pass", "after it"])
+@pytest.mark.parametrize("step", range(1, 8))
+def test_a_step_that_fails_is_as_if_it_had_not_been(
+    make_engine: EngineMaker,
+    alone: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    when: str,
+    late: bool,
+) -> None:
+    requests = [request for request in crowd() if request.id in ("long", "penalised", "seeded")]
+    engine = make_engine(late=late, prefill_chunk_tokens=33)
+    launch = engine._runner.launch
+    launches = 0
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        nonlocal launches
+        launches += 1
+        fails = launches in (step, step + 2)
+        if fails and when == "before the forward pass":
+            raise RuntimeError("out of memory")
+        launched = launch(*arguments, **named)
+        if fails:
+            raise RuntimeError("out of memory")
+        return launched
+
+    monkeypatch.setattr(engine._runner, "launch", failing)
+    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    failures = 0
+    while engine.has_work:
+        try:
+            outputs = engine.step()
+        except RuntimeError:
+            failures += 1
+            outputs = []
+        engine.check_integrity()
+        for output in outputs:
+            said[output.request_id].extend(output.tokens)
+    assert failures == 2
+    assert said == {name: alone[name] for name in said}
+    assert engine.stats().used_pages == 0
+
+
+def test_the_requests_of_a_failed_step_can_be_cancelled(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    engine.submit(ask("r", some_tokens(50)))
+    monkeypatch.setattr(engine._runner, "launch", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    engine.cancel("r")
+    assert engine.step() == [StepOutput("r", finish="cancelled")]
+    assert not engine.has_work
+    assert engine.stats().used_pages == engine.stats().cached_pages == 0
+
+
+def test_logprobs_come_in_the_number_each_request_asked_for(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    prompt = some_tokens(20)
+    outputs = run(
+        engine,
+        ask("none", prompt, 3),
+        ask("drawn", prompt, 3, SamplingParams(temperature=0.0, top_logprobs=0)),
+        ask("top", prompt, 3, SamplingParams(temperature=0.0, top_logprobs=3)),
+    )
+    assert all(output.logprobs == () for output in outputs["none"])
+    for drawn, top in zip(outputs["drawn"], outputs["top"], strict=True):
+        ((one,), (many,)) = drawn.logprobs, top.logprobs
+        assert one.top_ids == ()
+        assert one.logprob == pytest.approx(many.logprob, abs=1e-5)
+        assert len(many.top_ids) == len(many.top_logprobs) == 3
+        assert many.top_ids[0] == top.tokens[0]
+        assert many.top_logprobs[0] == pytest.approx(many.logprob, abs=1e-6)
+
+
+def test_the_same_seed_says_the_same_in_any_company(make_engine: EngineMaker) -> None:
+    params = SamplingParams(temperature=1.2, seed=99)
+    seeded = ask("mine", some_tokens(40), 25, params)
+    said = tokens_of(run(make_engine(), seeded)["mine"])
+    assert tokens_of(run(make_engine(late=True, prefill_chunk_tokens=9), *crowd(), seeded)["mine"]) == said
+    other = run(make_engine(), ask("other", some_tokens(40), 25, replace(params, seed=100)))["other"]
+    assert tokens_of(other) != said
+
+
+def test_stats_count_what_was_done(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    assert engine.stats().steps == engine.stats().prompt_tokens == engine.stats().completion_tokens == 0
+    prompt = some_tokens(70)
+    run(engine, ask("first", prompt, 5))
+    run(engine, ask("second", prompt, 5))
+    stats = engine.stats()
+    assert stats.completion_tokens == 10
+    assert stats.cached_tokens == 64
+    assert stats.prompt_tokens == 70 + 6
+    assert stats.steps == 10
+    assert stats.cached_pages == 2
+    assert stats.num_pages == engine.info.num_pages
+
+
+def test_a_busy_engine_says_so(make_engine: EngineMaker) -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.submit(ask("first", some_tokens(40)))
+    engine.submit(ask("second", some_tokens(40, 1)))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.used_pages) == (1, 1, 2)

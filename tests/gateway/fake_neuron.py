@@ -51,6 +51,8 @@ class FakeNeuron:
     name: str
     sizes: dict[str, int] = field(default_factory=dict)
     """Models the node has, and the bytes each takes once loaded."""
+    estimates: dict[str, int] = field(default_factory=dict)
+    """What the node believes before it has loaded a model; the truth where nothing is given."""
     total_bytes: int = 24 * GB
     states: dict[str, ModelState] = field(default_factory=dict)
     load_gate: asyncio.Event | None = None
@@ -65,6 +67,7 @@ class FakeNeuron:
     seen: list[Seen] = field(default_factory=list)
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
+    num_recycles: int = 0
     polls: int = 0
     port: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -84,7 +87,7 @@ class FakeNeuron:
             id=model,
             state=state,
             devices=(0,) if state is ModelState.READY else (),
-            estimate_bytes=self.sizes[model],
+            estimate_bytes=self.estimates.get(model, self.sizes[model]),
             measured_bytes=self.sizes[model] if state is ModelState.READY else None,
             context_tokens=32768,
             max_output_tokens=8192,
@@ -113,6 +116,7 @@ class FakeNeuron:
         app.router.add_get("/health", self._health)
         app.router.add_post("/models/load", self._load)
         app.router.add_post("/models/unload", self._unload)
+        app.router.add_post("/devices/{index}/recycle", self._recycle)
         app.router.add_get("/v1/models", self._foreign_models)
         app.router.add_post("/{path:v1/.*}", self._inference)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -160,6 +164,10 @@ class FakeNeuron:
         self.unload_requests.append(wanted)
         self.states[wanted.model_id] = ModelState.COLD
         return _json(self.status(wanted.model_id))
+
+    async def _recycle(self, request: web.Request) -> web.Response:
+        self.num_recycles += 1
+        return _json({"device": int(request.match_info["index"]), "recycled": self.used_bytes() == 0})
 
     async def _inference(self, request: web.Request) -> web.StreamResponse:
         seen = Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, await request.read())

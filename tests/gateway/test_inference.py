@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from fake_neuron import GB, begin_stream, chunk, plain_answer, until, usage_chunk
 
+from cortex.fleet.rules import EvictionRules
 from cortex.wire.node import ModelState
 
 READY = ModelState.READY
@@ -159,6 +160,16 @@ async def test_a_busy_model_is_not_evicted(neurons, start_gateway):
     assert (await running)[0] == 200
     assert (await waiting)[0] == 200
     assert [unload.model_id for unload in beast.unload_requests] == ["old"]
+
+
+async def test_after_many_loads_an_empty_node_gets_new_workers(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
+    for _ in range(2):
+        assert (await client.post("/fleet/models/a/load"))[0] == 200
+        assert (await client.post("/fleet/models/a/unload"))[0] == 200
+    await until(lambda: beast.num_recycles == 1, 5.0)
+    await until(lambda: client.gateway.dispatcher.fleet.nodes[0].num_loads == 0)
 
 
 async def test_a_node_that_dies_before_the_first_byte_is_replaced(neurons, start_gateway):

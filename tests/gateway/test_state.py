@@ -30,6 +30,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.loads: list[tuple[str, str]] = []
         self.unloads: list[tuple[str, str, str]] = []
+        self.recycled: list[tuple[str, tuple[int, ...]]] = []
         self.abandoned: list[str] = []
         self.looks: list[str] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
@@ -53,6 +54,9 @@ class Bench:
 
     def unload(self, node, request, cause):
         self.unloads.append((node, request.model_id, cause))
+
+    def recycle(self, node, devices):
+        self.recycled.append((node, devices))
 
     def abandon(self, node):
         self.abandoned.append(node)
@@ -414,3 +418,62 @@ def test_counters_return_to_zero():
     for lease in leases:
         bench.dispatcher.release(lease)
     assert bench.dispatcher.in_flight == {}
+
+
+def worn(bench: Bench, num_loads: int) -> None:
+    """Load and unload, so many times."""
+    for _ in range(num_loads):
+        bench.dispatcher.load("a")
+        bench.finish_load()
+        bench.dispatcher.unload("a")
+        bench.finish_unload()
+
+
+def test_workers_are_replaced_after_so_many_loads_once_the_device_is_empty():
+    bench = Bench({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=3))
+    bench.poll()
+    worn(bench, 2)
+    bench.dispatcher.tick()
+    bench.dispatcher.load("a")
+    bench.finish_load()
+    bench.poll()
+    bench.dispatcher.tick()
+    assert bench.recycled == [], "a model is there"
+    bench.dispatcher.unload("a")
+    bench.finish_unload()
+    bench.dispatcher.tick()
+    bench.dispatcher.tick()
+    assert bench.recycled == [("n", (0,))], "once, while it is under way"
+    bench.dispatcher.recycle_ended("n", ())
+    bench.dispatcher.tick()
+    assert len(bench.recycled) == 2, "the node said that the device was in use: asked again"
+    bench.dispatcher.recycle_ended("n", (0,))
+    bench.dispatcher.tick()
+    assert len(bench.recycled) == 2
+    worn(bench, 3)
+    bench.dispatcher.tick()
+    assert len(bench.recycled) == 3, "loads count from zero again"
+
+
+def test_a_node_that_cannot_replace_its_workers_is_left_alone_for_as_many_loads():
+    bench = Bench({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
+    bench.poll()
+    worn(bench, 2)
+    bench.dispatcher.tick()
+    bench.dispatcher.recycle_ended("n", UpstreamUnavailable("no such route"))
+    bench.dispatcher.tick()
+    assert len(bench.recycled) == 1
+
+
+def test_a_node_that_went_down_is_asked_again_when_it_is_back():
+    bench = Bench({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
+    bench.poll()
+    worn(bench, 2)
+    bench.dispatcher.tick()
+    for _ in range(3):
+        bench.dispatcher.missed("n", "no answer")
+    bench.dispatcher.tick()
+    assert len(bench.recycled) == 1
+    bench.poll()
+    bench.dispatcher.tick()
+    assert len(bench.recycled) == 2

@@ -30,9 +30,7 @@ def usage(by: Literal["key", "model", "node", "day"], days: float, config: Path 
 
     Reads the gateway's books directly; it may run meanwhile.
     """
-    database = load(config, os.environ).ledger.database
-    if "://" not in database:
-        database = str((config.parent if config else Path.cwd()) / Path(database).expanduser())
+    database = load(config, os.environ).database(config.parent if config else Path.cwd())
     if "://" not in database and not Path(database).exists():
         raise CommandError(
             f"there are no books at {database}",

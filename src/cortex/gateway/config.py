@@ -32,6 +32,8 @@ class GatewaySection(Section, frozen=True):
     """Address of the Prometheus metrics."""
     models: Path = Path("models.toml")
     """The catalogue, relative to this file. It need not exist: nodes list their own models."""
+    state: Path = Path(".")
+    """Directory of what the gateway remembers: sizes that models really had, and spend. Relative to this file."""
     keepalive_s: Seconds = 2.0
     """A streaming client that waits hears something this often."""
     idle_timeout_s: Seconds = 300.0
@@ -93,6 +95,15 @@ class Config(Section, frozen=True):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two neurons are called `{name}`; give each its own name")
+
+    def state_directory(self, directory: Path) -> Path:
+        """Where the gateway remembers things; `directory` is where relative paths of the configuration begin."""
+        return directory / self.gateway.state.expanduser()
+
+    def database(self, directory: Path) -> str:
+        """The spend database as an absolute path or a URL."""
+        database = self.ledger.database
+        return database if "://" in database else str(self.state_directory(directory) / Path(database).expanduser())
 
 
 def load(path: Path | None, env: Mapping[str, str]) -> Config:

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 UNLOAD_TIMEOUT_S = 180.0
 """Running requests may end first; a node that takes longer is not going to."""
+RECYCLE_TIMEOUT_S = 60.0
+"""A worker that does not leave by itself is killed by its node long before."""
 
 
 class Outcomes(Protocol):
@@ -26,6 +28,8 @@ class Outcomes(Protocol):
     def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> None: ...
 
     def unload_ended(self, node: str, model: str, error: CortexError | None) -> None: ...
+
+    def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
 
 
 class Lifecycle:
@@ -54,6 +58,9 @@ class Lifecycle:
         if cause == "evicted":
             self._metrics.evictions.labels(request.model_id, node).inc()
         self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request))
+
+    def recycle(self, node: str, devices: tuple[int, ...]) -> None:
+        self._start(node, f"recycle the workers of {node}", self._recycle(node, devices))
 
     def abandon(self, node: str) -> None:
         for task in [task for task, name in self._tasks.items() if name == node]:
@@ -106,6 +113,19 @@ class Lifecycle:
             error = problem
         await self._poll(node)
         self.outcomes.unload_ended(node, request.model_id, error)
+
+    async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
+        assert self.outcomes is not None
+        client = self._nodes[node]
+        result: tuple[int, ...] | CortexError
+        try:
+            result = tuple([index for index in devices if await client.recycle(index, timeout_s=RECYCLE_TIMEOUT_S)])
+        except UpstreamFault as fault:
+            result = UpstreamUnavailable(str(fault))
+        except CortexError as error:
+            result = error
+        await self._poll(node)
+        self.outcomes.recycle_ended(node, result)
 
     async def _poll(self, node: str) -> None:
         poller = self._pollers.get(node)

@@ -24,10 +24,7 @@ class Metering:
         if self._book is not None:
             await self._book.use(keyring)
         elif config.keys:
-            database = config.ledger.database
-            if "://" not in database:
-                database = str(self._directory / Path(database).expanduser())
-            store = await asyncio.to_thread(open_store, database)
+            store = await asyncio.to_thread(open_store, config.database(self._directory))
             self._book = Book(store, keyring, flush_s=config.ledger.flush_s)
             await self._book.start()
         self.meter = KeyedMeter(self._book) if self._book is not None and config.keys else OpenMeter()

@@ -19,6 +19,7 @@ from cortex.wire.node import (
     LoadRequest,
     ModelState,
     ModelStatus,
+    Recycled,
     UnloadRequest,
 )
 
@@ -125,6 +126,10 @@ class NodeClient:
         if status.state not in (ModelState.COLD, ModelState.FAILED):
             raise LoadFailed(f"the node says the model is {status.state} after it was told to unload it")
         return status
+
+    async def recycle(self, device: int, *, timeout_s: float) -> bool:
+        """Replace the worker of an empty device; False when the device is not empty after all."""
+        return (await self._post(f"/devices/{device}/recycle".encode(), {}, Recycled, timeout_s)).recycled
 
     async def _status(self, model: str) -> ModelStatus:
         for status in (await self.health()).models:

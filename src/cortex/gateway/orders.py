@@ -1,4 +1,4 @@
-"""Loads and unloads under way: ordered once, followed to their end, with whoever wants to hear of it.
+"""Loads, unloads and new workers under way: ordered once, followed to their end, with whoever wants to hear of it.
 
 A load may have to wait for its victims to be gone. Whatever ends is drawn into the picture; what follows from it for
 those who wait is the dispatcher's business.
@@ -12,6 +12,7 @@ from typing import Protocol
 
 from cortex.fleet.decision import Decision
 from cortex.fleet.queueing import Seat
+from cortex.fleet.topology import ON_DEVICE, Node
 from cortex.gateway.journal import Journal
 from cortex.gateway.picture import LoadFailure, LoadJob, Picture
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
@@ -30,6 +31,9 @@ class Effects(Protocol):
     def unload(self, node: str, request: UnloadRequest, cause: str) -> None:
         """`cause` is `evicted`, `ttl` or `operator`. Ends in `unload_ended`, after a fresh poll of the node."""
 
+    def recycle(self, node: str, devices: tuple[int, ...]) -> None:
+        """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
+
     def abandon(self, node: str) -> None:
         """The node is down: stop waiting for its loads and unloads. They end in no event."""
 
@@ -46,6 +50,10 @@ class Orders:
         self._journal = journal
         self._clock = clock
         self._watchers: dict[Seat, list[Watcher]] = {}
+        self._recycling: set[str] = set()
+        """Nodes that have been told to replace workers."""
+        self._recycled: dict[str, set[int]] = {}
+        """Devices with a new worker, on nodes where others still have the old one."""
 
     def begin(self, decision: Decision, *, is_retry: bool = False) -> None:
         """Carry out a decision to load or wake: victims first. Does nothing when it is under way already."""
@@ -111,9 +119,39 @@ class Orders:
                 self.give_up(node, job.model, LoadFailed(reason))
         self.tell((node, model), error)
 
+    def recycle(self, node: Node) -> None:
+        """Order new workers for the devices of `node` that hold no model and still have their old one."""
+        occupied = {
+            index for held in node.residencies.values() if held.state in ON_DEVICE for index in held.status.devices
+        }
+        old = {device.index for device in node.devices} - self._recycled.get(node.name, set())
+        devices = tuple(sorted(old - occupied))
+        if devices and node.name not in self._recycling:
+            self._recycling.add(node.name)
+            self._effects.recycle(node.name, devices)
+
+    def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None:
+        """Note which workers are new. With the last of them, or a node that cannot do it, loads count from zero."""
+        self._recycling.discard(node)
+        reported = self._picture.fleet.node(node)
+        if reported is None:
+            return
+        if isinstance(result, tuple):
+            recycled = self._recycled.setdefault(node, set())
+            recycled.update(result)
+            if result:
+                self._journal.happened("workers_recycled", node=node, devices=result)
+            if not recycled.issuperset(device.index for device in reported.devices):
+                return
+        else:
+            self._journal.happened("recycle_failed", node=node, why=result.message)
+        self._recycled.pop(node, None)
+        self._picture.forget_loads(node)
+
     def abandon(self, node: str, why: str) -> None:
         """The node is down, and with it everything that was under way there."""
         self._effects.abandon(node)
+        self._recycling.discard(node)
         for seat in [seat for seat in self._picture.loads if seat[0] == node]:
             del self._picture.loads[seat]
         for seat in [seat for seat in self._picture.unloads if seat[0] == node]:

@@ -91,6 +91,12 @@ class Picture:
         if reported is not None:
             self._reported[node] = msgspec.structs.replace(reported, num_loads=reported.num_loads + 1)
 
+    def forget_loads(self, node: str) -> None:
+        """The node's workers are new: its loads count from zero."""
+        reported = self._reported.get(node)
+        if reported is not None:
+            self._reported[node] = msgspec.structs.replace(reported, num_loads=0)
+
     def redraw(self, now: float) -> None:
         """Draw `fleet` anew from reports and jobs; failures that are old enough are forgotten."""
         for seat in [s for s, f in self.failures.items() if now - f.at >= self.rules.retry_failed_after_s]:

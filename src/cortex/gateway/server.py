@@ -29,6 +29,7 @@ from cortex.gateway.metrics import CONTENT_TYPE, Metrics
 from cortex.gateway.nodes import NodeClient
 from cortex.gateway.passage import Services
 from cortex.gateway.poller import Poller
+from cortex.gateway.sizes import Sizes
 from cortex.gateway.state import Dispatcher
 from cortex.settings import Listen, SettingsError
 from cortex.wire.errors import CortexError, Family, MethodNotAllowed, RouteNotFound
@@ -58,6 +59,7 @@ class Gateway:
         self._pollers: dict[str, Poller] = {}
         self._device_health: dict[str, tuple[DeviceHealth, ...]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._sizes = Sizes(config.state_directory(directory))
         self.journal = Journal()
         self.metrics = Metrics(lambda: gauges.samples(self.dispatcher, self._device_health))
         self._lifecycle = Lifecycle(self._nodes, self._pollers, self.metrics, loop.time)
@@ -71,6 +73,7 @@ class Gateway:
             max_wait_s=config.gateway.max_wait_s,
             max_waiting=config.gateway.max_waiting,
             missed_polls=config.gateway.missed_polls,
+            measured=self._sizes.read(),
         )
         self._lifecycle.outcomes = self.dispatcher
         self._metering = Metering(directory)
@@ -129,6 +132,7 @@ class Gateway:
         for node in self._nodes.values():
             node.pool.close()
         await self._metering.close()
+        await asyncio.to_thread(self._sizes.write, self.dispatcher.fleet.measured)
 
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
         """Take over a new configuration. Running answers are untouched; addresses need a restart.
@@ -137,7 +141,7 @@ class Gateway:
         """
         await self._use_keys(config)
         before = self.config
-        for key in ("listen", "metrics_listen", "max_body_mb", "poll_interval_s"):
+        for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
         kept = {section.name for section in config.neurons if section in before.neurons}
@@ -210,6 +214,7 @@ class Gateway:
         while True:
             await asyncio.sleep(TICK_S)
             self.dispatcher.tick()
+            await asyncio.to_thread(self._sizes.write, self.dispatcher.fleet.measured)
 
 
 def _refuse(error: CortexError, path: bytes) -> Answer:

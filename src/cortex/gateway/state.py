@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from cortex.fleet import explain
 from cortex.fleet.catalogue import Catalogue, ModelSpec, Resolution
 from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
-from cortex.fleet.eviction import expired
+from cortex.fleet.eviction import due_for_recycling, expired
 from cortex.fleet.placement import place, unmet_pins
 from cortex.fleet.queueing import Seat, Waiting, plan
 from cortex.fleet.rules import EvictionRules
@@ -24,6 +24,7 @@ from cortex.gateway.journal import Journal
 from cortex.gateway.orders import Effects, Orders, Watcher
 from cortex.gateway.picture import LoadJob, Picture
 from cortex.gateway.seats import Seats
+from cortex.gateway.sizes import Measured
 from cortex.gateway.tickets import Lease, Ticket
 from cortex.wire.errors import (
     CortexError,
@@ -64,11 +65,13 @@ class Dispatcher:
         max_wait_s: float,
         max_waiting: int,
         missed_polls: int,
+        measured: Measured | None = None,
     ) -> None:
+        """`measured` is what models took when they were last loaded, as far as that is remembered."""
         self._effects = effects
         self._journal = journal
         self._clock = clock
-        self._picture = Picture(catalogue, rules)
+        self._picture = Picture(catalogue, rules, Fleet(measured=dict(measured or {})))
         self._seats = Seats(self._picture)
         self._orders = Orders(self._picture, effects, journal, clock)
         self._queues: dict[str, deque[Ticket]] = {}
@@ -263,6 +266,11 @@ class Dispatcher:
         self._changed()
         self._advance()
 
+    def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None:
+        """Workers that were to be replaced are, on these devices, or the node could not do it."""
+        self._orders.recycle_ended(node, result)
+        self._changed()
+
     # --- by hand
 
     def watch(self, seat: Seat, watcher: Watcher) -> None:
@@ -327,7 +335,7 @@ class Dispatcher:
     # --- time
 
     def tick(self) -> None:
-        """Called about once a second: overdue requests, expired models, pinned models that are missing."""
+        """Called about once a second: overdue requests, expired models, worn workers, missing pinned models."""
         now = self._clock()
         for model, queue in list(self._queues.items()):
             while queue and now - queue[0].since >= self._max_wait_s:
@@ -336,6 +344,9 @@ class Dispatcher:
         for node, model in expired(self.fleet, now):
             self._orders.unload(node, model, cause="ttl")
         self._changed()
+        for here in self.fleet.nodes:
+            if due_for_recycling(here, self._picture.rules):
+                self._orders.recycle(here)
         for model, pinned_node in unmet_pins(self.fleet):
             others = [name for name in self._lifecycle if pinned_node is not None and name != pinned_node]
             decision = place(model, self.fleet, now, excluded=others)

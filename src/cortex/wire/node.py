@@ -166,6 +166,13 @@ class UnloadRequest(NodeValue, frozen=True):
     drain_s: float | None = None
 
 
+class Recycled(NodeValue, frozen=True):
+    """`POST /devices/{index}/recycle`: whether the device's worker was replaced; not while models are on it."""
+
+    device: int
+    recycled: bool
+
+
 class Endpoint(NodeValue, frozen=True):
     """`GET /models/{id}/endpoint`: where this model answers."""
 

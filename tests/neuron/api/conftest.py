@@ -168,6 +168,9 @@ class ScriptedNode:
         self.model(model_id)
         return self.text_model
 
+    async def recycle(self, device: int) -> bool:
+        return self.state is ModelState.COLD
+
     def submit(self, model_id: str, request: EngineRequest) -> ScriptedGeneration:
         if self.submit_error is not None:
             raise self.submit_error

@@ -38,6 +38,15 @@ async def test_load_and_unload(api: Any) -> None:
     assert (status, answer["state"]) == (200, "cold")
 
 
+async def test_a_device_gets_a_new_worker_only_when_it_is_empty(api: Any) -> None:
+    assert (await api.post("/devices/0/recycle", {}))[:2] == (200, {"device": 0, "recycled": False})
+    api.node.state = ModelState.COLD
+    assert (await api.post("/devices/0/recycle", {}))[:2] == (200, {"device": 0, "recycled": True})
+    status, answer, _ = await api.post("/devices/7/recycle", {})
+    assert (status, answer["error"]["code"]) == (404, "route_not_found")
+    assert "it has 0" in answer["error"]["message"]
+
+
 async def test_orders_that_cannot_be_carried_out(api: Any) -> None:
     status, answer, _ = await api.post("/models/load", {"model_id": 3})
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "model_id")

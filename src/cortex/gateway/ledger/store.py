@@ -77,7 +77,7 @@ class LedgerSection(Section, frozen=True):
     """Where spend is recorded."""
 
     database: str = "cortex-spend.db"
-    """A SQLite file, or `postgresql://user@host/name` for several gateways with one set of books."""
+    """A SQLite file in `gateway.state`, or `postgresql://user@host/name` for several gateways with one set of books."""
     flush_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """How often spend is written; at most this much is lost when the gateway is killed."""
 

@@ -14,8 +14,8 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.doors import Doors
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
-from cortex.wire.errors import InvalidValue, MalformedJSON
-from cortex.wire.node import Endpoint, LoadRequest, ModelList, ModelState, UnloadRequest
+from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound
+from cortex.wire.node import Endpoint, LoadRequest, ModelList, ModelState, Recycled, UnloadRequest
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Control:
             web.get("/models", self.models),
             web.post("/models/load", self.load),
             web.post("/models/unload", self.unload),
+            web.post(r"/devices/{index:\d{1,4}}/recycle", self.recycle),
             web.get("/models/{id:.+}/endpoint", self.endpoint),
             web.get("/models/{id:.+}", self.model),
         ]
@@ -87,6 +88,16 @@ class Control:
     async def unload(self, request: web.Request) -> web.Response:
         order = _decode(await replies.body_of(request), UnloadRequest)
         return replies.json(await self.backend.unload(order))
+
+    async def recycle(self, request: web.Request) -> web.Response:
+        """Replaces the worker of a device without models; the fleet asks after many loads, when memory is in pieces."""
+        index = int(request.match_info["index"])
+        devices = [device.index for device in self.backend.discovery.devices]
+        if index not in devices:
+            raise RouteNotFound(f"This node has no device {index}; it has {', '.join(map(str, devices)) or 'none'}.")
+        with self.doors.enter():
+            recycled = await self.backend.recycle(index)
+        return replies.json(Recycled(device=index, recycled=recycled))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """What changes, as it changes; ends when the node does."""

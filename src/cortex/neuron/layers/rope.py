@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SUPPORTED_SCALING = ("default", "linear", "llama3", "yarn")
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+"""The scaling rules that are built → the numbers each cannot do without."""
 
 
 @dataclass(frozen=True, slots=True)

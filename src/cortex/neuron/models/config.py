@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cortex.neuron.layers.rope import SUPPORTED_SCALING, RopeConfig
+from cortex.neuron.layers.rope import SCALINGS, RopeConfig
 from cortex.neuron.models.registry import UnsupportedModel
 
 
@@ -28,37 +28,56 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Raises UnsupportedModel where a field is missing or asks for what is not built."""
-        try:
-            heads = int(config["num_attention_heads"])
-            hidden = int(config["hidden_size"])
-            activation = config.get("hidden_act", "silu")
-            if activation != "silu":
-                raise UnsupportedModel(f"hidden_act {activation!r} is not supported; only 'silu' is")
-            head_dim = int(config.get("head_dim") or hidden // heads)
-            return cls(
-                vocab=int(config["vocab_size"]),
-                hidden=hidden,
-                inner=int(config.get("intermediate_size") or 0),
-                num_layers=int(config["num_hidden_layers"]),
-                heads=heads,
-                kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=head_dim,
-                norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-                context_tokens=int(config["max_position_embeddings"]),
-                tied=bool(config.get("tie_word_embeddings", False)),
-                rope=read_rope(config, head_dim),
-            )
-        except KeyError as missing:
-            raise UnsupportedModel(f"the model's config has no {missing.args[0]!r}") from None
+        """Raises UnsupportedModel where a field is missing, makes no sense, or asks for what is not built."""
+        heads = count_in(config, "num_attention_heads")
+        kv_heads = count_in(config, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise UnsupportedModel(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+        hidden = count_in(config, "hidden_size")
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise UnsupportedModel(f"hidden_act {activation!r} is not supported; only 'silu' is")
+        head_dim = count_in(config, "head_dim", hidden // heads)
+        return cls(
+            vocab=count_in(config, "vocab_size"),
+            hidden=hidden,
+            inner=int(config.get("intermediate_size") or 0),
+            num_layers=count_in(config, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            context_tokens=count_in(config, "max_position_embeddings"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            rope=read_rope(config, head_dim),
+        )
+
+
+def count_in(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """The whole number above zero that the config has under `name`. Raises UnsupportedModel."""
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise UnsupportedModel(f"the model's config has no {name!r}")
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(f"the model's config has {value!r} for {name!r}; it takes a whole number above zero")
+    return value
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """Both spellings: `rope_theta` beside `rope_scaling`, and everything in `rope_parameters`."""
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(settings, Mapping):
+        raise UnsupportedModel(f"the model's config has {settings!r} for its rope parameters; they are an object")
     scaling = str(settings.get("rope_type") or settings.get("type") or "default")
-    if scaling not in SUPPORTED_SCALING:
-        raise UnsupportedModel(f"rope scaling {scaling!r} is not supported; supported are {SUPPORTED_SCALING}")
+    if scaling not in SCALINGS:
+        raise UnsupportedModel(f"rope scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
+    for name in SCALINGS[scaling]:
+        if not isinstance(settings.get(name), int | float):
+            raise UnsupportedModel(
+                f"rope scaling {scaling!r} needs the number {name!r}, which the config does not have"
+            )
     theta = settings.get("rope_theta") or config.get("rope_theta") or 10_000.0
     fraction = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     return RopeConfig(

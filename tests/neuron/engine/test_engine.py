@@ -63,7 +63,7 @@ EngineMaker = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(checkpoint: Path) -> Iterator[EngineMaker]:
-    """Loads engines; `late` ones collect a step after the next is launched, as on a GPU; `pages` bounds their memory."""
+    """Loads engines; `late` ones collect a step after the next is launched, as on a GPU; `pages` bounds memory."""
     engines: list[Engine] = []
 
     def make(*, late: bool = False, pages: int | None = None, **changes: Any) -> Engine:

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from cortex.neuron.layers.rope import SUPPORTED_SCALING, RopeTable, inverse_frequencies
+from cortex.neuron.layers import rope
+from cortex.neuron.layers.rope import RopeTable, inverse_frequencies
 from cortex.neuron.models.config import read_rope
 from cortex.neuron.models.registry import UnsupportedModel
 
@@ -82,9 +83,9 @@ def test_the_old_spelling_means_the_same() -> None:
 
 
 def test_a_part_of_each_head_may_be_rotated() -> None:
-    rope = read_rope({"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}, 64)
-    assert rope.dims == 16
-    assert inverse_frequencies(rope)[0].shape == (8,)
+    partial = read_rope({"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}, 64)
+    assert partial.dims == 16
+    assert inverse_frequencies(partial)[0].shape == (8,)
 
 
 def test_yarn_falls_back_to_the_positions_the_model_was_trained_on() -> None:
@@ -95,7 +96,17 @@ def test_yarn_falls_back_to_the_positions_the_model_was_trained_on() -> None:
     assert torch.equal(inverse_frequencies(with_it)[0], inverse_frequencies(fallback)[0])
 
 
+@pytest.mark.parametrize(
+    ("scaling", "missing"), [("linear", "factor"), ("llama3", "low_freq_factor"), ("yarn", "factor")]
+)
+def test_a_scaling_without_its_numbers_is_refused(scaling: str, missing: str) -> None:
+    settings = {**LLAMA3, "rope_type": scaling}
+    del settings[missing]
+    with pytest.raises(UnsupportedModel, match=f"'{scaling}' needs the number '{missing}'"):
+        read_rope({"rope_scaling": settings}, 64)
+
+
 def test_a_scaling_that_is_not_built_is_named_with_those_that_are() -> None:
     with pytest.raises(UnsupportedModel, match="'longrope' is not supported") as refused:
         read_rope({"rope_scaling": {"rope_type": "longrope"}}, 64)
-    assert all(name in str(refused.value) for name in SUPPORTED_SCALING)
+    assert all(name in str(refused.value) for name in rope.SCALINGS)

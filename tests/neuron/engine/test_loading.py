@@ -1,0 +1,268 @@
+"""Loading: what cannot be loaded says why in one line, and neither a failed nor a closed engine leaves anything."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import LoadCancelled, LoadError
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.models.registry import SUPPORTED
+
+CPU = torch.device("cpu")
+VOCAB = 20_000
+"""Large enough for a leaked model to show in the process's memory."""
+CONTEXT = 256
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """What imports made need not be searched at every `close`."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(path: Path, progress: Callable[[str, int, int], None] = lambda *_: None, **changes: Any) -> Engine:
+    return Engine.load(LoadSpec(str(path), **({"dtype": "float32"} | changes)), CPU, progress, lambda: False)
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+def live_tensors() -> int:
+    """Bytes of the tensors that somebody still refers to."""
+    gc.collect()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    }
+    return sum(storages.values())
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_a_loaded_engine_tells_its_facts(checkpoint: Path) -> None:
+    engine = load(checkpoint)
+    info = engine.info
+    assert (info.family, info.dtype, info.vocab_size, info.context_tokens) == ("llama", "float32", VOCAB, CONTEXT)
+    stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    assert 0 <= stored - info.weight_bytes < 10_000
+    assert info.kv_bytes == (info.num_pages + 1) * info.page_tokens * 2 * 2 * 2 * 12 * 4
+    assert info.notes == ()
+    assert not is_mapped(checkpoint), "the files are still mapped"
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_numbers_are_kept_as_asked(checkpoint: Path, dtype: str) -> None:
+    engine = load(checkpoint, dtype=dtype)
+    assert engine.info.dtype == dtype
+    engine.submit(EngineRequest("r", (1, 2, 3), 4, SamplingParams(temperature=0.0)))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert outputs[-1].finish == "length"
+    engine.close()
+
+
+@pytest.mark.parametrize(("asked", "given"), [(100, 100), (CONTEXT, CONTEXT), (10 * CONTEXT, CONTEXT), (None, CONTEXT)])
+def test_the_context_is_what_was_asked_for_or_the_models_own(checkpoint: Path, asked: int | None, given: int) -> None:
+    engine = load(checkpoint, context_tokens=asked)
+    assert engine.info.context_tokens == given
+    engine.close()
+
+
+def test_progress_is_monotonic_and_ends_with_every_byte(checkpoint: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    engine = load(checkpoint, lambda stage, done, total: told.append((stage, done, total)))
+    stages = [stage for stage, _, _ in told]
+    assert sorted(set(stages), key=stages.index) == ["resolve", "read", "place", "warm"]
+    read = [(done, total) for stage, done, total in told if stage == "read"]
+    assert [done for done, _ in read] == sorted(done for done, _ in read)
+    assert read[-1][0] == read[-1][1] > 0
+    engine.close()
+
+
+def test_another_engine_may_step_while_one_loads(checkpoint: Path) -> None:
+    """No mode of the loader (default dtype, default device, inference) reaches whoever is called from within."""
+    running = load(checkpoint)
+    request = EngineRequest("r", (1, 2, 3), 12, SamplingParams(temperature=0.0))
+    running.submit(request)
+    expected = [token for _ in range(12) for output in running.step() for token in output.tokens]
+    running.submit(request)
+    said: list[int] = []
+
+    def progress(*_: object) -> None:
+        assert torch.get_default_dtype() == torch.float32
+        assert not torch.is_inference_mode_enabled()
+        said.extend(token for output in running.step() for token in output.tokens)
+
+    other = load(checkpoint, progress, dtype="bfloat16")
+    while running.has_work:
+        progress()
+    assert said == expected
+    other.close()
+    running.close()
+
+
+def test_an_unsupported_family_is_named_with_those_that_are_supported(checkpoint: Path) -> None:
+    change_config(checkpoint, model_type="mamba7")
+    with pytest.raises(LoadError, match="'mamba7' is not supported") as refused:
+        load(checkpoint)
+    assert all(name in str(refused.value) for name in SUPPORTED)
+    assert "docs/adding-a-model.md" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": ...}, "model_type None is not supported"),
+        ({"model_type": ["llama"]}, "is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"vocab_size": ...}, "no 'vocab_size'"),
+        ({"num_hidden_layers": 3}, "model.layers.2"),
+        ({"hidden_size": 64}, "the model needs"),
+        ({"tie_word_embeddings": False, "vocab_size": VOCAB + 1}, "the model needs"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope"),
+        ({"rope_parameters": "none"}, "rope"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_refused_in_one_line(
+    checkpoint: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_config(checkpoint, **changes)
+    with pytest.raises(LoadError) as refused:
+        load(checkpoint)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    del refused  # its frames hold views of the files
+    gc.collect()
+    assert not is_mapped(checkpoint)
+
+
+def test_a_truncated_file_is_refused(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 1000)
+    with pytest.raises(LoadError, match=r"model\.safetensors"):
+        load(checkpoint)
+    assert not is_mapped(checkpoint)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(checkpoint: Path, missing: str) -> None:
+    (checkpoint / missing).unlink()
+    with pytest.raises(LoadError, match=r"config\.json|no \*\.safetensors"):
+        load(checkpoint)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers_and_nothing_is_taken(checkpoint: Path) -> None:
+    before = live_tensors()
+    with pytest.raises(LoadError) as refused:
+        load(checkpoint, memory_bytes=5_000_000)
+    assert "the model needs 0.01 GB on cpu (weights 0.01 GB" in str(refused.value)
+    assert "0.01 GB can be used" in str(refused.value) or "0.00 GB can be used" in str(refused.value)
+    del refused
+    assert live_tensors() <= before
+
+
+def test_a_reserve_that_leaves_nothing_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(LoadError, match=r"but 0\.00 GB can be used"):
+        load(checkpoint, min_free_bytes=1 << 60)
+
+
+def test_a_context_cut_short_by_memory_is_told(checkpoint: Path) -> None:
+    whole = load(checkpoint)
+    page_bytes = whole.info.kv_bytes // (whole.info.num_pages + 1)
+    engine = load(checkpoint, memory_bytes=whole.info.weight_bytes + 5 * page_bytes)
+    assert engine.info.num_pages == 4
+    assert engine.info.context_tokens == 4 * engine.info.page_tokens
+    assert engine.info.notes == (f"context limited to {4 * engine.info.page_tokens} of {CONTEXT} tokens by memory",)
+    engine.close()
+    whole.close()
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_load_that_is_called_off_leaves_nothing(checkpoint: Path, after: int) -> None:
+    before = live_tensors()
+    asked = 0
+
+    def cancelled() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > after
+
+    with pytest.raises(LoadCancelled, match="called off"):
+        Engine.load(LoadSpec(str(checkpoint), dtype="float32"), CPU, lambda *_: None, cancelled)
+    assert live_tensors() <= before
+    assert not is_mapped(checkpoint)
+
+
+def test_a_closed_engine_gives_everything_back(checkpoint: Path) -> None:
+    before = live_tensors()
+    engine = load(checkpoint)
+    assert live_tensors() > before + 7_000_000
+    engine.submit(EngineRequest("r", (1, 2, 3), 4, SamplingParams(frequency_penalty=0.5)))
+    engine.step()
+    engine.close()
+    assert live_tensors() <= before + 1000
+
+
+def test_memory_stays_flat_over_many_loads(checkpoint: Path) -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def cycle() -> None:
+        engine = load(checkpoint, max_num_seqs=4)
+        engine.submit(EngineRequest("r", tuple(range(40)), 3))
+        while engine.has_work:
+            engine.step()
+        weight_bytes.append(engine.info.weight_bytes)
+        engine.close()
+
+    weight_bytes: list[int] = []
+    for _ in range(4):
+        cycle()
+    before = resident_bytes()
+    for _ in range(8):
+        cycle()
+    assert resident_bytes() - before < 2 * weight_bytes[0]

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from cortex.neuron.device.hostmemory import HostMemory, read_host_memory, resident_bytes
+from cortex.neuron.device.hostmemory import HostMemory, anonymous_bytes, read_host_memory
 
 
 def host(root, files):
@@ -48,6 +48,6 @@ def test_an_unlimited_v1_group_is_no_limit(tmp_path):
     assert host(tmp_path, files).total_bytes == 1000 * 1024
 
 
-def test_resident_bytes_of_this_process_and_of_none():
-    assert resident_bytes() == pytest.approx(resident_bytes(os.getpid()), rel=0.2)
-    assert resident_bytes(2**22 - 1) == 0
+def test_the_memory_of_this_process_and_of_none():
+    assert anonymous_bytes() == pytest.approx(anonymous_bytes(os.getpid()), rel=0.2)
+    assert anonymous_bytes(2**22 - 1) == 0

@@ -16,7 +16,8 @@ import pytest
 
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.faults import FaultKind
-from cortex.neuron.device.hostmemory import resident_bytes
+from cortex.neuron.device.hostmemory import anonymous_bytes
+from cortex.neuron.device.nursery import Nursery
 from cortex.neuron.device.supervisor import LoadRefused, Supervisor, WorkerLost
 from cortex.neuron.device.watchdog import Patience
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
@@ -77,11 +78,13 @@ def model(tmp_path, name="model", **behaviour):
 
 @contextlib.asynccontextmanager
 async def supervised(**kwargs):
-    supervisor = Supervisor(CPU, engine="faulty_engine:load", **kwargs)
+    nursery = Nursery("faulty_engine:load")
+    supervisor = Supervisor(CPU, nursery, **kwargs)
     try:
         yield supervisor
     finally:
         await supervisor.close()
+        await nursery.close()
 
 
 def alive(process_id):
@@ -254,10 +257,12 @@ async def test_a_load_that_takes_the_worker_down_is_a_lost_worker(tmp_path, beha
 
 
 async def test_an_engine_that_cannot_be_imported_is_a_reason(tmp_path):
-    supervisor = Supervisor(CPU, engine="there_is_no_such_module:load")
+    nursery = Nursery("there_is_no_such_module:load")
+    supervisor = Supervisor(CPU, nursery)
     with pytest.raises(WorkerLost, match="there_is_no_such_module"):
         await supervisor.load(model(tmp_path), Sink())
     await supervisor.close()
+    await nursery.close()
 
 
 async def test_a_load_can_be_called_off(tmp_path):
@@ -290,7 +295,7 @@ async def test_unloading_gives_the_memory_back_time_after_time(tmp_path):
             assert resident.measured_bytes >= 96 << 20
             reclaimed = await supervisor.unload(resident)
             assert reclaimed.is_complete, str(reclaimed)
-            sizes.append(resident_bytes(supervisor.process_id))
+            sizes.append(anonymous_bytes(supervisor.process_id))
         assert sizes[-1] - sizes[2] < 16 << 20
 
 
@@ -335,6 +340,7 @@ def test_a_worker_does_not_outlive_a_killed_daemon(tmp_path, token):
         import asyncio, sys
         sys.path[:0] = {sys.path!r}
         from cortex.neuron.device.address import DeviceAddress
+        from cortex.neuron.device.nursery import Nursery
         from cortex.neuron.device.supervisor import Supervisor
         from cortex.neuron.engine.request import EngineRequest, LoadSpec
 
@@ -343,7 +349,7 @@ def test_a_worker_does_not_outlive_a_killed_daemon(tmp_path, token):
                 return lambda *arguments: None
 
         async def main():
-            supervisor = Supervisor(DeviceAddress("cpu", 0), engine="faulty_engine:load")
+            supervisor = Supervisor(DeviceAddress("cpu", 0), Nursery("faulty_engine:load"))
             resident = await supervisor.load(LoadSpec(path="nowhere"), Sink())
             supervisor.submit(resident, EngineRequest(id="x", prompt=({token},), max_tokens=10**6))
             await asyncio.sleep(0.1)

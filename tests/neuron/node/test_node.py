@@ -10,7 +10,7 @@ import faulty_engine
 import pytest
 from faulty_models import running_node, write_model
 
-from cortex.neuron.device.hostmemory import resident_bytes
+from cortex.neuron.device.hostmemory import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.weights.errors import HubUnreachable
 from cortex.wire.errors import (
@@ -355,7 +355,7 @@ async def test_cycles_of_two_models_leave_the_memory_where_it_was(tmp_path):
                 await load(node, model_id)
                 await answer(node.submit(model_id, request()))
                 await node.unload(UnloadRequest(model_id=model_id))
-            sizes.append(resident_bytes(worker_of(node)))
+            sizes.append(anonymous_bytes(worker_of(node)))
         assert sizes[-1] - sizes[1] < 16 << 20
 
 

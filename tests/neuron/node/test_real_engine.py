@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.device.backoff import BackoffPolicy
-from cortex.neuron.device.hostmemory import resident_bytes
-from cortex.neuron.device.process import ENGINE
+from cortex.neuron.device.hostmemory import anonymous_bytes
+from cortex.neuron.device.nursery import ENGINE
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
 from cortex.wire.errors import Recovering
@@ -106,7 +106,7 @@ async def cycle(node, times, held_bytes):
 async def test_cycles_of_two_models_leave_the_host_memory_where_it_was(tmp_path):
     node = await start(tmp_path)
     try:
-        held = await cycle(node, 6, lambda: resident_bytes(node._supervisors[0].process_id))
+        held = await cycle(node, 6, lambda: anonymous_bytes(node._supervisors[0].process_id))
         assert held[-1] - held[2] < 16 * MEBIBYTE
     finally:
         await node.close()

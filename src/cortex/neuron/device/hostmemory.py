@@ -33,13 +33,16 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(total_bytes, free_bytes)
 
 
-def resident_bytes(process_id: int | None = None) -> int:
-    """The resident set of a process, this one by default; 0 when it is gone."""
+def anonymous_bytes(process_id: int | None = None) -> int:
+    """What a process, this one by default, holds in memory that no file backs; 0 when it is gone.
+
+    Code and weights that are mapped from files are left out: they come and go with use and can be dropped.
+    """
     try:
-        statm = Path(f"/proc/{process_id or 'self'}/statm").read_text()
+        statm = Path(f"/proc/{process_id or 'self'}/statm").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return int(statm.split()[1]) * _PAGE_BYTES
+    return (int(statm[1]) - int(statm[2])) * _PAGE_BYTES
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:

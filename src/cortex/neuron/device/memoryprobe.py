@@ -6,14 +6,14 @@ import ctypes
 import gc
 
 from cortex.neuron.device.address import DeviceAddress
-from cortex.neuron.device.hostmemory import read_host_memory, resident_bytes
+from cortex.neuron.device.hostmemory import anonymous_bytes, read_host_memory
 from cortex.neuron.device.protocol import DeviceMemory
 
 
 def measure(device: DeviceAddress) -> DeviceMemory:
     if device.kind == "cpu":
         host = read_host_memory()
-        return DeviceMemory(host.total_bytes, host.free_bytes, resident_bytes())
+        return DeviceMemory(host.total_bytes, host.free_bytes, anonymous_bytes())
     import torch  # only a worker that owns a GPU needs it here
 
     free_bytes, total_bytes = torch.cuda.mem_get_info(device.torch_device)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.channel import LoopChannel
+from cortex.neuron.device.nursery import Newborn, Nursery
 from cortex.neuron.device.protocol import Command, Event, Exit, Faulted
 
 log = logging.getLogger(__name__)
-
-ENGINE = "cortex.neuron.device.torch_harness:load"
-"""The engine that workers run; tests put a faulty one in its place."""
 
 LAST_WORDS_S = 1.0
 """A dead worker's channel is read to its end, which holds the reason; this bounds the wait for it."""
@@ -31,7 +27,7 @@ class WorkerProcess:
         self._on_event = on_event
         self._on_lost = on_lost
         self._channel = LoopChannel(self._received, self._channel_closed)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Newborn | None = None
         self._reason: str | None = None
         self._reaper: asyncio.Task[None] | None = None
         self._heard_all = asyncio.Event()
@@ -40,41 +36,30 @@ class WorkerProcess:
     async def spawn(
         cls,
         device: DeviceAddress,
+        nursery: Nursery,
         *,
         on_event: Callable[[Event], None],
         on_lost: Callable[[str], None],
-        engine: str = ENGINE,
     ) -> WorkerProcess:
+        """A worker for `device`, which serves as soon as it is forked. Raises OSError where none can be made."""
         worker = cls(on_event, on_lost)
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                # A session of its own: a signal to the terminal's group must not reach it before the daemon decides.
-                worker._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "cortex.neuron.device.worker"),
-                    *("--channel", str(theirs.fileno())),
-                    *("--kind", device.kind),
-                    *("--index", str(device.index)),
-                    *("--engine", engine),
-                    *("--log-level", logging.getLevelName(log.getEffectiveLevel())),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env=_environment(device),
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
         ours.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: worker._channel, sock=ours)
+        with theirs:
+            await asyncio.get_running_loop().create_unix_connection(lambda: worker._channel, sock=ours)
+            try:
+                # Awaited last: a spawn that is cancelled must not leave a process that nobody knows.
+                worker._process = await nursery.fork(device, theirs)
+            except BaseException:
+                worker._channel.close()
+                raise
         worker._reaper = asyncio.create_task(worker._reap(worker._process))
         return worker
 
     @property
-    def process_id(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def process_id(self) -> int | None:
+        """None until it is forked."""
+        return self._process.process_id if self._process is not None else None
 
     def send(self, command: Command) -> None:
         self._channel.send(command)
@@ -82,16 +67,16 @@ class WorkerProcess:
     def kill(self, reason: str) -> None:
         """Ends the process now; `on_lost` follows with `reason`. Idempotent."""
         self._reason = self._reason or reason
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
     async def stop(self, grace_s: float) -> None:
         """Asks it to leave, kills it after `grace_s`; returns when the process is reaped."""
         assert self._reaper is not None
         self._reason = self._reason or "the worker was stopped"
-        self.send(Exit())
-        await asyncio.wait({self._reaper}, timeout=grace_s)
+        if self.process_id is not None:
+            self.send(Exit())
+            await asyncio.wait({self._reaper}, timeout=grace_s)
         self.kill(self._reason)
         await asyncio.wait({self._reaper})
 
@@ -105,27 +90,17 @@ class WorkerProcess:
         # The channel closes a moment before the process can be reaped, or because the stream made no sense:
         # either way it is of no more use.
         self._heard_all.set()
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and not self._process.exited.done():
             asyncio.get_running_loop().call_later(0.2, self.kill, reason)
 
-    async def _reap(self, process: asyncio.subprocess.Process) -> None:
-        return_code = await process.wait()
+    async def _reap(self, process: Newborn) -> None:
+        return_code = await process.exited
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._heard_all.wait(), LAST_WORDS_S)
         self._channel.close()
         reason = self._reason or _describe_exit(return_code)
-        log.info("worker %d ended: %s", process.pid, reason)
+        log.info("worker %s ended: %s", process.process_id, reason)
         self._on_lost(reason)
-
-
-def _environment(device: DeviceAddress) -> dict[str, str]:
-    """The daemon's own, so that the worker imports from the same places, with only its device visible.
-
-    Threads that wait for each other sleep rather than spin: on a busy host a spinning thread keeps the core from the
-    very thread it waits for, and a matrix product takes ten times as long.
-    """
-    paths = os.pathsep.join(filter(None, sys.path))
-    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths, **device.environment()}
 
 
 def _describe_exit(return_code: int) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from cortex.neuron.device.faults import FaultKind
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.wire.node import DeviceKind
 
 Activity = Literal["start", "idle", "load", "step", "unload"]
 """What the engine thread is at; each has its own idea of how long silence may last."""
@@ -28,7 +29,7 @@ class DeviceMemory(Message, frozen=True):
     total_bytes: int
     free_bytes: int
     process_bytes: int
-    """CUDA: what the allocator holds. CPU: the resident set of the process."""
+    """CUDA: what the allocator holds. CPU: what the process holds that no file backs."""
 
 
 class Load(Message, frozen=True, tag="load"):
@@ -163,3 +164,47 @@ Event = (
     | Report
     | Faulted
 )
+
+
+# Between the daemon and the process that workers are forked from; one message per packet.
+
+
+class Fork(Message, frozen=True, tag="fork"):
+    """Make a worker for this device; its channel comes with the packet, as a file descriptor."""
+
+    birth: int
+    """The daemon's own number for this worker; never used twice."""
+    kind: DeviceKind
+    index: int
+    uuid: str | None
+
+
+class Kill(Message, frozen=True, tag="kill"):
+    """End that worker now. Ignored when it has ended already."""
+
+    birth: int
+
+
+Order = Fork | Kill
+
+
+class Warm(Message, frozen=True, tag="warm"):
+    """The engine is imported: a fork takes milliseconds from now on."""
+
+
+class Forked(Message, frozen=True, tag="forked"):
+    birth: int
+    process_id: int
+
+
+class Ended(Message, frozen=True, tag="ended"):
+    """The worker is gone and reaped. `return_code` is negative for a signal."""
+
+    birth: int
+    return_code: int
+
+
+PACKET_BYTES = 4096
+"""Far above any message between these two."""
+
+Notice = Warm | Forked | Ended

@@ -1,4 +1,4 @@
-"""The worker process: `python -m cortex.neuron.device.worker`, started by the daemon, one per device.
+"""The worker process, one per device, forked from `zygote`.
 
 Three threads: the reader turns frames into jobs, the engine thread (`cuda-dev-N` or `cpu`) does them, the
 writer sends what they give and a heartbeat. The process ends when it is told to, when its device faults,
@@ -7,22 +7,20 @@ and when the daemon is gone, however it went: the channel's end and a death sign
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import faulthandler
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import time
+from typing import NoReturn
 
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.channel import BlockingChannel, ChannelError
 from cortex.neuron.device.executor import DeviceFault, Executor
 from cortex.neuron.device.faults import explain
 from cortex.neuron.device.outbox import Outbox
+from cortex.neuron.device.processcontrol import die_with_parent, name_thread
 from cortex.neuron.device.protocol import CancelLoad, Event, Faulted, Hello
 
 log = logging.getLogger(__name__)
@@ -30,35 +28,36 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 EXIT_FAULTED = 70
 """EX_SOFTWARE: the device faulted or the engine cannot be imported."""
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="cortex.neuron.device.worker", description=__doc__)
-    parser.add_argument("--channel", type=int, required=True, help="file descriptor of the socket to the daemon")
-    parser.add_argument("--kind", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--engine", required=True, help="module:attribute of the engine's load function")
-    parser.add_argument("--log-level", default="INFO")
-    arguments = parser.parse_args()
-    device = DeviceAddress(arguments.kind, arguments.index)
+def run(channel: int, device: DeviceAddress, engine: str, log_level: str) -> NoReturn:
+    """The life of a worker, in a process that was just forked. `channel` is its socket's file descriptor.
+
+    Leaves with `os._exit`: a wedged device must not hold up the end, and there is nothing in this process that
+    outlives it.
+    """
+    die_with_parent()
+    name_thread("neuron-worker")
+    configure_log(device.thread_name, log_level)
+    try:
+        code = _serve(BlockingChannel(socket.socket(fileno=channel)), device, engine)
+    except Exception:
+        log.exception("the worker ended")
+        code = EXIT_FAULTED
+    os._exit(code)
+
+
+def configure_log(who: str, level: str) -> None:
     logging.basicConfig(
-        level=arguments.log_level,
-        format=f"%(asctime)s %(levelname)s [{device.thread_name}] %(name)s: %(message)s",
+        level=level,
+        format=f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s",
         stream=sys.stderr,
+        force=True,
     )
-    faulthandler.enable()
-    _die_with_parent()
-    # A terminal or a service manager signals the whole group: the daemon decides when its workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os._exit(_serve(BlockingChannel(socket.socket(fileno=arguments.channel)), device, arguments.engine))
 
 
 def _serve(channel: BlockingChannel, device: DeviceAddress, engine: str) -> int:
-    """Runs the three threads; returns the exit code. The caller leaves with `os._exit`: a wedged device
-    must not hold up the end, and there is nothing in this process that outlives it."""
+    """Runs the three threads; returns the exit code."""
     outbox = Outbox()
     outbox.put(Hello(os.getpid()))
     executor = Executor(device, engine, outbox)
@@ -77,7 +76,7 @@ def _serve(channel: BlockingChannel, device: DeviceAddress, engine: str) -> int:
         os._exit(0)
 
     def execute() -> None:
-        _name_thread(device.thread_name)
+        name_thread(device.thread_name)
         try:
             executor.run()
         except DeviceFault as fault:
@@ -103,23 +102,3 @@ def _serve(channel: BlockingChannel, device: DeviceAddress, engine: str) -> int:
     except OSError:
         pass  # the daemon is gone; so are we
     return EXIT_FAULTED if farewell else 0
-
-
-def _die_with_parent() -> None:
-    """Asks the kernel to kill this process when the daemon dies; the channel's end is the portable second way."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _name_thread(name: str) -> None:
-    """Lets `top -H` and debuggers show the calling thread under the name Python knows it by."""
-    _prctl(_PR_SET_NAME, name.encode())
-
-
-def _prctl(option: int, argument: int | bytes) -> None:
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(option, argument)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.backoff import BackoffPolicy
 from cortex.neuron.device.discovery import DeviceReading, Inventory, discover, read_devices
-from cortex.neuron.device.process import ENGINE
+from cortex.neuron.device.nursery import ENGINE, Nursery
 from cortex.neuron.device.supervisor import Supervisor
 from cortex.neuron.device.watchdog import Patience
 from cortex.neuron.engine.request import EngineRequest, EngineStats
@@ -79,8 +79,9 @@ class Node:
         self._started_s = time.monotonic()
         self._devices = inventory.devices
         self._readings = dict(inventory.readings)
+        self._nursery = Nursery(parts.engine)
         self._supervisors = {
-            device.index: Supervisor(DeviceAddress.of(device), patience=patience, engine=parts.engine)
+            device.index: Supervisor(DeviceAddress.of(device), self._nursery, patience=patience)
             for device in inventory.devices
         }
         self._library = Library(config)
@@ -113,6 +114,7 @@ class Node:
         """A node that answers at once; default models load in the background."""
         parts = parts or Parts()
         node = cls(config, await asyncio.to_thread(parts.discover), parts)
+        node._run_in_background(node._warm_nursery(), "import the engine")
         await node._scan_cache()
         node._run_in_background(node._keep_sampling(), "sample devices")
         node._run_in_background(node._activation.run(), "load default models")
@@ -214,6 +216,7 @@ class Node:
         for owner in self._owners.values():
             owner.abandon()
         await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
+        await self._nursery.close()
         await asyncio.gather(*(owner.abandoned() for owner in self._owners.values()))
         await asyncio.gather(*self._background, return_exceptions=True)
         self._feed.close()
@@ -250,6 +253,13 @@ class Node:
 
     def _run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background.append(asyncio.create_task(work, name=name))
+
+    async def _warm_nursery(self) -> None:
+        """The first load should not wait for the engine's import."""
+        try:
+            await self._nursery.warm()
+        except OSError as error:
+            log.warning("the engine cannot be imported ahead of the first load: %s", error)
 
     async def _keep_sampling(self) -> None:
         """Keeps the readings and the library fresh, on threads: a sick driver or disk must not hold up the loop."""

@@ -1,0 +1,134 @@
+"""The process that workers are forked from, and what becomes of its workers."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from cortex.neuron.device.address import DeviceAddress
+from cortex.neuron.device.nursery import Nursery
+from cortex.neuron.device.protocol import Exit
+
+CPU = DeviceAddress("cpu", 0)
+
+
+@contextlib.asynccontextmanager
+async def nursery(engine="faulty_engine:load"):
+    nursery = Nursery(engine)
+    try:
+        yield nursery
+    finally:
+        await nursery.close()
+
+
+async def born(nursery, device=CPU):
+    """A worker and our end of its channel."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        newborn = await nursery.fork(device, theirs)
+    async with asyncio.timeout(10):
+        while newborn.process_id is None:
+            await asyncio.sleep(0.01)
+    return newborn, ours
+
+
+def alive(process_id):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, 0)
+        return True
+    return False
+
+
+def status(process_id, field):
+    lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(f"{field}:"))
+
+
+async def test_workers_are_forked_from_one_process_and_tell_how_they_ended():
+    async with nursery() as made:
+        (one, channel), (two, other_channel) = await born(made), await born(made)
+        assert status(one.process_id, "PPid") == status(two.process_id, "PPid")
+        assert os.getsid(one.process_id) == one.process_id
+        frame = msgspec.msgpack.encode([Exit()])
+        channel.sendall(len(frame).to_bytes(4, "little") + frame)
+        assert await asyncio.wait_for(one.exited, 5) == 0
+        os.kill(two.process_id, signal.SIGSEGV)
+        assert await asyncio.wait_for(two.exited, 5) == -signal.SIGSEGV
+        two.kill()  # too late, and harmless
+    channel.close()
+    other_channel.close()
+
+
+async def test_a_worker_holds_no_descriptor_of_another():
+    async with nursery() as made:
+        first, first_channel = await born(made)
+        second, second_channel = await born(made)
+        first.kill()
+        await asyncio.wait_for(first.exited, 5)
+        # Were the other end still open in the second worker, this would wait for ever.
+        first_channel.settimeout(5)
+        while first_channel.recv(4096):
+            pass
+        assert alive(second.process_id)
+        second_channel.close()
+        assert await asyncio.wait_for(second.exited, 5) == 0
+        first_channel.close()
+
+
+async def test_when_that_process_dies_its_workers_die_and_the_next_one_comes_from_a_new_one():
+    async with nursery() as made:
+        worker, channel = await born(made)
+        os.kill(int(status(worker.process_id, "PPid")), signal.SIGKILL)
+        assert await asyncio.wait_for(worker.exited, 5) == -signal.SIGKILL
+        deadline_s = time.monotonic() + 3
+        while alive(worker.process_id) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+        assert not alive(worker.process_id)
+        again, other_channel = await born(made)
+        assert alive(again.process_id)
+        channel.close()
+        other_channel.close()
+
+
+async def test_an_import_that_hangs_can_be_ended(tmp_path, monkeypatch):
+    (tmp_path / "endless_engine.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with nursery("endless_engine:load") as made:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            newborn = await made.fork(CPU, theirs)
+            await asyncio.sleep(0.3)
+            assert newborn.process_id is None
+            newborn.kill()
+            assert await asyncio.wait_for(newborn.exited, 5) == -signal.SIGKILL
+        await made.warm()
+    # closing while it imports is quick, too
+
+
+async def test_the_waiting_of_threads_is_short_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    async with nursery() as made:
+        worker, channel = await born(made)
+        assert b"GOMP_SPINCOUNT=1000" in Path(f"/proc/{worker.process_id}/environ").read_bytes()
+        channel.close()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    async with nursery() as made:
+        worker, channel = await born(made)
+        assert b"GOMP_SPINCOUNT" not in Path(f"/proc/{worker.process_id}/environ").read_bytes()
+        channel.close()
+
+
+def test_importing_the_engine_touches_no_device():
+    # A CUDA context does not survive the fork that comes next.
+    script = "import cortex.neuron.device.torch_harness, torch; print(torch.cuda.is_initialized())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"

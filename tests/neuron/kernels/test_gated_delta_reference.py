@@ -54,23 +54,27 @@ def step(rules, state, pieces):
     return out.split([len(tokens) for _, _, tokens in pieces])
 
 
+def assert_same(*inputs):
+    *_, memory = inputs
+    chunked, chunked_memory = delta_chunked(*inputs)
+    recurrent = delta_recurrent(*inputs)  # moves the memory on
+    torch.testing.assert_close(chunked, recurrent, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(chunked_memory, memory, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
 @pytest.mark.parametrize("fading", [0.0, 0.1, 30.0])
 def test_chunked_is_recurrent(tokens, fading):
     torch.manual_seed(tokens)
     q, k = torch.nn.functional.normalize(torch.randn(2, 3, tokens, 16), dim=-1)
     v, memory = torch.randn(3, tokens, 10), torch.randn(3, 16, 10)
-    inputs = q, k, v, -fading * torch.rand(3, tokens), torch.rand(3, tokens), memory
-    for chunked, recurrent in zip(delta_chunked(*inputs), delta_recurrent(*inputs), strict=True):
-        torch.testing.assert_close(chunked, recurrent, atol=1e-4, rtol=1e-4)
+    assert_same(q, k, v, -fading * torch.rand(3, tokens), torch.rand(3, tokens), memory)
 
 
 def test_chunked_is_recurrent_when_all_tokens_are_the_same():
     """Equal keys written with full strength and no fading: the triangular system at its worst."""
     key = torch.nn.functional.normalize(torch.ones(1, 128, 16), dim=-1)
-    inputs = key, key, torch.randn(1, 128, 4), torch.zeros(1, 128), torch.ones(1, 128), torch.zeros(1, 16, 4)
-    for chunked, recurrent in zip(delta_chunked(*inputs), delta_recurrent(*inputs), strict=True):
-        torch.testing.assert_close(chunked, recurrent, atol=1e-4, rtol=1e-4)
+    assert_same(key, key, torch.randn(1, 128, 4), torch.zeros(1, 128), torch.ones(1, 128), torch.zeros(1, 16, 4))
 
 
 @settings(max_examples=40, deadline=None)

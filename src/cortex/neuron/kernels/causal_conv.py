@@ -83,7 +83,7 @@ def convolved(token, ring, weight, channel, inside, keeps, position, CHANNELS: t
     return total * tl.sigmoid(total)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["rows", "lengths"])
 def _conv_kernel(
     x,
     weight,
@@ -132,7 +132,7 @@ def _conv_kernel(
     tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["rows", "lengths"])
 def _keep_kernel(
     x,
     recent,

@@ -45,9 +45,12 @@ def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, st
         rows, positions = batch.rows[:decodes], batch.positions[:decodes]
         mixed = conv_rows_reference(x[:decodes], rules.conv_weight, state.recent, rows, positions)
         q, k, v = (part[:, :, None] for part in split_heads(mixed, rules))
-        memory = state.memory[rows].masked_fill((positions == 0)[:, None, None, None], 0)
-        out, memory = delta_recurrent(q, k, v, log_decay[:decodes, :, None], strength[:decodes, :, None], memory)
-        state.memory[rows] = memory
+        # A row alone is moved on where it is: its memory is most of what a step touches.
+        memory = state.memory[rows] if decodes > 1 else state.memory[int(rows[0]) :][:1]
+        memory.index_fill_(0, (positions == 0).nonzero()[:, 0], 0)
+        out = delta_recurrent(q, k, v, log_decay[:decodes, :, None], strength[:decodes, :, None], memory)
+        if decodes > 1:
+            state.memory[rows] = memory
         parts.append(out.squeeze(2))
     for row in batch.prefills:
         here = slice(row.offset, row.offset + row.count)
@@ -72,30 +75,29 @@ def split_heads(mixed: Tensor, rules: DeltaRules) -> tuple[Tensor, Tensor, Tenso
     return q, k, v.unflatten(-1, (rules.value_heads, rules.value_dim))
 
 
-def delta_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Token by token, as the rule is written. Returns the outputs and the memory after the last token.
+def delta_recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor) -> Tensor:
+    """Token by token, as the rule is written; `memory` is moved on in place.
 
     q and k: [..., tokens, key dim], v: [..., tokens, value dim], log_decay and strength: [..., tokens],
     memory: [..., key dim, value dim]; all float32.
     """
     out = torch.empty_like(v)
     for token in range(v.shape[-2]):
-        memory = memory * log_decay[..., token, None, None].exp()
-        key = k[..., token, :, None]
-        recalled = (memory * key).sum(-2)
-        correction = (v[..., token, :] - recalled) * strength[..., token, None]
-        memory = memory + key * correction[..., None, :]
-        out[..., token, :] = (memory * q[..., token, :, None]).sum(-2)
-    return out, memory
+        here = slice(token, token + 1)
+        memory *= log_decay[..., here, None].exp()
+        correction = (v[..., here, :] - k[..., here, :] @ memory) * strength[..., here, None]
+        memory.addcmul_(k[..., here, :].transpose(-1, -2), correction)
+        out[..., here, :] = q[..., here, :] @ memory
+    return out
 
 
 def delta_chunked(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, CHUNK tokens at a time. With G the sum of g from the chunk's beginning, and M its first memory, the
-    corrections d of a chunk's tokens solve a triangular system:
+    """The same, CHUNK tokens at a time; gives the memory after the last token and leaves the given one alone.
+
+    With G the sum of g from a chunk's beginning, and M its first memory, the corrections d of its tokens solve a
+    triangular system:
 
         d_i = β_i (v_i − e^{G_i} Mᵀk_i − Σ_{j<i} e^{G_i − G_j} (k_i·k_j) d_j)
 

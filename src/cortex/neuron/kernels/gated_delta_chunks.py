@@ -7,8 +7,6 @@ chunk, a few columns of it per program. Reference: `gated_delta.gated_delta_refe
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -22,8 +20,8 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 VALUE_COLUMNS = 32
 """Columns of a head's memory that one program carries."""
 PREPARE_WARPS, CARRY_WARPS = 8, 4
-SHARED_BYTES_OF_TWO_STAGES = 160 << 10
-"""What a processor must have for the carrying kernel to fetch a chunk ahead."""
+CARRY_STAGES = 2
+"""Chunks the carrying kernel has under way: the most that fits the shared memory of every device since Ampere."""
 
 
 def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
@@ -89,19 +87,11 @@ def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delt
         state.memory.stride(0),
         COLUMNS=columns,
         num_warps=CARRY_WARPS,
-        num_stages=_stages(device),
+        num_stages=CARRY_STAGES,
         **sizes,
     )
     gate = projected[:, rules.channels : rules.channels + rules.value_size]
     gated_norm(carried, gate, rules, out)
-
-
-@cache
-def _stages(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return 2 if shared_bytes >= SHARED_BYTES_OF_TWO_STAGES else 1
 
 
 @jit
@@ -198,7 +188,7 @@ def _prepare_kernel(
     tl.store(kept + (offset + first) * HEADS + head, tl.exp(last))
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["rows", "lengths"])
 def _carry_kernel(
     faded_q,
     faded_k,

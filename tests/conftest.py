@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,16 @@ def _plain_environment() -> None:
     for name in list(os.environ):
         if name.startswith(("CORTEX_", "NEURON_")) and name != "CORTEX_CACHE":
             del os.environ[name]
+
+
+@pytest.fixture
+def collector() -> Iterator[Any]:
+    """A collector of traces, listening."""
+    sys.path.insert(0, str(Path(__file__).parent / "telemetry"))
+    from otlp_collector import Collector
+
+    with Collector() as listening:
+        yield listening
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

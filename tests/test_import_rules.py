@@ -22,12 +22,12 @@ KERNELS = {"neuron.kernels"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
-ABOVE_ENGINE = {"wire", "settings", "exits", "neuron.text", "neuron.config"}
+ABOVE_ENGINE = {"wire", "settings", "telemetry", "exits", "neuron.text", "neuron.config"}
 DEVICE = {"neuron.device", *ENGINE, *ABOVE_ENGINE}
 NODE = {"neuron.node", *DEVICE}
 API = {"neuron.api", *NODE}
 NEURON = {"neuron", *API}
-GATEWAY = {"gateway", "fleet", "wire", "settings", "exits"}
+GATEWAY = {"gateway", "fleet", "wire", "settings", "telemetry", "exits"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
     "exits": Rule(set(), frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
+    "telemetry": Rule({"telemetry", "settings", "cortex"}),
     "wire": Rule({"wire"}, frozenset({"msgspec"})),
     "fleet": Rule({"fleet", "wire", "settings"}, frozenset({"msgspec"})),
     "gateway": Rule(GATEWAY),
@@ -53,7 +54,7 @@ RULES: dict[str, Rule] = {
     "neuron.models": Rule(MODELS, ENGINE_LIBRARIES),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),
-    "neuron.config": Rule({"wire", "settings"}),
+    "neuron.config": Rule({"wire", "settings", "telemetry"}),
     "neuron.device": Rule(DEVICE),
     "neuron.node": Rule(NODE),
     "neuron.api": Rule(API),
@@ -213,7 +214,7 @@ for room in rooms:
             importlib.import_module(entry.name)
 """
 
-GATEWAY_ONLY = frozenset({"torch", "triton", "numpy", "aiohttp", "huggingface_hub", "tokenizers", "cortex.neuron"})
+GATEWAY_ONLY = frozenset({"torch", "triton", "numpy", "aiohttp", "huggingface_hub", "tokenizers", "opentelemetry", "cortex.neuron"})
 NOT_ON_A_GPU_HOST = frozenset(
     {"msgspec", "httptools", "llguidance", "uvloop", "click", "rich", "jinja2", "huggingface_hub", "transformers"}
 )

@@ -16,6 +16,7 @@ from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.ledger import KeySection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
+from cortex.telemetry import TelemetrySection
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are not packages; this lets them share the fake node
 
@@ -35,6 +36,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable
             rules: EvictionRules | None = None,
             keys: tuple[KeySection, ...] = (),
             key_env: str | None = None,
+            telemetry: TelemetrySection | None = None,
             **gateway: Any,
         ) -> Client:
             sections = [NeuronSection(name=node.name, endpoint=node.endpoint) for node in nodes]
@@ -48,7 +50,11 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable
                 **({"poll_interval_s": 0.05, "keepalive_s": 0.3} | gateway),
             )
             config = Config(
-                gateway=section, neurons=tuple(sections), keys=keys, eviction=rules or EvictionRules(min_residency_s=0)
+                gateway=section,
+                neurons=tuple(sections),
+                keys=keys,
+                eviction=rules or EvictionRules(min_residency_s=0),
+                telemetry=telemetry or TelemetrySection(),
             )
             started = Gateway(config, catalogue or Catalogue(), tmp_path)
             _, port = await started.start()

@@ -18,6 +18,7 @@ from cortex.fleet.rules import EvictionRules
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.settings import Listen, Section
+from cortex.telemetry import TelemetrySection
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -88,6 +89,7 @@ class Config(Section, frozen=True):
     neurons: tuple[NeuronSection, ...] = ()
     keys: tuple[KeySection, ...] = ()
     ledger: LedgerSection = LedgerSection()
+    telemetry: TelemetrySection = TelemetrySection()
 
     def __post_init__(self) -> None:
         Keyring(self.keys)

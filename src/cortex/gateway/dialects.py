@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -23,6 +23,11 @@ class Route:
     dialect: DialectName
     generates: bool = True
     """It asks a model for an answer, which may be streamed and may have to wait for a load."""
+    span_name: str = field(init=False)
+    """How traces call a request to it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
     @property
     def codec(self) -> Dialect:

@@ -9,7 +9,7 @@ import re
 from cortex.gateway import envelope as envelopes
 from cortex.gateway.dialects import Route, error_answer
 from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.passage import Passage, Services
+from cortex.gateway.passage import STATUS_CODE, Passage, Services
 from cortex.wire.errors import CortexError, ShuttingDown
 
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -37,6 +37,7 @@ class Inference:
         services = self.services
         request = exchange.request
         id = request_id_of(request.header(b"x-request-id"))
+        span = services.tracer.begin(route.span_name, request.header(b"traceparent"))
         model = ""
         try:
             if self.closing:
@@ -51,6 +52,7 @@ class Inference:
         except CortexError as error:
             services.metrics.errors.labels(model, error.code).inc()
             answer = error_answer(error, route.family)
+            span.end({"cortex.request_id": id.decode(), STATUS_CODE: answer.status}, error=error.code)
             exchange.respond(answer.status, (*answer.headers, (b"x-request-id", id)), answer.body)
             return
-        Passage(services, exchange, route, envelope, resolution, hold, id).go()
+        Passage(services, exchange, route, envelope, resolution, hold, id, span).go()

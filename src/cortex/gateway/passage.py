@@ -31,6 +31,7 @@ from cortex.gateway.state import Dispatcher
 from cortex.gateway.tickets import Lease, Ticket
 from cortex.gateway.translation import ChatTranslation, foreign_error
 from cortex.gateway.usage import usage_in
+from cortex.telemetry import UNTRACED, Span, Tracer
 from cortex.wire import openai_chat
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.events import Usage
@@ -40,6 +41,7 @@ log = logging.getLogger("cortex.access")
 MAX_ATTEMPTS = 3
 """Nodes that one request may be sent to before it is given up."""
 
+STATUS_CODE = "http.response.status_code"
 BYTES_PER_TOKEN = 4
 BYTES_PER_STREAMED_TOKEN = 200
 """An event that carries one token, with its envelope."""
@@ -56,6 +58,7 @@ class Services:
     nodes: Mapping[str, NodeClient]
     meter: Meter
     metrics: Metrics
+    tracer: Tracer
     ticker: Ticker
     clock: Callable[[], float]
 
@@ -64,6 +67,7 @@ class Passage:
     """One admitted request. Observer of its relay; ends exactly once, in `on_done`."""
 
     __slots__ = (
+        "_attempt",
         "_attempts",
         "_began_with_token",
         "_body",
@@ -80,11 +84,11 @@ class Passage:
         "_route",
         "_sent_at",
         "_services",
+        "_span",
         "_started_at",
         "_status",
         "_stream",
         "_ticket",
-        "_trace",
         "_translation",
     )
 
@@ -97,6 +101,7 @@ class Passage:
         resolution: Resolution,
         hold: Hold,
         id: bytes,
+        span: Span,
     ) -> None:
         self._services = services
         self._route = route
@@ -106,7 +111,8 @@ class Passage:
         self._id = id
         self._stream = bool(envelope.stream) and route.generates
         self._received = exchange.request.body
-        self._trace = exchange.request.header(b"traceparent")
+        self._span = span
+        self._attempt: Span | None = None
         self._body: bytes | None = None
         self._lease: Lease | None = None
         self._ticket: Ticket | None = None
@@ -179,8 +185,9 @@ class Passage:
             (b"x-request-id", self._id),
             (b"x-cortex-principal", _header_value(self._hold.principal)),
         )
-        if self._trace is not None:
-            headers = (*headers, (b"traceparent", self._trace))
+        self._attempt = self._span.call(lease.node)
+        if (traceparent := self._attempt.traceparent) is not None:
+            headers = (*headers, (b"traceparent", traceparent))
         if self._sent_at is None:
             self._sent_at = services.clock()
         self._attempts += 1
@@ -216,7 +223,11 @@ class Passage:
         body = openai_chat.build(msgspec.structs.replace(request, model=self._resolution.model_id))
         return body, ChatTranslation(self._route, request, id=answer_id, model=name)
 
-    def _release(self) -> None:
+    def _release(self, fault: str | None = None) -> None:
+        """The node has done what it will do for this request; `fault` is why it did not do all of it."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.end({STATUS_CODE: self._status} if self._status else {}, error=fault)
         lease, self._lease = self._lease, None
         if lease is not None:
             self._services.dispatcher.release(lease)
@@ -248,7 +259,7 @@ class Passage:
         if other is None and status != 404:
             return True
         self._count_retry()
-        self._release()
+        self._release(f"status {status}")
         if other is not None:
             self._try(other)
         else:
@@ -266,7 +277,7 @@ class Passage:
         node = self._lease.node
         self._services.dispatcher.suspect(node, str(fault))
         self._count_retry()
-        self._release()
+        self._release(str(fault))
         if self._attempts >= MAX_ATTEMPTS or not self._route.generates:
             self._refuse(UpstreamUnavailable(f"Node {node} failed before it answered: {fault}"))
             return
@@ -300,7 +311,7 @@ class Passage:
             services.dispatcher.cancel(self._ticket)
             self._ticket = None
         node = self._lease.node if self._lease is not None else ""
-        self._release()
+        self._release(self._error_code)
         model = self._resolution.model_id
         usage = self._usage(relay)
         self._hold.settle(usage, model=model, node=node, request_id=self._id.decode())
@@ -310,6 +321,7 @@ class Passage:
             services.metrics.errors.labels(model, self._error_code or f"status_{self._status}").inc()
         if node:
             self._count(node, now, usage)
+        self._end_span(node, outcome, usage)
         if services.config.access_log:
             self._log(node, now, outcome, usage)
 
@@ -350,6 +362,24 @@ class Passage:
             self._send(lease)
         except CortexError as error:
             self._refuse(error)
+
+    def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
+        if self._span is UNTRACED:
+            return
+        attributes: dict[str, str | int | float] = {
+            "cortex.request_id": self._id.decode(),
+            "cortex.principal": self._hold.principal,
+            "cortex.node": node,
+            "cortex.outcome": outcome.value,
+            "cortex.attempts": self._attempts,
+            "gen_ai.request.model": self._resolution.model_id,
+            STATUS_CODE: self._status,
+        }
+        if usage is not None:
+            attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        failed = self._error_code or (f"status_{self._status}" if self._status >= 400 else None)
+        self._span.end(attributes, error=failed)
 
     def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
         fields = {

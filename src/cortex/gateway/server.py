@@ -32,6 +32,7 @@ from cortex.gateway.poller import Poller
 from cortex.gateway.sizes import Sizes
 from cortex.gateway.state import Dispatcher
 from cortex.settings import Listen, SettingsError
+from cortex.telemetry import open_tracer
 from cortex.wire.errors import CortexError, Family, MethodNotAllowed, RouteNotFound
 from cortex.wire.node import DeviceHealth, Discovery, Health
 
@@ -51,7 +52,7 @@ class Gateway:
     """One gateway process. Everything it owns lives on the running loop."""
 
     def __init__(self, config: Config, catalogue: Catalogue, directory: Path) -> None:
-        """`directory` is where relative paths of the configuration begin."""
+        """`directory` is where relative paths of the configuration begin. Raises SettingsError."""
         loop = asyncio.get_running_loop()
         self.config = config
         self._ticker = Ticker(loop)
@@ -77,12 +78,14 @@ class Gateway:
         )
         self._lifecycle.outcomes = self.dispatcher
         self._metering = Metering(directory)
+        self._tracer = open_tracer(config.telemetry, "cortex")
         self._services = Services(
             config=config.gateway,
             dispatcher=self.dispatcher,
             nodes=self._nodes,
             meter=self._metering.meter,
             metrics=self.metrics,
+            tracer=self._tracer,
             ticker=self._ticker,
             clock=loop.time,
         )
@@ -132,6 +135,7 @@ class Gateway:
         for node in self._nodes.values():
             node.pool.close()
         await self._metering.close()
+        await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._sizes.write, self.dispatcher.fleet.measured)
 
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
@@ -144,6 +148,8 @@ class Gateway:
         for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
+        if before.telemetry != config.telemetry:
+            log.warning("telemetry has changed: restart the gateway to use it")
         kept = {section.name for section in config.neurons if section in before.neurons}
         leaving = [self._pollers.pop(name) for name in list(self._pollers) if name not in kept]
         await asyncio.gather(*(poller.stop() for poller in leaving))

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from cortex import settings
 from cortex.settings import Listen, Section
+from cortex.telemetry import TelemetrySection
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -118,6 +119,7 @@ class NeuronConfig(Section, frozen=True):
     """The least that is logged."""
     log_format: Literal["text", "json"] = "text"
     """`json` for collectors."""
+    telemetry: TelemetrySection = TelemetrySection()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
     limits: Limits = Limits()

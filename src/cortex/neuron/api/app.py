@@ -21,6 +21,7 @@ from cortex.neuron.api.inference import Inference
 from cortex.neuron.api.logs import request_id
 from cortex.neuron.api.metrics import Metrics
 from cortex.neuron.api.tokens import Tokens
+from cortex.telemetry import NoTracer, Tracer
 from cortex.wire.dialects import ROUTES
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,11 @@ def build(
     keepalive_s: float = 2.0,
     max_body_bytes: int = 64 * 1024 * 1024,
     strip_billing_header: bool = True,
+    tracer: Tracer | None = None,
 ) -> web.Application:
     """The HTTP front of `backend`. The server must cancel handlers whose client leaves."""
     metrics = Metrics(backend)
-    inference = Inference(backend, doors, metrics, keepalive_s, strip_billing_header)
+    inference = Inference(backend, doors, metrics, keepalive_s, strip_billing_header, tracer or NoTracer())
 
     async def expose(_: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -18,6 +18,8 @@ from cortex.neuron.api.metered import MeteredEncoder
 from cortex.neuron.api.metrics import Metrics, Watch
 from cortex.neuron.api.session import Session
 from cortex.neuron.api.stream import EventStream
+from cortex.neuron.api.traced import traced
+from cortex.telemetry import Tracer
 from cortex.wire import anthropic_messages
 from cortex.wire.dialects import DIALECTS, Dialect, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
@@ -37,6 +39,7 @@ class Inference:
     metrics: Metrics
     keepalive_s: float
     strip_billing_header: bool
+    tracer: Tracer
 
     def handler(self, name: DialectName) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler of one dialect's route."""
@@ -45,7 +48,7 @@ class Inference:
             parse = partial(anthropic_messages.parse, keep_billing_header=not self.strip_billing_header)
 
         async def handle(http: web.Request) -> web.StreamResponse:
-            with self.doors.enter(), self.metrics.watch(name) as watch:
+            with self.doors.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
                 request = parse(await replies.body_of(http))
                 self.backend.model(request.model)
                 watch.model = request.model

@@ -70,7 +70,7 @@ class Metrics:
             self.errors.labels(watch.model, CortexError.code).inc()
             raise
         finally:
-            outcome = "error" if watch.has_failed else outcome
+            outcome = "error" if watch.error_code else outcome
             self.requests.labels(watch.model, dialect, outcome).inc()
             self.duration.labels(watch.model).observe(time.monotonic() - watch.began_s)
 
@@ -82,7 +82,10 @@ class Watch:
         self.began_s = time.monotonic()
         self.model = UNKNOWN_MODEL
         self.phase: Callable[[], str] = lambda: "read"
-        self.has_failed = False
+        self.error_code: str | None = None
+        """Why it failed, if it did."""
+        self.finishes: list[Finish] = []
+        """How the choices ended, as far as they did."""
         self._metrics = metrics
         self._last_s: float | None = None
 
@@ -96,6 +99,7 @@ class Watch:
         self._last_s = now_s
         for event in events:
             if isinstance(event, Finish):
+                self.finishes.append(event)
                 self._count(event)
 
     def _count(self, finish: Finish) -> None:
@@ -107,7 +111,7 @@ class Watch:
 
     def failed(self, error: CortexError) -> None:
         """The request ended in `error`, before or after its first byte."""
-        self.has_failed = True
+        self.error_code = error.code
         self._metrics.errors.labels(self.model, error.code).inc()
 
 

@@ -15,6 +15,7 @@ from cortex.neuron.api.doors import Doors
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node
 from cortex.settings import Listen
+from cortex.telemetry import Tracer, open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ def bind(address: Listen) -> socket.socket:
 
 
 async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> None:
-    """Runs the node until SIGTERM, SIGINT or `stop`. Raises `CannotListen` before anything was started.
+    """Runs the node until SIGTERM, SIGINT or `stop`. Raises `SettingsError` or `CannotListen` before anything was
+    started.
 
     At the end admission closes, the queue is told at once, and running answers get `drain_s`. A second signal
     ends the process where it stands; its workers end with it.
     """
     logs.configure(config.log_level, config.log_format)
     stop = stop or asyncio.Event()
+    tracer = open_tracer(config.telemetry, "neuron")
     loop = asyncio.get_running_loop()
     listener = bind(config.address)
     try:
@@ -59,16 +62,19 @@ async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> N
             loop.add_signal_handler(number, stop.set)
         node = await Node.start(config)
         try:
-            await _serve_node(node, config, listener, stop)
+            await _serve_node(node, config, listener, tracer, stop)
         finally:
             await node.close()
     finally:
+        await asyncio.to_thread(tracer.close)
         listener.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-async def _serve_node(node: Node, config: NeuronConfig, listener: socket.socket, stop: asyncio.Event) -> None:
+async def _serve_node(
+    node: Node, config: NeuronConfig, listener: socket.socket, tracer: Tracer, stop: asyncio.Event
+) -> None:
     doors = Doors()
     application = app.build(
         node,
@@ -76,6 +82,7 @@ async def _serve_node(node: Node, config: NeuronConfig, listener: socket.socket,
         keepalive_s=config.keepalive_s,
         max_body_bytes=config.max_body_mb * 1024 * 1024,
         strip_billing_header=config.strip_billing_header,
+        tracer=tracer,
     )
     # A handler whose client has left is cancelled: that is how a lost client frees its slot in every phase.
     runner = web.AppRunner(

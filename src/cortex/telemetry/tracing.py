@@ -1,0 +1,97 @@
+"""What programs say about a request while it runs. Without a collector nothing is recorded, at next to no cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Protocol
+
+from msgspec import Meta
+
+from cortex.settings import Section, SettingsError
+
+Attributes = Mapping[str, str | int | float]
+
+
+class TelemetrySection(Section, frozen=True):
+    """Where traces go."""
+
+    endpoint: str | None = None
+    """OTLP/HTTP collector, such as `http://collector:4318`; no traces when absent. Needs the extra `telemetry`."""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """The share of requests that are traced; a client that sends `traceparent` decides for its own."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint must look like `http://collector:4318`, got `{self.endpoint}`")
+
+
+class Span(Protocol):
+    """Something that takes time, as part of a trace. Ended exactly once by whoever began it."""
+
+    @property
+    def traceparent(self) -> bytes | None:
+        """The header by which another program goes on with this trace; None when there is no trace."""
+
+    def call(self, name: str) -> Span:
+        """Begin a part of this that another program does."""
+
+    def phase(self, name: str, begin_s: float, end_s: float) -> None:
+        """A part of this that is over; seconds since this began."""
+
+    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
+        """It is over, and `error` is why it failed, if it did."""
+
+
+class Tracer(Protocol):
+    """Begins traces, or goes on with those of clients."""
+
+    def begin(self, name: str, traceparent: bytes | None) -> Span:
+        """A request has come, as part of the trace that `traceparent` names, if it names one."""
+
+    def close(self) -> None:
+        """Send what is left, within bounds. Blocking."""
+
+
+class _Untraced:
+    """A span that nobody records. It passes on the trace that its request came with."""
+
+    __slots__ = ("traceparent",)
+
+    def __init__(self, traceparent: bytes | None) -> None:
+        self.traceparent = traceparent
+
+    def call(self, name: str) -> Span:  # noqa: ARG002
+        return self
+
+    def phase(self, name: str, begin_s: float, end_s: float) -> None:
+        """Nothing is recorded."""
+
+    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
+        """Nothing is recorded."""
+
+
+UNTRACED: Span = _Untraced(None)
+
+
+class NoTracer:
+    """No collector."""
+
+    def begin(self, name: str, traceparent: bytes | None) -> Span:  # noqa: ARG002
+        return UNTRACED if traceparent is None else _Untraced(traceparent)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def open_tracer(section: TelemetrySection, service: str) -> Tracer:
+    """The tracer for `section`, under the name `service`. Raises SettingsError when its packages are missing."""
+    if section.endpoint is None:
+        return NoTracer()
+    try:
+        from cortex.telemetry.otlp import OtlpTracer
+    except ImportError as problem:
+        raise SettingsError(
+            "telemetry.endpoint needs packages that are not installed: pip install 'cortex[telemetry]'",
+            key="telemetry.endpoint",
+        ) from problem
+    return OtlpTracer(section.endpoint, section.sample_ratio, service)

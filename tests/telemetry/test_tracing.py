@@ -1,0 +1,83 @@
+"""Traces as a collector gets them."""
+
+import socket
+import sys
+import time
+
+import pytest
+
+from cortex.settings import SettingsError
+from cortex.telemetry import UNTRACED, NoTracer, TelemetrySection, open_tracer
+
+PARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_trace_is_continued_and_handed_on(collector):
+    tracer = open_tracer(TelemetrySection(endpoint=collector.endpoint), "cortex")
+    span = tracer.begin("POST /v1/messages", PARENT)
+    call = span.call("beast")
+    span.phase("prefill", 0.5, 2.0)
+    call.end({"http.response.status_code": 503}, error="overloaded")
+    span.end({"cortex.node": "beast"})
+    tracer.close()
+    by_name = {found.name: found for found in collector.spans}
+    assert {found.trace_id for found in collector.spans} == {"0af7651916cd43dd8448eb211c80319c"}
+    server = by_name["POST /v1/messages"]
+    assert server.parent_id == "b7ad6b7169203331"
+    assert server.attributes == {"cortex.node": "beast"}
+    assert server.service == "cortex"
+    assert call.traceparent == f"00-{server.trace_id}-{by_name['beast'].span_id}-01".encode()
+    assert by_name["beast"].parent_id == by_name["prefill"].parent_id == server.span_id
+    assert (by_name["beast"].error, server.error) == ("overloaded", None)
+    assert by_name["prefill"].duration_s == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("traceparent", [None, b"nonsense", b"\xff\xff", b"00-0-0-01"])
+def test_without_a_trace_to_continue_a_new_one_begins(collector, traceparent):
+    tracer = open_tracer(TelemetrySection(endpoint=collector.endpoint + "/v1/traces"), "cortex")
+    tracer.begin("a", traceparent).end({})
+    tracer.close()
+    (span,) = collector.spans
+    assert span.parent_id == ""
+
+
+def test_the_client_decides_for_its_own_traces_and_the_ratio_for_the_rest(collector):
+    tracer = open_tracer(TelemetrySection(endpoint=collector.endpoint, sample_ratio=0.0), "cortex")
+    unsampled = tracer.begin("not recorded", None)
+    assert unsampled.traceparent is not None
+    assert int(unsampled.traceparent[-2:], 16) & 1 == 0, "nodes are told not to record it either"
+    unsampled.end({})
+    tracer.begin("recorded", PARENT).end({})
+    tracer.close()
+    assert [span.name for span in collector.spans] == ["recorded"]
+
+
+def test_without_an_endpoint_a_clients_trace_is_only_passed_on():
+    tracer = open_tracer(TelemetrySection(), "cortex")
+    assert isinstance(tracer, NoTracer)
+    assert tracer.begin("a", None) is UNTRACED
+    span = tracer.begin("a", PARENT)
+    assert span.call("b").traceparent == PARENT
+    span.phase("c", 0.0, 1.0)
+    span.end({})
+    tracer.close()
+
+
+def test_a_missing_package_is_told_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cortex.telemetry.otlp", None)
+    with pytest.raises(SettingsError, match=r"pip install 'cortex\[telemetry\]'"):
+        open_tracer(TelemetrySection(endpoint="http://127.0.0.1:1"), "cortex")
+
+
+def test_an_endpoint_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="http://collector:4318"):
+        TelemetrySection(endpoint="collector:4318")
+
+
+def test_a_collector_that_hangs_does_not_hold_up_the_end():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracer = open_tracer(TelemetrySection(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"), "cortex")
+        tracer.begin("a", None).end({})
+        began = time.monotonic()
+        tracer.close()
+        assert time.monotonic() - began < 8.0

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.kv import page_bytes
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.state_memory import state_bytes
@@ -181,9 +182,10 @@ class Bench:
         whole = min(self.run(prompts(), 257) for _ in range(2))
         step_s = (whole - first) / 256
         info = self.engine.info
-        kv_bytes = streams * (512 + 128) * info.kv_bytes / ((info.num_pages + 1) * info.page_tokens)
         model = self.engine._runner.model
-        row_bytes = kv_bytes + streams * state_bytes(model.gated_deltas, model.parameters.dtype)
+        dtype = model.parameters.dtype
+        kv_bytes = (512 + 128) * page_bytes(model.attentions, 1, dtype)
+        row_bytes = streams * (kv_bytes + state_bytes(model.gated_deltas, dtype))
         read = info.weight_bytes - self._embedding_bytes() - self._idle_expert_bytes(streams) + row_bytes
         return {
             "tok/s": streams / step_s,

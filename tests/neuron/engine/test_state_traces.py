@@ -61,13 +61,21 @@ class Trace(RuleBasedStateMachine):
         max_rows=st.integers(1, 3),
         step_tokens=st.integers(4, 12),
         num_slots=st.integers(0, 5),
+        spacing=st.integers(0, 8),
         late=st.booleans(),
     )
     def begin(
-        self, num_pages: int, page_tokens: int, max_rows: int, step_tokens: int, num_slots: int, late: bool
+        self,
+        num_pages: int,
+        page_tokens: int,
+        max_rows: int,
+        step_tokens: int,
+        num_slots: int,
+        spacing: int,
+        late: bool,
     ) -> None:
         self.limits = Limits(max_rows, step_tokens, step_tokens // 2, context_tokens=num_pages * page_tokens)
-        states = StateBook(max_rows + 1, num_slots)
+        states = StateBook(max_rows + 1, num_slots, spacing)
         self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits, states)
         self.device = FoldingDevice()
         self.late = late

@@ -31,14 +31,25 @@ def names(count: int) -> list[bytes]:
     ],
 )
 def test_states_are_kept_at_the_page_ends_before_turn_ends(turn_ends, num_tokens, expected) -> None:
-    assert checkpoint_positions(turn_ends, num_tokens, 32) == expected
+    assert checkpoint_positions(turn_ends, 0, num_tokens, 32, 0) == expected
 
 
-@given(st.lists(st.integers(-5, 500)), st.integers(1, 400), st.integers(1, 64))
-def test_no_state_is_kept_where_it_could_not_be_used(turn_ends, num_tokens, page_tokens) -> None:
-    positions = checkpoint_positions(turn_ends, num_tokens, page_tokens)
-    assert all(0 < position < num_tokens and position % page_tokens == 0 for position in positions)
-    assert list(positions) == sorted(set(positions))
+@pytest.mark.parametrize(
+    ("start", "spacing_tokens", "expected"),
+    [(0, 64, (160, 288)), (0, 100, (160, 288)), (96, 64, (160, 288)), (128, 64, (192, 288)), (192, 100, ())],
+)
+def test_states_are_kept_at_a_distance(start, spacing_tokens, expected) -> None:
+    assert checkpoint_positions((40, 170, 200), start, 300, 32, spacing_tokens) == expected
+
+
+@given(
+    st.lists(st.integers(-5, 500)), st.integers(0, 400), st.integers(1, 400), st.integers(1, 64), st.integers(0, 100)
+)
+def test_no_state_is_kept_where_it_could_not_be_used(turn_ends, start, num_tokens, page_tokens, spacing) -> None:
+    positions = checkpoint_positions(turn_ends, start, num_tokens, page_tokens, spacing)
+    assert all(start < position < num_tokens and position % page_tokens == 0 for position in positions)
+    stretches = [end - begin for begin, end in zip((start, *positions), positions, strict=False)]
+    assert all(stretch > 0 and stretch >= spacing for stretch in stretches)
     assert len(positions) <= 4
 
 

@@ -31,6 +31,8 @@ from cortex.neuron.engine.states import StateBook
 
 STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
+CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
+"""A checkpoint costs a step of its own, and saves so many tokens of a later prompt: about as much as a step takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,9 @@ class Engine:
             context_tokens=loaded.context_tokens,
         )
         # Slots are the rows', one for padding rows, then the checkpoints'.
-        states = StateBook(max_rows + 1, loaded.slots.checkpoints) if loaded.states is not None else None
+        states = None
+        if loaded.states is not None:
+            states = StateBook(max_rows + 1, loaded.slots.checkpoints, CHECKPOINT_SPACING_TOKENS[device.type])
         self._scheduler = Scheduler(pool, limits, states)
         self._runner = Runner(loaded.model, loaded.page_tokens, max_rows, loaded.context_tokens, loaded.states)
         self._constraints = Constraints(Path(spec.path), loaded.model.config.vocab, device)
@@ -71,7 +75,7 @@ class Engine:
             context_tokens=loaded.context_tokens,
             vocab_size=loaded.model.config.vocab,
             weight_bytes=loaded.weight_bytes,
-            kv_bytes=loaded.kv.num_bytes,
+            kv_bytes=loaded.kv.num_bytes + loaded.slots.num_bytes,
             page_tokens=loaded.page_tokens,
             num_pages=pool.num_pages,
             notes=loaded.notes,

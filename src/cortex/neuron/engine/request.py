@@ -102,6 +102,7 @@ class EngineInfo:
     vocab_size: int
     weight_bytes: int
     kv_bytes: int
+    """What sequences are kept in: KV pages, and recurrent states where the model has them."""
     page_tokens: int
     num_pages: int
     notes: tuple[str, ...] = ()

@@ -259,7 +259,13 @@ class Scheduler:
         page_tokens = self.pool.page_tokens
         if sequence.pages:
             draft.restores.append((states.use(sequence.digests[len(sequence.pages) - 1]), sequence.row))
-        positions = checkpoint_positions(sequence.request.checkpoint_at, len(sequence.tokens), page_tokens)
+        positions = checkpoint_positions(
+            sequence.request.checkpoint_at,
+            sequence.computed,
+            len(sequence.tokens),
+            page_tokens,
+            states.spacing_tokens,
+        )
         sequence.checkpoints = tuple(
             position for position in positions if states.lacks(sequence.digests[position // page_tokens - 1])
         )

@@ -24,8 +24,11 @@ class Trail:
     """The prefix it is the state of."""
 
 
-def checkpoint_positions(turn_ends: Sequence[int], num_tokens: int, page_tokens: int) -> tuple[int, ...]:
-    """Where the state of a prompt of `num_tokens` is kept: at page ends, none past the last token but one.
+def checkpoint_positions(
+    turn_ends: Sequence[int], start: int, num_tokens: int, page_tokens: int, spacing_tokens: int
+) -> tuple[int, ...]:
+    """Where the state of a prompt is kept that is computed from `start` to `num_tokens`: at page ends, none past the
+    last token but one, each `spacing_tokens` after the one before, as it costs a step to stop there.
 
     The first turn is what conversations have in common. The last two are where the next request may part from this
     one, as templates rewrite the latest turns. The end of the prompt serves one that merely goes on.
@@ -33,13 +36,20 @@ def checkpoint_positions(turn_ends: Sequence[int], num_tokens: int, page_tokens:
     last = num_tokens - 1  # the last token is always computed: the next one is drawn from it
     ends = sorted(end for end in turn_ends if 0 < end <= last)
     wanted = (*ends[:1], *ends[-2:], last)
-    return tuple(sorted({end // page_tokens * page_tokens for end in wanted} - {0}))
+    kept: list[int] = []
+    for position in sorted({end // page_tokens * page_tokens for end in wanted}):
+        if position > start and position - start >= spacing_tokens:
+            kept.append(position)
+            start = position
+    return tuple(kept)
 
 
 class StateBook:
     """Owns the checkpoint slots of one model. Not thread-safe: it belongs to the engine thread."""
 
-    def __init__(self, first_slot: int, num_slots: int) -> None:
+    def __init__(self, first_slot: int, num_slots: int, spacing_tokens: int = 0) -> None:
+        self.spacing_tokens = spacing_tokens
+        """Tokens of a prompt from one checkpoint to the next, at least."""
         self._slots = range(first_slot, first_slot + num_slots)
         self._blank = list(reversed(self._slots))
         self._lent: set[int] = set()

@@ -38,6 +38,8 @@ class Seen:
     headers: dict[str, str]
     raw: bytes
     left_at: float | None = None
+    ended: bool = False
+    """Answered, or left."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -177,6 +179,8 @@ class FakeNeuron:
         except (asyncio.CancelledError, ConnectionResetError):
             seen.left_at = time.monotonic()
             raise
+        finally:
+            seen.ended = True
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -470,35 +470,3 @@ async def test_the_trace_context_is_passed_on(neurons, start_gateway):
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     await client.post("/v1/chat/completions", {"model": "a", "messages": []}, traceparent=trace)
     assert beast.seen[0].headers["traceparent"] == trace
-
-
-async def test_after_a_crowd_with_deserters_every_counter_is_back_to_zero(neurons, start_gateway):
-    async def paced(node, request, body):
-        response = await begin_stream(request)
-        for _ in range(8):
-            await response.write(chunk(body["model"], {"content": "x"}))
-            await asyncio.sleep(0.05)
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    nodes = [await neurons(f"n{i}", sizes={"a": GB}, states={"a": READY}, answer=paced) for i in range(2)]
-    client = await start_gateway(*nodes)
-    body = {"model": "a", "messages": [], "stream": True}
-
-    async def stay() -> bool:
-        async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
-            return (await response.read()).endswith(b"data: [DONE]\n\n")
-
-    async def leave(after_s: float) -> bool:
-        try:
-            return await asyncio.wait_for(stay(), after_s)
-        except TimeoutError:
-            return True
-
-    crowd = [stay() if number % 3 else leave(0.002 * number) for number in range(240)]
-    assert all(await asyncio.gather(*crowd))
-    gateway = client.gateway
-    await until(lambda: gateway.dispatcher.in_flight == {} and gateway.server.num_exchanges == 0)
-    assert gateway.dispatcher.queue_depths == {}
-    await until(lambda: all(node.pool.num_calls <= 1 for node in gateway._nodes.values()))
-    assert {seat for node in nodes for seat in node.states.values()} == {READY}

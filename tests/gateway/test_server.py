@@ -8,7 +8,9 @@ import sys
 import time
 import urllib.request
 
+import msgspec
 import pytest
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from fake_neuron import GB, begin_stream, chunk, until
 
 from cortex.exits import ExitCode
@@ -44,8 +46,8 @@ class Process:
 async def spawn(tmp_path):
     started = []
 
-    async def start(node=None, extra: str = "", listen_host: str = "127.0.0.1") -> Process:
-        port, metrics_port = free_port(), free_port()
+    async def start(node=None, extra: str = "", listen_host: str = "127.0.0.1", port: int | None = None) -> Process:
+        port, metrics_port = port or free_port(), free_port()
         config = tmp_path / "cortex.toml"
         text = f'[gateway]\nlisten = "{listen_host}:{port}"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n{extra}\n'
         if node is not None:
@@ -190,3 +192,49 @@ async def test_a_killed_gateway_serves_again_one_poll_after_its_restart(neurons,
     second = await spawn(beast)
     assert b'"loaded":true' in await second.get("/v1/models/a")
     assert not beast.load_requests
+
+
+async def test_a_gateway_killed_under_load_is_back_with_its_restart_and_leaves_nothing_behind(neurons, spawn):
+    async def paced(node, request, body):
+        response = await begin_stream(request)
+        for _ in range(10):
+            await response.write(chunk("a", {"content": "x"}))
+            await asyncio.sleep(0.03)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": ModelState.READY}, answer=paced)
+    first = await spawn(beast)
+    url = f"http://127.0.0.1:{first.port}/v1/chat/completions"
+    stop = asyncio.Event()
+    whole, broken = [0], [0]
+    body = {"model": "a", "messages": [], "stream": True}
+
+    async def client(session: ClientSession) -> None:
+        while not stop.is_set():
+            try:
+                async with session.post(url, json=body) as response:
+                    data = await response.read()
+                whole[0] += data.endswith(b"data: [DONE]\n\n")
+            except ClientError:
+                broken[0] += 1
+                await asyncio.sleep(0.05)
+
+    async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=20)) as session:
+        clients = [asyncio.create_task(client(session)) for _ in range(24)]
+        await until(lambda: whole[0] >= 24, 10.0)
+        first.process.send_signal(signal.SIGKILL)
+        await first.process.wait()
+        await until(lambda: broken[0] >= 24, 10.0)
+        await until(lambda: all(seen.ended for seen in beast.seen), 2.0)
+        second = await spawn(beast, port=first.port)
+        served = whole[0]
+        await until(lambda: whole[0] >= served + 24, 10.0)
+        stop.set()
+        await asyncio.gather(*clients)
+    await until(lambda: all(seen.ended for seen in beast.seen))
+    status = msgspec.json.decode(await second.get("/fleet/status"))
+    assert status["waiting"] == {}
+    assert [model["in_flight"] for model in status["nodes"][0]["models"]] == [0]
+    assert not beast.load_requests
+    assert not beast.unload_requests

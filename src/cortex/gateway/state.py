@@ -29,10 +29,10 @@ from cortex.gateway.tickets import Lease, Ticket
 from cortex.wire.errors import (
     CortexError,
     InsufficientCapacity,
+    InvalidValue,
     ModelNotFound,
     Overloaded,
     ShuttingDown,
-    UpstreamUnavailable,
 )
 from cortex.wire.node import Dialect, Discovery, Health, ModelState, ModelStatus
 
@@ -280,7 +280,8 @@ class Dispatcher:
     def load(self, model: str, node: str | None = None) -> Decision:
         """Load by order of the operator. Raises what stands in the way; returns the decision otherwise."""
         if node is not None and node not in self._lifecycle:
-            raise UpstreamUnavailable(f"There is no node {node}; the fleet has {', '.join(self._lifecycle) or 'none'}.")
+            known = ", ".join(self._lifecycle) or "none"
+            raise InvalidValue(f"There is no node {node}; the fleet has {known}.", param="node")
         excluded = [name for name in self._lifecycle if node is not None and name != node]
         decision = place(model, self.fleet, self._clock(), origin="operator", excluded=excluded)
         self._journal.decided(decision)

@@ -13,10 +13,12 @@ import pytest
 from aiohttp import ClientSession, web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cortex.neuron.api import app
+from cortex.neuron.api import app, server
 from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.protocol import accept
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
 from cortex.neuron.text.model import TextModel
+from cortex.settings import Listen
 from cortex.wire.errors import ContextLengthExceeded, CortexError, ModelNotFound
 from cortex.wire.node import (
     Device,
@@ -234,11 +236,11 @@ async def api(node: ScriptedNode) -> AsyncIterator[Api]:
     application = app.build(node, doors, keepalive_s=0.05, max_body_bytes=1_000_000)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
+    accepting = await accept(runner, server.bind(Listen("127.0.0.1:0")))
+    host, port = accepting.sockets[0].getsockname()
     async with ClientSession() as client:
         yield Api(node, doors, f"http://{host}:{port}", client)
+    accepting.close()
     await runner.cleanup()
 
 

@@ -1,12 +1,15 @@
 """Bodies that nobody sends by accident: every one gets an answer of ours, none a 5xx, none plain text."""
 
+import asyncio
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cortex.wire.dialects import ROUTES
+from cortex.wire.errors import BY_CODE
 
 PATHS = [*ROUTES, "/v1/messages/count_tokens", "/tokenize", "/models/load", "/models/unload"]
 
@@ -45,3 +48,95 @@ async def test_a_hostile_body_gets_a_proper_answer(api: Any, path: str) -> None:
         assert response.status < 500, told
         if response.status >= 400:
             assert answer["error"]["message"], told
+
+
+NOT_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"hello\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+    b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",
+    b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"x" * 70_000 + b"\r\n\r\n",
+    b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", NOT_HTTP, ids=range(len(NOT_HTTP)))
+async def test_what_is_not_http_is_refused_in_json(api: Any, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
+    writer.write(sent)
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split(b" ")[1].startswith(b"4"), answer
+    assert b"content-type: application/json" in head.lower()
+    assert json.loads(body)["error"]["message"]
+
+
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1e308,
+    2**70,
+    "",
+    "x" * 10_000,
+    "\ud800",
+    [],
+    [[]],
+    {},
+    {"type": "?"},
+    [None] * 50,
+]
+
+
+def mutations(seed: int, count: int) -> Iterator[bytes]:
+    """Bodies that are almost right: one value somewhere inside is something else."""
+    dice = random.Random(seed)
+    content = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]
+    parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
+    tool = {"type": "function", "name": "f", "function": {"name": "f", "parameters": parameters}, "input_schema": {}}
+    for _ in range(count):
+        body: dict[str, Any] = {
+            "model": "org/tiny",
+            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": content}],
+            "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+            "prompt": "hi",
+            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+            "tools": [tool],
+            "tool_choice": {"type": "auto"},
+            "stop": ["a"],
+            "temperature": 0.5,
+            "max_tokens": 3,
+            "n": 1,
+            "logit_bias": {"5": 1.0},
+            "stream_options": {"include_usage": True},
+            "response_format": {"type": "json_object"},
+            "thinking": {"type": "enabled", "budget_tokens": 5},
+            "stream": dice.random() < 0.3,
+        }
+        body = json.loads(json.dumps(body))
+        place: Any = body
+        key = dice.choice(list(body))
+        while isinstance(place[key], dict | list) and place[key] and dice.random() < 0.7:
+            place = place[key]
+            key = dice.choice(list(place)) if isinstance(place, dict) else dice.randrange(len(place))
+        place[key] = dice.choice(VALUES)
+        yield json.dumps(body).encode("utf-8", "surrogatepass")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_body_that_is_almost_right_gets_an_answer_or_an_error_of_ours(api: Any, path: str) -> None:
+    for data in mutations(7, 80):
+        async with api.client.post(api.url + path, data=data) as response:
+            answer = await response.read()
+        if response.status >= 400:
+            told = json.loads(answer)["error"]
+            assert response.status < 500, (data, told)
+            assert told["message"], data
+            assert told.get("code", "malformed_json") in BY_CODE, (data, told)

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from cortex.neuron.api import app, logs
 from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.protocol import BACKLOG, accept
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node
 from cortex.settings import Listen
@@ -21,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _FAREWELL_S = 2.0
 """How long answers that the node has ended may take to reach their clients."""
-_BACKLOG = 1024
 
 
 class CannotListen(Exception):
@@ -35,7 +35,7 @@ def bind(address: Listen) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address.host, address.port))
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as problem:
         listener.close()
         if problem.errno == errno.EADDRINUSE:
@@ -89,8 +89,8 @@ async def _serve_node(
         application, handler_cancellation=True, access_log=None, handle_signals=False, shutdown_timeout=_FAREWELL_S
     )
     await runner.setup()
+    accepting = await accept(runner, listener)
     try:
-        await web.SockSite(runner, listener).start()
         log.info("listening on %s", _address(listener))
         await stop.wait()
         loop = asyncio.get_running_loop()
@@ -101,6 +101,7 @@ async def _serve_node(
         await node.close()
         await doors.drained(_FAREWELL_S)
     finally:
+        accepting.close()
         await runner.cleanup()
 
 

@@ -93,6 +93,7 @@ def decode_attention(
         NORM=rules.q_scale is not None,
         PAGE=page_tokens,
         TILE=tile,
+        PREFETCH=splits > 1,  # a program with one tile waits for it; one with many keeps its registers for the loop
         num_warps=tile // 32,
         num_stages=3,
         **launch_options(q.device),
@@ -189,6 +190,7 @@ def _decode_kernel(
     NORM: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -207,11 +209,12 @@ def _decode_kernel(
         return
     start = first + split * stretch
     end = tl.minimum(newest, start + stretch)
-    keys, values, valid = _tile(
-        start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE
-    )
+    if PREFETCH:  # earlier positions were written by earlier steps: they may be fetched before the wait
+        keys, values, valid = _tile(
+            start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE
+        )
     if OVERLAP:
-        gdc_wait()  # earlier positions were written by earlier steps: they may be fetched before this
+        gdc_wait()
 
     head = tl.arange(0, GROUP_BLOCK)
     dim = tl.arange(0, DIM_BLOCK)
@@ -224,9 +227,12 @@ def _decode_kernel(
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
-    if start < end:
-        highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
-    for tile in range(start + TILE, end, TILE):
+    begin = start
+    if PREFETCH:
+        if start < end:
+            highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
+        begin = start + TILE
+    for tile in range(begin, end, TILE):
         keys, values, valid = _tile(
             tile, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE
         )

@@ -106,6 +106,12 @@ class Run:
 Start = Callable[..., Run]
 
 
+@pytest.fixture(scope="session", name="free_ports")
+def _free_ports() -> Callable[[int], list[int]]:
+    """Ports that nobody listens on."""
+    return free_ports
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo model in the user's own cache, so that it is fetched once and not once per test run."""

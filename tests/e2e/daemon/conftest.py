@@ -1,0 +1,183 @@
+"""A real neuron on its own: the daemon, its workers, the demo model and a second, tiny model beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cortex.neuron.device.hostmemory import anonymous_bytes
+
+SOURCE = Path(__file__).parents[3] / "src"
+READY_TIMEOUT_S = 90.0
+DEMO, TINY = "demo", "tiny"
+
+
+@dataclass
+class Daemon:
+    """`python -m cortex.neuron`, and what a test asks of it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def call(self, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
+        """Status and JSON of one exchange; a POST when there is a body."""
+        content = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, content, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as refusal:
+            return refusal.code, json.load(refusal)
+
+    def model(self, model_id: str) -> dict[str, Any]:
+        status, model = self.call(f"/models/{model_id}")
+        assert status == 200, model
+        return dict(model)
+
+    def answer(self, model_id: str = DEMO) -> tuple[int, Any]:
+        body = {"model": model_id, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        return self.call("/v1/completions", body)
+
+    def wait_ready(self, model_id: str = DEMO) -> None:
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while True:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if self.model(model_id)["state"] == "ready":
+                    return
+            except urllib.error.URLError:
+                pass  # it does not listen yet
+            assert time.monotonic() < deadline_s, self.log.read_text()
+            time.sleep(0.05)
+
+    def descendants(self) -> dict[int, str]:
+        """Process id → name of everything that descends from the daemon."""
+        parents: dict[int, tuple[int, str]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+                except OSError:
+                    continue  # ended between the listing and the look
+                parents[int(entry.name)] = (int(rest.split()[1]), name)
+        found: dict[int, str] = {}
+        family = {self.process.pid}
+        while grown := {child for child, (parent, _) in parents.items() if parent in family} - family:
+            family |= grown
+            found |= {child: parents[child][1] for child in grown}
+        return found
+
+    @property
+    def worker(self) -> int:
+        """The process that computes."""
+        (worker,) = [process_id for process_id, name in self.descendants().items() if name == "neuron-worker"]
+        return worker
+
+    def held_bytes(self) -> int:
+        """What the daemon and everything under it hold."""
+        return sum(anonymous_bytes(each) for each in (self.process.pid, *self.descendants()))
+
+
+StartDaemon = Callable[..., Daemon]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of a few hundred kilobytes with a tokenizer of single bytes."""
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    hidden, inner, vocab = 64, 128, len(alphabet)
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(7)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(2):
+        block = f"model.layers.{layer}"
+        shapes |= {
+            f"{block}.input_layernorm.weight": (hidden,),
+            f"{block}.post_attention_layernorm.weight": (hidden,),
+            f"{block}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{block}.self_attn.k_proj.weight": (hidden // 2, hidden),
+            f"{block}.self_attn.v_proj.weight": (hidden // 2, hidden),
+            f"{block}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{block}.mlp.gate_proj.weight": (inner, hidden),
+            f"{block}.mlp.up_proj.weight": (inner, hidden),
+            f"{block}.mlp.down_proj.weight": (hidden, inner),
+        }
+    weights = {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start_daemon(
+    tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path, free_ports: Callable[[int], list[int]]
+) -> Iterator[StartDaemon]:
+    """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`."""
+    daemons: list[Daemon] = []
+
+    def start(*settings: str) -> Daemon:
+        folder = tmp_path_factory.mktemp("daemon")
+        (port,) = free_ports(1)
+        config = [
+            f'listen = "127.0.0.1:{port}"',
+            *settings,
+            f'[harness.torch]\nhf_cache = "{folder}/hub"',
+            f'[[models]]\nid = "{TINY}"\nsource = "{tiny_model}"',
+            f'[[default_models]]\nmodel_id = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\nmemory_mb = 600',
+        ]
+        (folder / "neuron.toml").write_text("\n".join(config))
+        log = folder / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cortex.neuron", "--config", str(folder / "neuron.toml")],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            )
+        daemon = Daemon(process, f"http://127.0.0.1:{port}", log)
+        daemons.append(daemon)
+        daemon.wait_ready()
+        return daemon
+
+    yield start
+    for daemon in daemons:
+        if daemon.process.poll() is None:
+            daemon.process.send_signal(signal.SIGKILL)
+        daemon.process.wait(10)

@@ -1,0 +1,195 @@
+"""Workers that are killed, and model files that are broken or made to do harm."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from .conftest import Daemon, StartDaemon
+
+pytestmark = pytest.mark.e2e
+
+DEMO, TINY = "demo", "tiny"
+KILLS = 20
+ANSWERS_AGAIN_WITHIN_S = 5.0
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def daemon(start_daemon: StartDaemon) -> Daemon:
+    return start_daemon("drain_s = 1.0")
+
+
+def kill_mid_stream(daemon: Daemon) -> dict[str, Any]:
+    """Ends the worker once an answer has begun; what the stream says last."""
+    host, _, port = daemon.url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    body = {"model": DEMO, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    events: list[dict[str, Any]] = []
+    for line in response:
+        if line.startswith(b"data: {"):
+            events.append(json.loads(line[6:]))
+            if len(events) == 1:
+                os.kill(daemon.worker, signal.SIGKILL)
+    connection.close()
+    return events[-1]
+
+
+def test_killed_mid_stream_twenty_times_it_answers_again_each_time(daemon: Daemon) -> None:
+    status, first = daemon.answer()
+    assert status == 200
+    for _ in range(KILLS):
+        last = kill_mid_stream(daemon)
+        told_s = time.monotonic()
+        assert last["error"]["code"] == "recovering"
+        while (answer := daemon.answer())[0] != 200:
+            status, refusal = answer
+            assert (status, refusal["error"]["code"]) == (503, "recovering")
+            assert time.monotonic() - told_s < ANSWERS_AGAIN_WITHIN_S
+            time.sleep(0.05)
+        assert time.monotonic() - told_s < ANSWERS_AGAIN_WITHIN_S
+        assert answer[1]["choices"] == first["choices"]
+    assert sorted(daemon.descendants().values()) == ["neuron-worker", "python"]
+
+
+# Hostile files. Each takes a folder and writes what a download or a prankster may have left there; it gives the source.
+
+
+def gguf_with(*, version: int = 3, tensors: int = 0, pairs: int = 0, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, pairs) + rest
+
+
+def gguf_string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def safetensors_with(header: Any, data: bytes = b"") -> bytes:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data
+
+
+def single_file(name: str, content: bytes) -> Callable[[Path, Path, Path], Path]:
+    def write(folder: Path, _demo: Path, _tiny: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def truncated_demo(folder: Path, demo: Path, _tiny: Path) -> Path:
+    with demo.open("rb") as whole:
+        (folder / "cut.gguf").write_bytes(whole.read(30_000_000))
+    return folder / "cut.gguf"
+
+
+def damaged_header(folder: Path, demo: Path, _tiny: Path) -> Path:
+    shutil.copyfile(demo, folder / "damaged.gguf")
+    with (folder / "damaged.gguf").open("r+b") as file:
+        file.seek(200)
+        file.write(b"\xff" * 64)
+    return folder / "damaged.gguf"
+
+
+def tiny_with(**files: bytes) -> Callable[[Path, Path, Path], Path]:
+    """The tiny model with some of its files replaced; `__` in a name stands for a dot."""
+
+    def write(folder: Path, _demo: Path, tiny: Path) -> Path:
+        shutil.copytree(tiny, folder, dirs_exist_ok=True)
+        for name, content in files.items():
+            (folder / name.replace("__", ".")).write_bytes(content)
+        return folder
+
+    return write
+
+
+def shards_elsewhere(folder: Path, _demo: Path, tiny: Path) -> Path:
+    """An index that names its shards outside of the model's folder."""
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    (folder / "model.safetensors").unlink()
+    shard = os.path.relpath(tiny / "model.safetensors", folder)
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": shard, "lm_head.weight": "/etc/passwd"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def tiny_cut_short(folder: Path, _demo: Path, tiny: Path) -> Path:
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    content = (tiny / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    return folder
+
+
+BAD_OFFSETS = {"model.embed_tokens.weight": {"dtype": "F32", "shape": [256, 64], "data_offsets": [0, 1 << 50]}}
+NEGATIVE = {"model.embed_tokens.weight": {"dtype": "F32", "shape": [-1, 64], "data_offsets": [0, 256]}}
+
+HOSTILE: dict[str, Callable[[Path, Path, Path], Path]] = {
+    "wrong magic": single_file("letter.gguf", b"Dear reader, " * 100),
+    "empty": single_file("empty.gguf", b""),
+    "truncated": truncated_demo,
+    "damaged header": damaged_header,
+    "absurd tensor count": single_file("count.gguf", gguf_with(tensors=1 << 60)),
+    "absurd pair count": single_file("pairs.gguf", gguf_with(pairs=1 << 60)),
+    "absurd string": single_file("text.gguf", gguf_with(pairs=1, rest=struct.pack("<Q", 1 << 62))),
+    "array bomb": single_file(
+        "bomb.gguf", gguf_with(pairs=1, rest=gguf_string(b"bomb") + struct.pack("<IIQ", 9, 9, 1 << 40))
+    ),
+    "header longer than the file": tiny_with(model__safetensors=struct.pack("<Q", 1 << 60) + b"{}"),
+    "header of brackets": tiny_with(model__safetensors=safetensors_with(b"[" * 100_000)),
+    "offsets beyond the file": tiny_with(model__safetensors=safetensors_with(BAD_OFFSETS, bytes(256))),
+    "negative shape": tiny_with(model__safetensors=safetensors_with(NEGATIVE, bytes(256))),
+    "weights cut short": tiny_cut_short,
+    "shards elsewhere": shards_elsewhere,
+    "config of brackets": tiny_with(config__json=b"[" * 100_000),
+    "config of nonsense": tiny_with(config__json=b'{"model_type": "llama", "hidden_size": "wide"}'),
+    "config of absurd sizes": tiny_with(
+        config__json=json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 1 << 40,
+                "intermediate_size": 1 << 40,
+                "num_hidden_layers": 1 << 30,
+                "num_attention_heads": 4,
+                "max_position_embeddings": 1 << 40,
+                "vocab_size": 1 << 40,
+            }
+        ).encode()
+    ),
+    "tokenizer of nonsense": tiny_with(tokenizer__json=b'{"model": {"type": "BPE", "vocab": 7}}'),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_model_is_refused_and_leaves_nothing_behind(
+    daemon: Daemon, tmp_path: Path, demo_model: Path, tiny_model: Path, kind: str
+) -> None:
+    source = HOSTILE[kind](tmp_path, demo_model, tiny_model)
+    name = f"hostile-{kind.replace(' ', '-')}"
+    daemon.wait_ready()
+    processes, before_bytes = daemon.descendants(), daemon.held_bytes()
+    status, refusal = daemon.call("/models/load", {"model_id": name, "source": str(source)}, timeout_s=20)
+    # Sizes that no machine has are told as what they are: too large.
+    expected = (507, "insufficient_capacity") if kind == "config of absurd sizes" else (502, "load_failed")
+    assert (status, refusal["error"]["code"]) == expected, refusal
+    assert "Traceback" not in refusal["error"]["message"]
+    model = daemon.model(name)
+    assert (model["state"], model["measured_bytes"]) == ("failed", None)
+    assert model["reason"]
+    assert daemon.descendants() == processes
+    assert daemon.held_bytes() - before_bytes < 64 * MEBIBYTE
+    status, _ = daemon.call("/models/unload", {"model_id": name})
+    assert (status, daemon.model(name)["state"]) == (200, "cold")
+    assert daemon.answer()[0] == 200

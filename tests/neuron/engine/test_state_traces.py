@@ -210,6 +210,14 @@ def test_the_same_prompt_again_is_computed_from_its_last_page_end_on() -> None:
         assert len(plans) == 1
 
 
+def test_a_prompt_that_ends_where_a_state_is_kept_cannot_use_it() -> None:
+    """Its last token has to be computed, and the state has taken it in already."""
+    scheduler, device = conversation()
+    run(scheduler, device, EngineRequest("1", (1,) * 41, max_tokens=1, checkpoint_at=(20,)))
+    shorter, _ = run(scheduler, device, EngineRequest("2", (1,) * 40, max_tokens=1))
+    assert shorter.cached == 20
+
+
 def test_without_slots_nothing_is_reused_and_nothing_is_cut() -> None:
     scheduler, device = conversation(num_slots=0)
     request = EngineRequest("1", (1,) * 41, max_tokens=8, checkpoint_at=(9, 30))

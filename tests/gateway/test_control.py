@@ -176,7 +176,7 @@ async def test_a_load_by_hand_that_fails_says_why(neurons, start_gateway):
     status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
     assert (status, body["error"]["message"]) == (502, "corrupt file")
     status, body = await client.post("/fleet/models/a/load", {"node": "nobody"})
-    assert status == 502
+    assert status == 400
     assert "beast" in body["error"]["message"]
 
 

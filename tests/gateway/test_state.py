@@ -105,11 +105,12 @@ class Bench:
         """A request; what it got, once it did, is in the list."""
         got: list[Lease | CortexError] = []
         resolution = self.dispatcher.resolve(name)
+        origin = "background" if resolution.background else "request"
         lease = self.dispatcher.acquire(resolution.model_id, bytes)
         if lease is not None:
             got.append(lease)
         else:
-            self.dispatcher.wait(Ticket(resolution, bytes, got.append, self.now))
+            self.dispatcher.wait(Ticket(resolution.model_id, bytes, got.append, self.now, origin=origin))
         return got
 
 
@@ -362,7 +363,7 @@ def test_a_cancelled_request_gets_nothing_and_leaves_no_queue():
     bench = Bench({"n": {"a": GB}})
     bench.poll()
     got: list[Lease | CortexError] = []
-    ticket = Ticket(bench.dispatcher.resolve("a"), bytes, got.append, bench.now)
+    ticket = Ticket("a", bytes, got.append, bench.now)
     bench.dispatcher.wait(ticket)
     bench.dispatcher.cancel(ticket)
     bench.finish_load()

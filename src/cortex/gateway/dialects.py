@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cortex.gateway.http.server import Answer
+from cortex.gateway.tickets import Need
 from cortex.wire import errors
 from cortex.wire.dialects import DIALECTS, Dialect, family
 from cortex.wire.errors import CortexError, Family
@@ -21,13 +22,17 @@ class Route:
 
     path: bytes
     dialect: DialectName
-    generates: bool = True
-    """It asks a model for an answer, which may be streamed and may have to wait for a load."""
+    need: Need = "answer"
+    """What it wants of a node; an answer may be streamed and may have to wait for a load."""
     span_name: str = field(init=False)
     """How traces call a request to it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
+
+    @property
+    def generates(self) -> bool:
+        return self.need == "answer"
 
     @property
     def codec(self) -> Dialect:
@@ -42,8 +47,8 @@ CHAT = Route(b"/v1/chat/completions", "openai_chat")
 COMPLETIONS = Route(b"/v1/completions", "openai_completions")
 RESPONSES = Route(b"/v1/responses", "openai_responses")
 MESSAGES = Route(b"/v1/messages", "anthropic_messages")
-COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", generates=False)
-EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", generates=False)
+COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
+EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
 
 ROUTES: dict[bytes, Route] = {
     route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, EMBEDDINGS)

@@ -7,9 +7,11 @@ import os
 import re
 
 from cortex.gateway import envelope as envelopes
+from cortex.gateway.desk import Admission
 from cortex.gateway.dialects import Route, error_answer
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.passage import STATUS_CODE, Passage, Services
+from cortex.telemetry import Span
 from cortex.wire.errors import CortexError, ShuttingDown
 
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -34,25 +36,28 @@ class Inference:
 
     def begin(self, exchange: Exchange, route: Route) -> None:
         """Take over an exchange: it will be answered, in the dialect of `route`, whatever happens."""
-        services = self.services
         request = exchange.request
         id = request_id_of(request.header(b"x-request-id"))
-        span = services.tracer.begin(route.span_name, request.header(b"traceparent"))
-        model = ""
+        span = self.services.tracer.begin(route.span_name, request.header(b"traceparent"))
         try:
             if self.closing:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             envelope = envelopes.read(request.body)
-            assert envelope.model is not None  # `read` refuses a body without one
-            resolution = services.dispatcher.resolve(envelope.model)
-            model = resolution.model_id
-            hold = services.meter.admit(
-                request, model=model, prompt_bytes=len(request.body), completion_limit=envelope.completion_limit
-            )
         except CortexError as error:
-            services.metrics.errors.labels(model, error.code).inc()
-            answer = error_answer(error, route.family)
-            span.end({"cortex.request_id": id.decode(), STATUS_CODE: answer.status}, error=error.code)
-            exchange.respond(answer.status, (*answer.headers, (b"x-request-id", id)), answer.body)
+            self._refuse(exchange, route, id, span, error)
             return
-        Passage(services, exchange, route, envelope, resolution, hold, id, span).go()
+
+        def admitted(result: Admission | CortexError) -> None:
+            if isinstance(result, CortexError):
+                self._refuse(exchange, route, id, span, result)
+            else:
+                Passage(self.services, exchange, route, envelope, result, id, span).go()
+
+        self.services.desk.admit(request, envelope, route.need, admitted)
+
+    def _refuse(self, exchange: Exchange, route: Route, id: bytes, span: Span, error: CortexError) -> None:
+        # Without a model: what a stranger calls one must not become a label.
+        self.services.metrics.errors.labels("", error.code).inc()
+        answer = error_answer(error, route.family)
+        span.end({"cortex.request_id": id.decode(), STATUS_CODE: answer.status}, error=error.code)
+        exchange.respond(answer.status, (*answer.headers, (b"x-request-id", id)), answer.body)

@@ -14,21 +14,19 @@ from urllib.parse import quote
 
 import msgspec
 
-from cortex.fleet.catalogue import Resolution
 from cortex.gateway import envelope as envelopes
 from cortex.gateway.config import GatewaySection
-from cortex.gateway.dialects import CHAT, COUNT_TOKENS, EMBEDDINGS, Route, error_answer
+from cortex.gateway.desk import Admission, Desk
+from cortex.gateway.dialects import CHAT, Route, error_answer
 from cortex.gateway.envelope import Envelope
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.faults import UpstreamFault
 from cortex.gateway.http.relay import Keepalive, Outcome, Relay
 from cortex.gateway.http.request import Headers
 from cortex.gateway.http.ticker import Ticker
-from cortex.gateway.meter import Hold, Meter
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.nodes import NodeClient, error_from
-from cortex.gateway.state import Dispatcher
-from cortex.gateway.tickets import Lease, Ticket
+from cortex.gateway.tickets import NOBODY, Lease, Ticket
 from cortex.gateway.translation import ChatTranslation, foreign_error
 from cortex.gateway.usage import usage_in
 from cortex.telemetry import UNTRACED, Span, Tracer
@@ -46,17 +44,14 @@ BYTES_PER_TOKEN = 4
 BYTES_PER_STREAMED_TOKEN = 200
 """An event that carries one token, with its envelope."""
 
-_NONE_EXCLUDED: frozenset[str] = frozenset()
-
 
 @dataclass(slots=True)
 class Services:
-    """What every passage needs; one per gateway process. A reload replaces `config` and `meter` while requests run."""
+    """What every passage needs; one per gateway process. A reload replaces `config` while requests run."""
 
     config: GatewaySection
-    dispatcher: Dispatcher
+    desk: Desk
     nodes: Mapping[str, NodeClient]
-    meter: Meter
     metrics: Metrics
     tracer: Tracer
     ticker: Ticker
@@ -67,6 +62,7 @@ class Passage:
     """One admitted request. Observer of its relay; ends exactly once, in `on_done`."""
 
     __slots__ = (
+        "_admission",
         "_attempt",
         "_attempts",
         "_began_with_token",
@@ -75,12 +71,11 @@ class Passage:
         "_error_code",
         "_excluded",
         "_first_data_at",
-        "_hold",
         "_id",
         "_lease",
+        "_model",
         "_received",
         "_relay",
-        "_resolution",
         "_route",
         "_sent_at",
         "_services",
@@ -98,16 +93,15 @@ class Passage:
         exchange: Exchange,
         route: Route,
         envelope: Envelope,
-        resolution: Resolution,
-        hold: Hold,
+        admission: Admission,
         id: bytes,
         span: Span,
     ) -> None:
         self._services = services
         self._route = route
         self._envelope = envelope
-        self._resolution = resolution
-        self._hold = hold
+        self._admission = admission
+        self._model = admission.model
         self._id = id
         self._stream = bool(envelope.stream) and route.generates
         self._received = exchange.request.body
@@ -116,7 +110,7 @@ class Passage:
         self._body: bytes | None = None
         self._lease: Lease | None = None
         self._ticket: Ticket | None = None
-        self._excluded = _NONE_EXCLUDED
+        self._excluded = NOBODY
         self._attempts = 0
         self._began_with_token = False
         self._status = 0
@@ -139,27 +133,20 @@ class Passage:
         """Find a node, or wait for one."""
         if self._relay is None:
             return
-        dispatcher = self._services.dispatcher
-        try:
-            if self._route is COUNT_TOKENS:
-                self._send(dispatcher.tokeniser(self._resolution.model_id))
-                return
-            if self._route is EMBEDDINGS:
-                self._send(dispatcher.embedder(self._resolution.model_id))
-                return
-            lease = dispatcher.acquire(self._resolution.model_id, self._envelope.leading_bytes, self._excluded)
-            if lease is not None:
-                self._send(lease)
-            else:
-                self._ticket = Ticket(
-                    self._resolution, self._envelope.leading_bytes, self._deliver, self._services.clock()
-                )
-                dispatcher.wait(self._ticket)
-        except CortexError as error:
-            self._refuse(error)
+        ticket = self._ticket = Ticket(
+            self._model,
+            self._envelope.leading_bytes,
+            self._deliver,
+            self._services.clock(),
+            origin=self._admission.origin,
+            need=self._route.need,
+            excluded=self._excluded,
+            number=self._admission.number,
+        )
+        self._services.desk.ask(ticket)
 
     def _deliver(self, result: Lease | CortexError) -> None:
-        """The wait is over."""
+        """There is a node, or will be none."""
         self._ticket = None
         if isinstance(result, Lease):
             try:
@@ -174,7 +161,7 @@ class Passage:
         self._lease = lease
         services = self._services
         node = services.nodes[lease.node]
-        if services.dispatcher.speaks(lease.node, self._route.dialect) or not self._route.generates:
+        if self._route.dialect in lease.dialects or not self._route.generates:
             target, body, self._translation = self._route.path, self._relayed_body(), None
         else:
             target, body, self._translation = CHAT.path, *self._translated()
@@ -183,7 +170,7 @@ class Passage:
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._stream else b"application/json"),
             (b"x-request-id", self._id),
-            (b"x-cortex-principal", _header_value(self._hold.principal)),
+            (b"x-cortex-principal", _header_value(self._admission.hold.principal)),
         )
         self._attempt = self._span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
@@ -210,8 +197,8 @@ class Passage:
                 if stripped is not body:
                     self._services.metrics.stripped.inc()
                     body = stripped
-            if self._envelope.model != self._resolution.model_id:
-                body = envelopes.replace_model(body, self._resolution.model_id)
+            if self._envelope.model != self._model:
+                body = envelopes.replace_model(body, self._model)
             self._body = body
         return self._body
 
@@ -220,7 +207,7 @@ class Passage:
         request = self._route.codec.parse(self._relayed_body())
         answer_id = self._route.codec.ID_PREFIX + self._id.decode().removeprefix("req_")
         name = self._envelope.model or request.model
-        body = openai_chat.build(msgspec.structs.replace(request, model=self._resolution.model_id))
+        body = openai_chat.build(msgspec.structs.replace(request, model=self._model))
         return body, ChatTranslation(self._route, request, id=answer_id, model=name)
 
     def _release(self, fault: str | None = None) -> None:
@@ -230,7 +217,7 @@ class Passage:
             attempt.end({STATUS_CODE: self._status} if self._status else {}, error=fault)
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._services.dispatcher.release(lease)
+            self._services.desk.release(lease)
 
     def _refuse(self, error: CortexError) -> None:
         self._error_code = error.code
@@ -244,27 +231,20 @@ class Passage:
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
         """A node that cannot take the request now is passed over while another can."""
         self._status = status
-        if status < 400 or self._lease is None or not self._route.generates or self._attempts >= MAX_ATTEMPTS:
+        lease = self._lease
+        if status < 400 or lease is None or not self._route.generates or self._attempts >= MAX_ATTEMPTS:
             return True
-        dispatcher = self._services.dispatcher
-        if status == 404 and dispatcher.has_lifecycle(self._lease.node):
+        if status == 404 and lease.has_lifecycle:
             # It was there at the last poll: somebody else unloaded it. Its node will load it again.
-            dispatcher.gone(self._lease)
-        elif status not in (503, 529):
-            return True
-        self._excluded |= {self._lease.node}
-        other = self._services.dispatcher.acquire(
-            self._resolution.model_id, self._envelope.leading_bytes, self._excluded
-        )
-        if other is None and status != 404:
+            self._services.desk.gone(lease)
+            self._excluded = NOBODY
+        elif status in (503, 529) and lease.has_alternatives:
+            self._excluded |= {lease.node}
+        else:
             return True
         self._count_retry()
         self._release(f"status {status}")
-        if other is not None:
-            self._try(other)
-        else:
-            self._excluded = _NONE_EXCLUDED
-            self.go()
+        self.go()
         return False
 
     def on_first_data(self, relay: Relay, data: bytes) -> None:  # noqa: ARG002
@@ -275,7 +255,7 @@ class Passage:
         """Nothing was sent to the client yet: another node may answer, or this one once it is back."""
         assert self._lease is not None
         node = self._lease.node
-        self._services.dispatcher.suspect(node, str(fault))
+        self._services.desk.suspect(node, str(fault))
         self._count_retry()
         self._release(str(fault))
         if self._attempts >= MAX_ATTEMPTS or not self._route.generates:
@@ -295,7 +275,7 @@ class Passage:
         """The node died after its first byte."""
         node = self._lease.node if self._lease else ""
         if self._lease is not None:
-            self._services.dispatcher.suspect(node, str(fault))
+            self._services.desk.suspect(node, str(fault))
         error = UpstreamInterrupted(
             f"Node {node} broke off in the middle of its answer: {fault}. Send the request again."
         )
@@ -308,13 +288,13 @@ class Passage:
         now = services.clock()
         self._relay = None
         if self._ticket is not None:
-            services.dispatcher.cancel(self._ticket)
+            services.desk.cancel(self._ticket)
             self._ticket = None
         node = self._lease.node if self._lease is not None else ""
         self._release(self._error_code)
-        model = self._resolution.model_id
+        model = self._model
         usage = self._usage(relay)
-        self._hold.settle(usage, model=model, node=node, request_id=self._id.decode())
+        self._admission.hold.settle(usage, model=model, node=node, request_id=self._id.decode())
         if outcome is Outcome.CLIENT_LEFT:
             services.metrics.disconnects.labels(self._phase()).inc()
         if self._error_code is not None or self._status >= 400:
@@ -339,7 +319,7 @@ class Passage:
 
     def _count(self, node: str, now: float, usage: Usage | None) -> None:
         metrics = self._services.metrics
-        traffic = metrics.traffic(self._resolution.model_id, node)
+        traffic = metrics.traffic(self._model, node)
         traffic.num_requests += 1
         traffic.duration.observe(now - self._started_at)
         if self._sent_at is not None:
@@ -348,31 +328,25 @@ class Passage:
         if first is not None:
             traffic.first_token.observe(first - self._started_at)
         if usage is not None:
-            metrics.spend(self._resolution.model_id, self._hold.principal).add(usage)
+            metrics.spend(self._model, self._admission.hold.principal).add(usage)
             later_tokens = usage.completion_tokens - 1
             if self._stream and first is not None and now > first and later_tokens > 0:
                 traffic.speed.observe(later_tokens / (now - first))
 
     def _count_retry(self) -> None:
         assert self._lease is not None
-        self._services.metrics.retries.labels(self._resolution.model_id, self._lease.node).inc()
-
-    def _try(self, lease: Lease) -> None:
-        try:
-            self._send(lease)
-        except CortexError as error:
-            self._refuse(error)
+        self._services.metrics.retries.labels(self._model, self._lease.node).inc()
 
     def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
         if self._span is UNTRACED:
             return
         attributes: dict[str, str | int | float] = {
             "cortex.request_id": self._id.decode(),
-            "cortex.principal": self._hold.principal,
+            "cortex.principal": self._admission.hold.principal,
             "cortex.node": node,
             "cortex.outcome": outcome.value,
             "cortex.attempts": self._attempts,
-            "gen_ai.request.model": self._resolution.model_id,
+            "gen_ai.request.model": self._model,
             STATUS_CODE: self._status,
         }
         if usage is not None:
@@ -384,8 +358,8 @@ class Passage:
     def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
         fields = {
             "request_id": self._id.decode(),
-            "principal": self._hold.principal,
-            "model": self._resolution.model_id,
+            "principal": self._admission.hold.principal,
+            "model": self._model,
             "node": node,
             "route": self._route.path.decode(),
             "status": self._status,

@@ -9,11 +9,9 @@ from cortex.fleet.queueing import Seat
 from cortex.fleet.routing import Affinity, Replica
 from cortex.fleet.topology import Node, Residency
 from cortex.gateway.picture import Picture
-from cortex.gateway.tickets import Lease
+from cortex.gateway.tickets import NOBODY, Lease
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.node import ModelState
-
-_NOBODY: frozenset[str] = frozenset()
 
 
 class Seats:
@@ -38,7 +36,7 @@ class Seats:
         """The picture has changed: nothing derived from the old one holds."""
         self._ready.clear()
 
-    def acquire(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str] = _NOBODY) -> Lease | None:
+    def acquire(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str] = NOBODY) -> Lease | None:
         """A lease where `model` is ready, or None. The hot path: with one replica nothing is computed."""
         ready = self._ready.get(model)
         if ready is None:
@@ -54,7 +52,9 @@ class Seats:
             )
             if not ready:
                 return None
-        return self._take(ready[0][0].name if len(ready) == 1 else self._choose(model, ready, prompt()), model)
+        if len(ready) == 1:
+            return self._take(ready[0][0], model)
+        return self._take(self._choose(model, ready, prompt()), model, has_alternatives=True)
 
     def tokeniser(self, model: str) -> Lease:
         """A node that can count tokens for `model`, loaded or not. Raises UnsupportedModality when none can."""
@@ -68,13 +68,13 @@ class Seats:
                 f"No node that is up can count tokens for {model}; a neuron that lists the model is needed."
             )
         best = max(candidates, key=lambda node: node.residencies[model].state is ModelState.READY)
-        return self._take(best.name, model)
+        return self._take(best, model)
 
     def embedder(self, model: str) -> Lease:
         """A node where `model` makes embeddings. Raises UnsupportedModality when there is none."""
         for node, held in self._picture.fleet.replicas(model):
             if held.status.capabilities.embeddings:
-                return self._take(node.name, model)
+                return self._take(node, model)
         raise UnsupportedModality(f"{model} makes no embeddings; choose a model whose capabilities say it does.")
 
     def release(self, lease: Lease) -> bool:
@@ -93,12 +93,19 @@ class Seats:
             if model in (None, name):
                 affinity.forget(node)
 
-    def _take(self, node: str, model: str) -> Lease:
-        seat = (node, model)
+    def _take(self, node: Node, model: str, *, has_alternatives: bool = False) -> Lease:
+        seat = (node.name, model)
         self._in_flight[seat] = self._in_flight.get(seat, 0) + 1
-        return Lease(node, model)
+        return Lease(
+            node.name,
+            model,
+            node.dialects,
+            has_lifecycle=node.has_lifecycle,
+            has_alternatives=has_alternatives,
+        )
 
-    def _choose(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> str:
+    def _choose(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> Node:
         replicas = [Replica.of(node, held, self._in_flight.get((node.name, model), 0)) for node, held in ready]
         affinity = self._affinities.setdefault(model, Affinity())
-        return routing.choose(replicas, prompt, affinity).node
+        chosen = routing.choose(replicas, prompt, affinity).node
+        return next(node for node, _ in ready if node.name == chosen)

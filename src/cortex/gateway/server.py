@@ -15,6 +15,7 @@ from cortex.gateway import config as configuration
 from cortex.gateway import gauges, logs
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.control import Control
+from cortex.gateway.desk import LocalDesk
 from cortex.gateway.dialects import ROUTES, error_answer, family_of
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.limits import ClientLimits
@@ -79,11 +80,11 @@ class Gateway:
         self._lifecycle.outcomes = self.dispatcher
         self._metering = Metering(directory)
         self._tracer = open_tracer(config.telemetry, "cortex")
+        self._desk = LocalDesk(self.dispatcher, self._metering.meter)
         self._services = Services(
             config=config.gateway,
-            dispatcher=self.dispatcher,
+            desk=self._desk,
             nodes=self._nodes,
-            meter=self._metering.meter,
             metrics=self.metrics,
             tracer=self._tracer,
             ticker=self._ticker,
@@ -174,7 +175,7 @@ class Gateway:
 
     async def _use_keys(self, config: Config) -> None:
         await self._metering.use(config)
-        self._services.meter = self._control.meter = self._metering.meter
+        self._desk.meter = self._control.meter = self._metering.meter
 
     def _join_nodes(self, sections: Iterable[NeuronSection]) -> None:
         for section in sections:

@@ -34,7 +34,7 @@ from cortex.wire.errors import (
     Overloaded,
     ShuttingDown,
 )
-from cortex.wire.node import Dialect, Discovery, Health, ModelState, ModelStatus
+from cortex.wire.node import Discovery, Health, ModelState, ModelStatus
 
 MAX_REMEMBERED_NAMES = 1024
 _FEASIBLE = frozenset(
@@ -76,13 +76,10 @@ class Dispatcher:
         self._orders = Orders(self._picture, effects, journal, clock)
         self._queues: dict[str, deque[Ticket]] = {}
         self._names: dict[str, Resolution] = {}
-        self._speaks: dict[str, frozenset[Dialect]] = {}
         self._advancing = False
         self._advance_again = False
         self._closing = False
         self.acquire = self._seats.acquire
-        self.tokeniser = self._seats.tokeniser
-        self.embedder = self._seats.embedder
         self.reconfigure(
             catalogue, rules, neurons, max_wait_s=max_wait_s, max_waiting=max_waiting, missed_polls=missed_polls
         )
@@ -133,12 +130,6 @@ class Dispatcher:
             self._names[name] = known
         return known
 
-    def speaks(self, node: str, dialect: Dialect) -> bool:
-        return dialect in self._speaks.get(node, ())
-
-    def has_lifecycle(self, node: str) -> bool:
-        return self._lifecycle.get(node, False)
-
     def is_ready(self, model: str, node: str) -> bool:
         return any(here.name == node for here, _ in self._picture.fleet.replicas(model))
 
@@ -153,11 +144,25 @@ class Dispatcher:
 
     # --- requests
 
+    def ask(self, ticket: Ticket) -> None:
+        """Deliver a lease at once where one can be had, else queue the request.
+
+        Raises what stands in the way: Overloaded, ShuttingDown, UnsupportedModality.
+        """
+        if ticket.need == "count":
+            ticket.deliver(self._seats.tokeniser(ticket.model))
+        elif ticket.need == "embeddings":
+            ticket.deliver(self._seats.embedder(ticket.model))
+        elif (lease := self.acquire(ticket.model, ticket.prompt, ticket.excluded)) is not None:
+            ticket.deliver(lease)
+        else:
+            self.wait(ticket)
+
     def wait(self, ticket: Ticket) -> None:
         """Queue a request that `acquire` could not serve. Raises Overloaded when too many wait already."""
         if self._closing:
             raise _shutting_down()
-        model = ticket.resolution.model_id
+        model = ticket.model
         queue = self._queues.setdefault(model, deque())
         if len(queue) >= self._max_waiting:
             raise Overloaded(
@@ -171,10 +176,10 @@ class Dispatcher:
 
     def cancel(self, ticket: Ticket) -> None:
         """The client has left. A load under way goes on: others may want it, and it is cheap to keep."""
-        queue = self._queues.get(ticket.resolution.model_id)
+        queue = self._queues.get(ticket.model)
         if queue is not None and ticket in queue:
             queue.remove(ticket)
-            self._drop_if_empty(ticket.resolution.model_id)
+            self._drop_if_empty(ticket.model)
 
     def release(self, lease: Lease) -> None:
         """The request has ended, however it did."""
@@ -378,7 +383,6 @@ class Dispatcher:
         self._picture.redraw(self._clock())
         self._seats.redrawn()
         self._names.clear()
-        self._speaks = {node.name: frozenset(node.dialects) for node in self._picture.fleet.nodes}
 
     def _drop_if_empty(self, model: str) -> None:
         if model in self._queues and not self._queues[model]:

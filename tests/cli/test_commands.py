@@ -278,6 +278,59 @@ def test_a_key_is_not_added_to_a_broken_config(invoke: Invoke, tmp_path: Any) ->
     assert config.read_text() == "[gatewy]\n"
 
 
+KEYED = """# mine
+[gateway]
+listen = "127.0.0.1:1"
+
+[[keys]]
+name = "anna"
+id = "aaaaaaaa"
+sha256 = "{0}"
+
+# bert is on leave
+[[keys]]
+name = "bert"
+id = 'bbbbbbbb'
+sha256 = "{0}"
+models = [
+  "small*",
+]
+
+[[keys]]
+name = "bert"
+id = "cccccccc"
+sha256 = "{0}"
+
+[eviction]
+strategy = "priority"
+""".format("0" * 64)
+
+
+def test_a_key_is_removed_and_the_rest_of_the_file_stays(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text(KEYED)
+    assert "anna" in invoke("keys", "remove", "anna", "--config", str(config)).stdout
+    assert config.read_text() == KEYED.replace(KEYED[KEYED.index("[[keys]]") : KEYED.index("\n# bert")], "")
+    removed = json.loads(invoke("keys", "remove", "bbbbbbbb", "--config", str(config), "--json").stdout)
+    assert removed == {"removed": {"name": "bert", "id": "bbbbbbbb"}}
+    assert [key["id"] for key in json.loads(invoke("keys", "list", "--config", str(config), "--json").stdout)] == [
+        "cccccccc"
+    ]
+    assert "everybody" in invoke("keys", "remove", "bert", "--config", str(config)).stdout
+    assert config.read_text().endswith('[eviction]\nstrategy = "priority"\n')
+
+
+def test_a_key_that_is_not_there_or_not_the_only_one_is_not_removed(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text(KEYED)
+    assert invoke("keys", "remove", "carl", "--config", str(config)).code is ExitCode.NOT_FOUND
+    twice = invoke("keys", "remove", "bert", "--config", str(config))
+    assert twice.code is ExitCode.USAGE
+    assert "bbbbbbbb, cccccccc" in twice.error
+    config.write_text(f'keys = [{{ name = "anna", id = "aaaaaaaa", sha256 = "{"0" * 64}" }}]\n')
+    assert "by hand" in invoke("keys", "remove", "anna", "--config", str(config)).error
+
+
 def test_usage_shows_what_the_books_hold(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text('[ledger]\ndatabase = "books.db"\n')

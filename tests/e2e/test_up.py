@@ -78,17 +78,13 @@ def test_the_three_ports_answer(up: Run) -> None:
 
 def test_the_second_start_answers_quickly_and_without_network(up: Run, start: Start) -> None:
     # `up` was the first start: the model is in the cache. An index that cannot be reached proves it is not asked.
-    taken_s = []
-    for _ in range(2):  # the better of two, so that a busy neighbour does not decide
-        run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
-        run.wait_ready()
-        assert "Paris" in chat(run.url)
-        taken_s.append(time.monotonic() - run.started)
-        assert run.stop(signal.SIGTERM) == 0
-        run.assert_nothing_left()
-        if taken_s[-1] < SECOND_START_S:
-            break
-    assert min(taken_s) < SECOND_START_S
+    run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
+    run.wait_ready()
+    assert "Paris" in chat(run.url)
+    taken_s = time.monotonic() - run.started
+    assert run.stop(signal.SIGTERM) == 0
+    run.assert_nothing_left()
+    assert taken_s < SECOND_START_S
 
 
 def test_ctrl_c_during_an_answer_leaves_no_process(start: Start) -> None:
@@ -103,7 +99,7 @@ def test_ctrl_c_during_an_answer_leaves_no_process(start: Start) -> None:
         assert client.recv(1)
         pressed = time.monotonic()
         assert run.stop(signal.SIGINT) == 0
-        assert time.monotonic() - pressed < 12
+        assert time.monotonic() - pressed < 5
     run.assert_nothing_left()
 
 

@@ -168,11 +168,10 @@ def disk() -> Iterator[Finding]:
 
 
 def hub_cache_directory() -> Path:
-    """Where downloaded models are kept: `HF_HUB_CACHE`, `$HF_HOME/hub`, or the hub's default."""
-    if chosen := os.environ.get("HF_HUB_CACHE"):
-        return Path(chosen).expanduser()
-    home = os.environ.get("HF_HOME")
-    return (Path(home).expanduser() if home else Path.home() / ".cache" / "huggingface") / "hub"
+    """Where a neuron on this machine keeps downloaded models."""
+    from cortex.neuron.weights.hub.cache import cache_directory  # not at the top: a gateway alone needs none of it
+
+    return cache_directory(os.environ)
 
 
 def cache() -> Iterator[Finding]:

@@ -35,7 +35,7 @@ class Refused(CommandError):
 
     def __init__(self, status: int, code: str, message: str) -> None:
         remedy = {
-            401: "set CORTEX_API_KEY to a key made with `cortex keys create`",
+            401: "set CORTEX_API_KEY to a key made with `cortex keys add`",
             404: "see what there is with `cortex models`",
             503: "try again in a moment",
         }.get(status, "see `cortex status` and `cortex doctor`")

@@ -10,8 +10,8 @@ from pathlib import Path
 from .sources import ModelSource
 
 LOCAL_NODE = "local"
-DRAIN_S = 5.0
-"""At a keyboard, Ctrl-C should not wait for a long answer."""
+DRAIN_S = 1.5
+"""At a keyboard, Ctrl-C waits for an answer that is nearly done, not for a long one."""
 
 _HEADER = "# Written by `cortex up` at every start; changes here are lost. Give your own file with --config.\n"
 

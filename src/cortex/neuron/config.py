@@ -72,7 +72,7 @@ class ModelEntry(Section, frozen=True):
     """Hub id, directory or GGUF file; the id itself when absent."""
     harness: Literal["torch"] = "torch"
     quant: str | None = None
-    """Quantise at load, such as `q8_0` or `q4_k`."""
+    """Which of a repository's GGUF files to take, such as `Q4_K_M`; nothing is quantised at load."""
     context_tokens: Count | None = None
     """Longest sequence to offer; the model's own limit when absent."""
     memory_mb: Count | None = None
@@ -89,7 +89,7 @@ class DefaultModel(Section, frozen=True):
     """Hub id, directory or GGUF file; the id itself when absent."""
     harness: Literal["torch"] = "torch"
     quant: str | None = None
-    """Quantise at load, such as `q8_0` or `q4_k`."""
+    """Which of a repository's GGUF files to take, such as `Q4_K_M`; nothing is quantised at load."""
     tensor_parallel: Count = 1
     """Devices the model is spread over."""
     devices: tuple[int, ...] = ()

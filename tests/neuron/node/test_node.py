@@ -142,7 +142,7 @@ async def test_preflight_refuses_before_any_worker_is_started(tmp_path):
     async with running_node(tmp_path, config) as node:
         for model_id, fields, reason in (
             ("gpt", {}, "family 'gpt2'"),
-            ("m", {"quant": "q4_m"}, "nearest is 'q4_k'|nearest is 'q4_0'"),
+            ("m", {"quant": "q4_k"}, "not quantised at load; for q4_k name a GGUF"),
             (str(tmp_path / "empty"), {}, "no \\*.safetensors"),
             ("m", {"devices": (7,)}, "device 7"),
             ("m", {"tensor_parallel": 2}, "tensor_parallel"),

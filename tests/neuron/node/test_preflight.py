@@ -1,10 +1,12 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from faulty_models import write_model
 
 from cortex.neuron.device.discovery import DeviceReading
-from cortex.neuron.node.preflight import ModelFacts, choose_device, inspect
+from cortex.neuron.node.files import with_quant
+from cortex.neuron.node.preflight import ModelFacts, check_quant, choose_device, inspect
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
 
@@ -67,7 +69,7 @@ def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
         ({"model_type": "mamba9000"}, None, "family 'mamba9000', which is not supported; supported are"),
         ({"num_attention_heads": 0}, None, "not usable"),
         ({"max_position_embeddings": "many"}, None, "not usable"),
-        ({}, "q9_9", "nearest is"),
+        ({}, "q4_k", "not quantised at load; for q4_k name a GGUF"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(tmp_path, config, quant, reason):
@@ -80,3 +82,45 @@ def test_damaged_files_are_refused(tmp_path):
     (folder / "model.safetensors").write_bytes(b"\xff" * 32)
     with pytest.raises(LoadFailed):
         inspect(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "asked"),
+    [
+        ("model-Q4_K_M.gguf", "q4_k", "Q4_K_M"),
+        ("model-Q4_K_M.gguf", "q4_k", "q4_k"),
+        ("model.gguf", "q4_k", "Q4_K_S"),
+        ("model.gguf", "q8_0", "q8_0"),
+        ("model-F16.gguf", None, "F16"),
+    ],
+)
+def test_a_gguf_of_the_quantisation_asked_for_is_taken(name, stored, asked):
+    check_quant(replace(FACTS, path=Path(name), quant=stored), asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "reason"),
+    [
+        ("model-Q4_K_M.gguf", "q4_k", "quantised as q4_k, not as q8_0"),
+        ("model.gguf", None, "plain numbers, not as q8_0"),
+        ("some-q8_0-directory", None, "owner/name-GGUF:q8_0"),
+    ],
+)
+def test_weights_of_another_quantisation_are_refused_with_what_to_do(name, stored, reason):
+    with pytest.raises(LoadFailed, match=reason):
+        check_quant(replace(FACTS, path=Path(name), quant=stored), "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("source", "quant", "named"),
+    [
+        ("org/model-GGUF", "Q4_K_M", "org/model-GGUF:Q4_K_M"),
+        ("org/model-GGUF@main", "Q4_K_M", "org/model-GGUF@main:Q4_K_M"),
+        ("org/model-GGUF:Q8_0", "Q4_K_M", "org/model-GGUF:Q8_0"),
+        ("org/model", None, "org/model"),
+        ("/", "Q4_K_M", "/"),
+        ("not a model", "Q4_K_M", "not a model"),
+    ],
+)
+def test_a_quantisation_picks_a_file_of_a_repository(source, quant, named):
+    assert with_quant(source, quant) == named

@@ -113,7 +113,7 @@ class BringUp:
         return survey
 
     def _survey(self, model: KnownModel, path: Path) -> Surveyed:
-        facts = inspect(path, None if is_gguf(path) else model.quant)
+        facts = inspect(path, model.quant)
         try:
             return Surveyed(facts, self._load_text(path), model.quant)
         except (OSError, TextModelError, CheckpointError) as error:
@@ -187,7 +187,6 @@ class BringUp:
         return LoadSpec(
             path=str(facts.path),
             dtype=self._config.harness.torch.dtype,
-            quant=None if is_gguf(facts.path) else model.quant,
             context_tokens=model.context_tokens,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
@@ -205,10 +204,3 @@ class BringUp:
             on_lost=observer.on_lost,
             on_proved=observer.on_proved,
         )
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether the weights at `path` are a GGUF file: those are quantised, or not, as they come."""
-    if path.is_dir():
-        return next(path.glob("*.safetensors"), None) is None
-    return path.suffix == ".gguf"

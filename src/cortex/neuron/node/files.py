@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cortex.neuron.weights import hub
-from cortex.neuron.weights.errors import CheckpointError, NotOnHub
+from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.hub.source import parse_source
 
 
 def fetch(
@@ -20,23 +21,31 @@ def fetch(
     cancelled: Callable[[], bool],
 ) -> Path:
     """The local path of `source`, downloaded if need be. Raises the errors of `neuron.weights`."""
-    try:
-        return hub.resolve(source, cache_dir=cache, progress=progress, cancelled=cancelled)
-    except NotOnHub:
-        if quant is None or ":" in source:
-            raise
-        # A repository of several GGUF files: there the quantisation names the file.
-        return hub.resolve(f"{source}:{quant}", cache_dir=cache, progress=progress, cancelled=cancelled)
+    return hub.resolve(with_quant(source, quant), cache_dir=cache, progress=progress, cancelled=cancelled)
 
 
 def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
     """The local path of `source` when the whole model is on disk; never uses the network."""
-    candidates = (source,) if quant is None or ":" in source else (source, f"{source}:{quant}")
-    for candidate in candidates:
-        try:
-            return hub.resolve(
-                candidate, cache_dir=cache, offline=True, progress=lambda *_: None, cancelled=lambda: False
-            )
-        except CheckpointError:
-            continue
-    return None
+    try:
+        return hub.resolve(
+            with_quant(source, quant),
+            cache_dir=cache,
+            offline=True,
+            progress=lambda *_: None,
+            cancelled=lambda: False,
+        )
+    except CheckpointError:
+        return None
+
+
+def with_quant(source: str, quant: str | None) -> str:
+    """A quantisation picks one of a repository's GGUF files; a path, or a source that names its own, is left alone."""
+    if quant is None:
+        return source
+    try:
+        parsed = parse_source(source)
+    except CheckpointError:
+        return source  # whoever resolves it says what is wrong with it
+    if isinstance(parsed, Path) or parsed.quant is not None:
+        return source
+    return f"{source}:{quant}"

@@ -1,11 +1,12 @@
-"""Everything that can be known before memory is touched: are the files whole, is the family supported, does
-the quantisation exist, does it fit. Reads headers only, imports no torch; run on a thread, the disk may be slow.
+"""Everything that can be known before memory is touched: are the files whole, is the family supported, is the
+quantisation what was asked for, does it fit. Reads headers only, imports no torch; run on a thread: disks may be slow.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +20,13 @@ from cortex.neuron.weights.stored import TensorInfo
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
 
-QUANT_BITS: Mapping[str, float] = {
-    "q8_0": 8.5,
-    "q6_k": 6.5625,
-    "q5_k": 5.5,
-    "q4_k": 4.5,
-    "q4_0": 4.5,
-}
-"""Quantisations that can be made at load, and the bits a weight takes in each."""
-
 CACHED_CONTEXTS = 4
 """Full contexts for which a model gets cache on a GPU unless it is told otherwise; the rest stays for other models."""
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MIN_KV_TOKENS = 256
 """Less cache than this is of no use to anybody."""
+_MIXTURE = re.compile(r"_(?:XS|S|M|L|XL)$")
+"""`Q4_K_M` says how Q4_K is mixed with other formats; the tensors themselves only know of Q4_K."""
 _LEFT_OUT = ("visual.", "model.visual.", "vision_tower.", "mtp.")
 """Parts of a checkpoint that are not loaded."""
 
@@ -44,7 +38,7 @@ class ModelFacts:
     path: Path
     family: str
     quant: str | None
-    """The format its weights have once loaded, where that is not a plain one."""
+    """The format of most of its weights, where that is not a plain one."""
     context_tokens: int
     least_weight_bytes: int
     """What the weights take at the very least; a refusal is based on it, so that nothing that fits is refused."""
@@ -64,22 +58,41 @@ class ModelFacts:
 
 
 def inspect(path: Path, quant: str | None = None) -> ModelFacts:
-    """Opens the files at `path` and judges them. Raises LoadFailed with the reason and what to do about it."""
-    if quant is not None and quant.lower() not in QUANT_BITS:
-        raise LoadFailed(_unknown_quant(quant))
+    """Opens the files at `path` and judges them; with `quant`, they must be quantised that way already.
+
+    Raises LoadFailed with the reason and what to do about it.
+    """
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
         raise LoadFailed(str(error)) from error
     try:
-        return _judge(path, checkpoint.config, list(checkpoint.tensors.items()), quant)
+        facts = _judge(path, checkpoint.config, list(checkpoint.tensors.items()))
     finally:
         checkpoint.close()
+    if quant is not None:
+        check_quant(facts, quant)
+    return facts
 
 
-def _judge(
-    path: Path, config: Mapping[str, Any], tensors: Sequence[tuple[str, TensorInfo]], quant: str | None
-) -> ModelFacts:
+def check_quant(facts: ModelFacts, quant: str) -> None:
+    """Raises LoadFailed unless the files are quantised as asked: nothing is quantised at load."""
+    wanted = quant.upper()
+    is_gguf = facts.path.suffix == ".gguf"
+    if is_gguf and (wanted in facts.path.stem.upper() or _MIXTURE.sub("", wanted) == (facts.quant or "").upper()):
+        return
+    if not is_gguf:
+        raise LoadFailed(
+            f"{facts.path.name} is not quantised at load; for {quant} name a GGUF of it as the source (a file, or "
+            f"owner/name-GGUF:{quant} on the hub), or leave `quant` out"
+        )
+    raise LoadFailed(
+        f"{facts.path.name} is quantised as {facts.quant or 'plain numbers'}, not as {quant}; name the GGUF of {quant} "
+        "as the source, or leave `quant` out"
+    )
+
+
+def _judge(path: Path, config: Mapping[str, Any], tensors: Sequence[tuple[str, TensorInfo]]) -> ModelFacts:
     family = config.get("model_type")
     if family not in SUPPORTED:
         raise LoadFailed(
@@ -88,14 +101,13 @@ def _judge(
     # Models with more than text keep the text part's sizes one level down.
     sizes: Mapping[str, Any] = config.get("text_config") or config
     kept = [tensor for name, tensor in tensors if not name.startswith(_LEFT_OUT)]
-    formats = {tensor.dtype for tensor in kept}
     try:
         return ModelFacts(
             path=path,
             family=family,
-            quant=quant.lower() if quant else _stored_quant(formats),
+            quant=_stored_quant(kept),
             context_tokens=int(sizes["max_position_embeddings"]),
-            least_weight_bytes=sum(_least_bytes(tensor, quant) for tensor in kept),
+            least_weight_bytes=sum(_least_bytes(tensor) for tensor in kept),
             most_weight_bytes=sum(_most_bytes(tensor) for tensor in kept),
             kv_token_bytes=_kv_token_bytes(sizes),
         )
@@ -103,16 +115,17 @@ def _judge(
         raise LoadFailed(f"the config of {path.name} is not usable: {error!r}; download the model again") from error
 
 
-def _stored_quant(formats: set[str]) -> str | None:
-    """The commonest name for a file that is quantised already: its smallest format."""
-    quantised = sorted(formats - _DENSE_FORMATS)
-    return quantised[0].lower() if quantised else None
+def _stored_quant(tensors: Sequence[TensorInfo]) -> str | None:
+    """The format of most of the weights; None where that is a plain one."""
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype] += math.prod(tensor.shape)
+    most = max(elements, key=lambda name: elements[name], default=None)
+    return most.lower() if most is not None and most not in _DENSE_FORMATS else None
 
 
-def _least_bytes(tensor: TensorInfo, quant: str | None) -> int:
+def _least_bytes(tensor: TensorInfo) -> int:
     elements: int = math.prod(tensor.shape)
-    if quant is not None and len(tensor.shape) >= 2:
-        return min(int(elements * QUANT_BITS[quant.lower()] / 8), tensor.num_bytes)
     return min(elements * 2, tensor.num_bytes)
 
 
@@ -131,11 +144,6 @@ def _kv_token_bytes(sizes: Mapping[str, Any]) -> int:
     kv_heads = int(sizes.get("num_key_value_heads") or heads)
     head_dim = int(sizes.get("head_dim") or int(sizes["hidden_size"]) // heads)
     return num_layers * kv_heads * head_dim * 2 * 2
-
-
-def _unknown_quant(quant: str) -> str:
-    nearest = difflib.get_close_matches(quant.lower(), QUANT_BITS, n=1, cutoff=0.0)[0]
-    return f"there is no quantisation {quant!r}; the nearest is {nearest!r} (known: {', '.join(QUANT_BITS)})"
 
 
 def choose_device(

@@ -3,12 +3,12 @@ import torch
 
 from cortex.neuron.kernels.matvec import MATVEC_ROWS, gated_matvec, gated_matvec_reference, matvec, matvec_reference
 
-SHAPES = [(576, 960), (1536, 576), (4096, 333), (100, 7)]
+SHAPES = [(576, 130), (2500, 17), (100, 7)]
 
 
 @pytest.mark.parametrize("rows", [1, 3, MATVEC_ROWS])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-@pytest.mark.parametrize("extras", ["", "norm", "residual", "bias", "norm bias residual"])
+@pytest.mark.parametrize("extras", ["", "norm", "norm bias residual"])
 def test_matvec_matches_its_reference(rows, inputs, outputs, extras, device, dtype, assert_close):
     def random(*shape):
         return torch.randn(*shape, device=device, dtype=dtype)

@@ -43,16 +43,16 @@ def make_batch(decode_lengths, prefills, device):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotated", "normed"),
-    [(8, 2, 128, 128, True), (9, 3, 64, 64, False), (4, 4, 80, 80, True), (2, 1, 64, 16, True)],
+    [(8, 2, 128, 128, True), (3, 1, 64, 64, False), (2, 2, 80, 16, True)],
 )
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(
     ("decode_lengths", "prefills"),
     [
         ([1], []),
-        ([5, 200, 33, 64, 65], []),
+        ([5, 200, 65], []),
         ([], [(0, 1), (0, 150)]),
-        ([70], [(100, 40), (0, 129), (31, 2)]),
+        ([70], [(100, 40), (31, 2)]),
     ],
 )
 def test_attention_and_what_it_keeps_match_the_reference(

@@ -214,7 +214,9 @@ for room in rooms:
             importlib.import_module(entry.name)
 """
 
-GATEWAY_ONLY = frozenset({"torch", "triton", "numpy", "aiohttp", "huggingface_hub", "tokenizers", "opentelemetry", "cortex.neuron"})
+GATEWAY_ONLY = frozenset(
+    {"torch", "triton", "numpy", "aiohttp", "huggingface_hub", "tokenizers", "opentelemetry", "cortex.neuron"}
+)
 NOT_ON_A_GPU_HOST = frozenset(
     {"msgspec", "httptools", "llguidance", "uvloop", "click", "rich", "jinja2", "huggingface_hub", "transformers"}
 )

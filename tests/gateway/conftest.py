@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from cortex.telemetry import TelemetrySection
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are not packages; this lets them share the fake node
 
-from fake_neuron import Client, FakeNeuron
+from fake_neuron import Client, FakeNeuron, Process, free_port, until
 
 
 @pytest.fixture
@@ -81,3 +83,30 @@ async def neurons() -> AsyncIterator[Callable[..., Awaitable[FakeNeuron]]]:
     for node in started:
         node.silent = False
         await node.stop()
+
+
+@pytest.fixture
+async def spawn(tmp_path):
+    started = []
+
+    async def start(node=None, extra: str = "", listen_host: str = "127.0.0.1", port: int | None = None) -> Process:
+        port, metrics_port = port or free_port(), free_port()
+        config = tmp_path / "cortex.toml"
+        text = f'[gateway]\nlisten = "{listen_host}:{port}"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n{extra}\n'
+        if node is not None:
+            text += f'[[neurons]]\nname = "{node.name}"\nendpoint = "{node.endpoint}"\n'
+        config.write_text(text)
+        log = tmp_path / "log"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=log.open("w"), env=os.environ
+        )
+        started.append(process)
+        running = Process(process, port, metrics_port, log)
+        await until(lambda: "listens" in running.log or process.returncode is not None, 15.0)
+        return running
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -282,3 +285,26 @@ async def until(condition: Callable[[], Any], timeout_s: float = 3.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+class Process:
+    """A gateway as a program."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, metrics_port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.metrics_port = metrics_port
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    async def get(self, path: str, port: int | None = None) -> bytes:
+        url = f"http://127.0.0.1:{port or self.port}{path}"
+        return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())

@@ -1,17 +1,13 @@
 """The gateway as a process: its exit codes, its signals, its files."""
 
 import asyncio
-import os
 import signal
-import socket
 import sys
 import time
-import urllib.request
 
 import msgspec
-import pytest
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
-from fake_neuron import GB, begin_stream, chunk, until
+from fake_neuron import GB, begin_stream, chunk, free_port, until
 
 from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue
@@ -19,54 +15,6 @@ from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node import ModelState
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
-
-
-class Process:
-    def __init__(self, process, port, metrics_port, log):
-        self.process = process
-        self.port = port
-        self.metrics_port = metrics_port
-        self._log = log
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    async def get(self, path: str, port: int | None = None) -> bytes:
-        url = f"http://127.0.0.1:{port or self.port}{path}"
-        return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())
-
-
-@pytest.fixture
-async def spawn(tmp_path):
-    started = []
-
-    async def start(node=None, extra: str = "", listen_host: str = "127.0.0.1", port: int | None = None) -> Process:
-        port, metrics_port = port or free_port(), free_port()
-        config = tmp_path / "cortex.toml"
-        text = f'[gateway]\nlisten = "{listen_host}:{port}"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n{extra}\n'
-        if node is not None:
-            text += f'[[neurons]]\nname = "{node.name}"\nendpoint = "{node.endpoint}"\n'
-        config.write_text(text)
-        log = tmp_path / "log"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=log.open("w"), env=os.environ
-        )
-        started.append(process)
-        running = Process(process, port, metrics_port, log)
-        await until(lambda: "listens" in running.log or process.returncode is not None, 15.0)
-        return running
-
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def test_it_serves_reloads_and_ends_on_sigterm(neurons, spawn, tmp_path):

@@ -20,7 +20,11 @@ def main() -> int:
     """Serve until told to stop; the exit code says what went wrong, one line on standard error why."""
     parser = argparse.ArgumentParser(prog="cortex.gateway", description="One endpoint over a fleet of GPU hosts.")
     parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")
-    path: Path | None = parser.parse_args().config
+    parser.add_argument("--workers", type=int, help="processes that serve requests, instead of gateway.workers")
+    options = parser.parse_args()
+    path: Path | None = options.config
+    if options.workers is not None:
+        os.environ["CORTEX_GATEWAY__WORKERS"] = str(options.workers)  # where reloads find it too
     try:
         uvloop.run(serve(configuration.load(path, os.environ), path))
     except (SettingsError, StoreError) as problem:

@@ -31,6 +31,8 @@ class GatewaySection(Section, frozen=True):
     """Address of the API."""
     metrics_listen: Listen | None = Listen("0.0.0.0:31314")
     """Address of the Prometheus metrics."""
+    workers: Count = 1
+    """Processes that serve requests on the same port; one of them decides for all. Worth it beyond one busy core."""
     models: Path = Path("models.toml")
     """The catalogue, relative to this file. It need not exist: nodes list their own models."""
     state: Path = Path(".")

@@ -64,18 +64,23 @@ class LocalDesk:
     def admit(self, request: Request, envelope: Envelope, need: Need, admitted: Admitted) -> None:  # noqa: ARG002
         result: Admission | CortexError
         try:
-            assert envelope.model is not None  # an envelope without one is refused when it is read
-            resolution = self._dispatcher.resolve(envelope.model)
-            hold = self.meter.admit(
+            result = self.judge(
                 request,
-                model=resolution.model_id,
+                envelope.model or "",
                 prompt_bytes=len(request.body),
                 completion_limit=envelope.completion_limit,
             )
-            result = Admission(resolution.model_id, "background" if resolution.background else "request", hold)
         except CortexError as error:
             result = error
         admitted(result)
+
+    def judge(self, request: Request, name: str, *, prompt_bytes: int, completion_limit: int | None) -> Admission:
+        """Admit a request for the model that its client calls `name`. Raises what stands in the way."""
+        resolution = self._dispatcher.resolve(name)
+        hold = self.meter.admit(
+            request, model=resolution.model_id, prompt_bytes=prompt_bytes, completion_limit=completion_limit
+        )
+        return Admission(resolution.model_id, "background" if resolution.background else "request", hold)
 
     def ask(self, ticket: Ticket) -> None:
         try:

@@ -63,6 +63,11 @@ def family_of(path: bytes) -> Family:
     return family(path.decode("latin-1"))
 
 
+def refuse(error: CortexError, path: bytes) -> Answer:
+    """The answer to a request for `path` that never became one."""
+    return error_answer(error, family_of(path))
+
+
 def json_answer(value: object, status: int = 200) -> Answer:
     """A whole response that carries `value`."""
     return Answer(status, JSON_HEADERS, msgspec.json.encode(value))

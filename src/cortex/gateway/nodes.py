@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
-from cortex.gateway.config import NeuronSection
+from cortex.gateway.config import GatewaySection, NeuronSection
 from cortex.gateway.http.limits import UpstreamLimits
 from cortex.gateway.http.request import Headers
 from cortex.gateway.http.ticker import Ticker
@@ -22,6 +24,8 @@ from cortex.wire.node import (
     Recycled,
     UnloadRequest,
 )
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -91,6 +95,20 @@ class NodeClient:
         self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits)
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         """What every call to this node carries."""
+
+    @classmethod
+    def of(cls, section: NeuronSection, ticker: Ticker, gateway: GatewaySection, env: Mapping[str, str]) -> NodeClient:
+        """The node that `section` describes, with its key from `env`."""
+        key = env.get(section.key_env) if section.key_env is not None else None
+        if section.key_env is not None and not key:
+            log.warning("node %s: the environment variable %s is not set", section.name, section.key_env)
+        return cls(
+            section,
+            ticker,
+            key=key,
+            connect_timeout_s=gateway.connect_timeout_s,
+            idle_timeout_s=gateway.idle_timeout_s,
+        )
 
     async def discovery(self) -> Discovery:
         """Raises UpstreamFault or CortexError, as all calls here."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from cortex import settings
@@ -16,10 +16,10 @@ from cortex.gateway import gauges, logs
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.control import Control
 from cortex.gateway.desk import LocalDesk
-from cortex.gateway.dialects import ROUTES, error_answer, family_of
+from cortex.gateway.dialects import ROUTES, error_answer, refuse
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.limits import ClientLimits
-from cortex.gateway.http.server import Answer, Server
+from cortex.gateway.http.server import Server
 from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.inference import Inference
 from cortex.gateway.journal import Journal
@@ -32,9 +32,11 @@ from cortex.gateway.passage import Services
 from cortex.gateway.poller import Poller
 from cortex.gateway.sizes import Sizes
 from cortex.gateway.state import Dispatcher
+from cortex.gateway.workers.counts import merged
+from cortex.gateway.workers.crew import Crew
 from cortex.settings import Listen, SettingsError
 from cortex.telemetry import open_tracer
-from cortex.wire.errors import CortexError, Family, MethodNotAllowed, RouteNotFound
+from cortex.wire.errors import Family, MethodNotAllowed, RouteNotFound
 from cortex.wire.node import DeviceHealth, Discovery, Health
 
 log = logging.getLogger(__name__)
@@ -93,8 +95,10 @@ class Gateway:
         self._inference = Inference(self._services)
         self._control = Control(self.dispatcher, self.journal, self._metering.meter)
         limits = ClientLimits(body_bytes=config.gateway.max_body_mb * 1024 * 1024)
-        self.server = Server(self._handle, _refuse, self._ticker, limits)
-        self._metrics_server = Server(self._handle_metrics, _refuse, self._ticker)
+        self.server = Server(self._handle, refuse, self._ticker, limits)
+        num_others = config.gateway.workers - 1
+        self._crew = Crew(num_others, self._desk, loop.time) if num_others else None
+        self._metrics_server = Server(self._handle_metrics, refuse, self._ticker)
 
     async def start(self) -> tuple[str, int]:
         """Open the books, hear every node once, then listen; returns the API's address.
@@ -109,7 +113,10 @@ class Gateway:
         for poller in self._pollers.values():
             poller.start()
         section = self.config.gateway
-        address = await _listen(self.server, section.listen, "gateway.listen")
+        address = await _listen(self.server, section.listen, "gateway.listen", shared=self._crew is not None)
+        if self._crew is not None:
+            await self.server.listen_unix(self._crew.api_socket)
+            await self._crew.start(self.config, section.listen.host, address[1])
         if section.metrics_listen is not None:
             await _listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen")
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
@@ -126,7 +133,8 @@ class Gateway:
         """Admit nothing, fail who waits, let running answers end within `grace_s`, then cut the rest."""
         self._inference.closing = True
         self.dispatcher.close()
-        await self.server.close(grace_s)
+        others = self._crew.close(grace_s) if self._crew is not None else asyncio.sleep(0)
+        await asyncio.gather(self.server.close(grace_s), others)
         await self._metrics_server.close()
         for task in self._tasks:
             task.cancel()
@@ -146,7 +154,7 @@ class Gateway:
         """
         await self._use_keys(config)
         before = self.config
-        for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s"):
+        for key in ("listen", "metrics_listen", "workers", "state", "max_body_mb", "poll_interval_s"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
         if before.telemetry != config.telemetry:
@@ -159,6 +167,8 @@ class Gateway:
             self._nodes.pop(name).pool.close()
         self.config = config
         self._services.config = config.gateway
+        if self._crew is not None:
+            self._crew.reconfigure(config)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         self._join_nodes(section for section in config.neurons if section.name not in kept)
         self.dispatcher.reconfigure(
@@ -179,13 +189,7 @@ class Gateway:
 
     def _join_nodes(self, sections: Iterable[NeuronSection]) -> None:
         for section in sections:
-            client = NodeClient(
-                section,
-                self._ticker,
-                key=_node_key(section, os.environ),
-                connect_timeout_s=self.config.gateway.connect_timeout_s,
-                idle_timeout_s=self.config.gateway.idle_timeout_s,
-            )
+            client = NodeClient.of(section, self._ticker, self.config.gateway, os.environ)
             self._nodes[section.name] = client
             self._pollers[section.name] = Poller(client, self, self.config.gateway.poll_interval_s)
 
@@ -213,9 +217,13 @@ class Gateway:
 
     def _handle_metrics(self, exchange: Exchange) -> None:
         if exchange.request.path in (b"/metrics", b"/"):
-            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self.metrics.exposition())
+            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self._exposition())
         else:
             exchange.respond(*error_answer(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
+
+    def _exposition(self) -> bytes:
+        own = self.metrics.exposition()
+        return own if self._crew is None else merged([own, *self._crew.counts()])
 
     async def _tick(self) -> None:
         while True:
@@ -224,26 +232,18 @@ class Gateway:
             await asyncio.to_thread(self._sizes.write, self.dispatcher.fleet.measured)
 
 
-def _refuse(error: CortexError, path: bytes) -> Answer:
-    return error_answer(error, family_of(path))
-
-
-async def _listen(server: Server, listen: Listen, key: str) -> tuple[str, int]:
+async def _listen(server: Server, listen: Listen, key: str, *, shared: bool = False) -> tuple[str, int]:
     try:
-        return await server.listen(listen.host, listen.port)
+        if shared:
+            # A port that workers share could be shared with a stranger unnoticed: see first that it is free.
+            probe = Server(server.handler, server.refuse, server.ticker)
+            await probe.listen(listen.host, listen.port)
+            await probe.close()
+        return await server.listen(listen.host, listen.port, reuse_port=shared)
     except OSError as problem:
         raise CannotListen(
             f"cannot listen on {listen}: {problem.strerror or problem}; stop what uses it, or set {key}"
         ) from problem
-
-
-def _node_key(section: NeuronSection, env: Mapping[str, str]) -> str | None:
-    if section.key_env is None:
-        return None
-    key = env.get(section.key_env)
-    if not key:
-        log.warning("node %s: the environment variable %s is not set", section.name, section.key_env)
-    return key
 
 
 def load_catalogue(config: Config, path: Path | None) -> Catalogue:
@@ -270,7 +270,13 @@ async def serve(config: Config, path: Path | None = None) -> None:
     logs.configure(config.gateway.log_format, config.gateway.log_level)
     gateway = Gateway(config, load_catalogue(config, path), _directory(path))
     host, port = await gateway.start()
-    log.info("cortex listens on http://%s:%s with %d nodes", host, port, len(config.neurons))
+    log.info(
+        "cortex listens on http://%s:%s with %d nodes and %d workers",
+        host,
+        port,
+        len(config.neurons),
+        config.gateway.workers,
+    )
     loop = asyncio.get_running_loop()
     stop, reload = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
+from pathlib import Path
 
 from cortex.gateway.http.connection import Answer, Connection, Handler, Refuse
 from cortex.gateway.http.limits import ClientLimits
@@ -50,6 +52,12 @@ class Server:
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(lambda: Connection(self, loop), sock=sock, ssl=tls, backlog=_BACKLOG)
         return self._bound(listener)
+
+    async def listen_unix(self, path: Path) -> None:
+        """Accept on a Unix socket, for programs of our own."""
+        loop = asyncio.get_running_loop()
+        factory = functools.partial(Connection, self, loop)
+        self._listeners.append(await loop.create_unix_server(factory, str(path), backlog=_BACKLOG))
 
     def _bound(self, listener: asyncio.Server) -> tuple[str, int]:
         self._listeners.append(listener)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,8 +30,18 @@ class Response(NamedTuple):
 class Pool:
     """The connections to one origin, such as `http://beast:13131` or `https://api.example/base/path`."""
 
-    def __init__(self, origin: str, ticker: Ticker, limits: UpstreamLimits | None = None) -> None:
-        """Raises ValueError when `origin` is not an http(s) URL. Connects nowhere yet."""
+    def __init__(
+        self,
+        origin: str,
+        ticker: Ticker,
+        limits: UpstreamLimits | None = None,
+        *,
+        unix_socket: Path | None = None,
+    ) -> None:
+        """Raises ValueError when `origin` is not an http(s) URL. Connects nowhere yet.
+
+        With `unix_socket` that is where connections go, whatever host `origin` names.
+        """
         parts = urlsplit(origin)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError(f"{origin!r} is not a node's address; write it like http://host:13131")
@@ -46,6 +57,7 @@ class Pool:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host_line = b"host: %b\r\n" % parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
         self._base_path = parts.path.rstrip("/").encode()
+        self._unix_socket = unix_socket
         self._idle: list[UpstreamConnection] = []
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -129,9 +141,14 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.limits.connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self, loop), self._host, self._port, ssl=self._tls
-                )
+                if self._unix_socket is not None:
+                    _, connection = await loop.create_unix_connection(
+                        lambda: UpstreamConnection(self, loop), str(self._unix_socket)
+                    )
+                else:
+                    _, connection = await loop.create_connection(
+                        lambda: UpstreamConnection(self, loop), self._host, self._port, ssl=self._tls
+                    )
         except TimeoutError:
             call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))
         except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one

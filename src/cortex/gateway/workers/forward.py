@@ -1,0 +1,46 @@
+"""What is not inference, passed on to the main process as it came."""
+
+from __future__ import annotations
+
+from cortex.gateway.dialects import error_answer, family_of
+from cortex.gateway.http.exchange import Exchange
+from cortex.gateway.http.faults import UpstreamFault
+from cortex.gateway.http.relay import Outcome, Relay
+from cortex.gateway.http.request import Headers
+from cortex.gateway.http.ticker import Ticker
+from cortex.gateway.http.upstream import Pool
+from cortex.wire.errors import UpstreamUnavailable
+
+SILENCE_S = 3600.0
+"""An operator's load may take this long; a stream of events may be this quiet."""
+
+
+class Forward:
+    """One such request. Observer of its relay."""
+
+    def __init__(self, exchange: Exchange, pool: Pool, ticker: Ticker) -> None:
+        request = exchange.request
+        relay = Relay(exchange, self, ticker)
+        target = request.path + (b"?" + request.query if request.query else b"")
+        # The exchange itself leaves the body out for HEAD.
+        method = b"GET" if request.method == b"HEAD" else request.method
+        relay.send(pool, method, target, request.headers, request.body, silence_s=SILENCE_S)
+
+    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
+        return True
+
+    def on_first_data(self, relay: Relay, data: bytes) -> None:
+        """Nothing to note."""
+
+    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002 - a path of ours is not news
+        error = UpstreamUnavailable("The gateway's main process does not answer; try again in a moment.")
+        relay.refuse(*error_answer(error, family_of(relay.exchange.request.path)), b"")
+
+    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+        return b""
+
+    def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
+        return b""
+
+    def on_done(self, relay: Relay, outcome: Outcome) -> None:
+        """The main process has counted it."""

@@ -1,0 +1,161 @@
+"""A worker process: the data path by itself, with the main process's desk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+
+from cortex.gateway import logs
+from cortex.gateway.config import Config
+from cortex.gateway.dialects import ROUTES, refuse
+from cortex.gateway.http.exchange import Exchange
+from cortex.gateway.http.limits import ClientLimits
+from cortex.gateway.http.server import Server
+from cortex.gateway.http.ticker import Ticker
+from cortex.gateway.http.upstream import Pool
+from cortex.gateway.inference import Inference
+from cortex.gateway.metrics import Metrics
+from cortex.gateway.nodes import NodeClient
+from cortex.gateway.passage import Services
+from cortex.gateway.workers import messages
+from cortex.gateway.workers.channel import Channel
+from cortex.gateway.workers.forward import Forward
+from cortex.gateway.workers.messages import ToWorker
+from cortex.gateway.workers.remote_desk import RemoteDesk
+from cortex.telemetry import open_tracer
+
+log = logging.getLogger(__name__)
+
+COUNT_EVERY_S = 1.0
+_decoder = msgspec.msgpack.Decoder[ToWorker](ToWorker)
+
+
+def encode_config(config: Config) -> bytes:
+    return msgspec.msgpack.encode(config, enc_hook=str)
+
+
+def decode_config(data: bytes) -> Config:
+    return msgspec.msgpack.decode(data, type=Config, dec_hook=lambda kind, value: kind(value))
+
+
+class Worker:
+    """Everything one worker process owns. Made once the main process has told it the configuration."""
+
+    def __init__(self, setup: messages.Setup, channel: Channel[ToWorker], api_socket: Path) -> None:
+        loop = asyncio.get_running_loop()
+        config = decode_config(setup.config)
+        logs.configure(config.gateway.log_format, config.gateway.log_level)
+        self._setup = setup
+        self._channel = channel
+        self._ticker = Ticker(loop)
+        self._nodes: dict[str, NodeClient] = {}
+        self._metrics = Metrics(tuple)
+        self._tracer = open_tracer(config.telemetry, "cortex")
+        self.desk = RemoteDesk(channel.send)
+        self._services = Services(
+            config=config.gateway,
+            desk=self.desk,
+            nodes=self._nodes,
+            metrics=self._metrics,
+            tracer=self._tracer,
+            ticker=self._ticker,
+            clock=loop.time,
+        )
+        self._inference = Inference(self._services)
+        self._main = Pool("http://cortex", self._ticker, unix_socket=api_socket)
+        limits = ClientLimits(body_bytes=config.gateway.max_body_mb * 1024 * 1024)
+        self._server = Server(self._handle, refuse, self._ticker, limits)
+        self._join(config)
+
+    async def start(self) -> None:
+        await self._server.listen(self._setup.host, self._setup.port, reuse_port=True)
+        self._channel.send(messages.Ready(os.getpid()))
+
+    def reconfigure(self, config: Config) -> None:
+        """As in the main process: running answers are untouched."""
+        self._services.config = config.gateway
+        logs.configure(config.gateway.log_format, config.gateway.log_level)
+        wanted = {section.name: section for section in config.neurons}
+        for name, node in list(self._nodes.items()):
+            if wanted.get(name) != node.section:
+                del self._nodes[name]
+                node.pool.close()
+        self._join(config)
+
+    def _join(self, config: Config) -> None:
+        for section in config.neurons:
+            if section.name not in self._nodes:
+                self._nodes[section.name] = NodeClient.of(section, self._ticker, config.gateway, os.environ)
+
+    def count(self) -> None:
+        """Tell the main process what was counted."""
+        self._channel.send(messages.Counts(self._metrics.exposition()))
+
+    async def close(self, grace_s: float) -> None:
+        self._inference.closing = True
+        await self._server.close(grace_s)
+        self._main.close()
+        for node in self._nodes.values():
+            node.pool.close()
+        self.count()
+        await asyncio.to_thread(self._tracer.close)
+
+    def _handle(self, exchange: Exchange) -> None:
+        route = ROUTES.get(exchange.request.path)
+        if route is not None and exchange.request.method == b"POST":
+            self._inference.begin(exchange, route)
+        else:
+            Forward(exchange, self._main, self._ticker)
+
+
+async def run(channel_socket: Path, api_socket: Path) -> None:
+    """Serve until the main process says so, or is gone. Its signals are the main process's business."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, lambda: None)
+    setups: list[messages.Setup] = []
+    told = asyncio.Event()
+    ending: asyncio.Future[float] = loop.create_future()
+    worker: Worker | None = None
+
+    def receive(message: ToWorker) -> None:
+        if isinstance(message, messages.Close):
+            if not ending.done():
+                ending.set_result(message.grace_s)
+        elif isinstance(message, messages.Setup):
+            setups.append(message)
+            told.set()
+            if worker is not None:
+                worker.reconfigure(decode_config(message.config))
+        elif worker is not None:
+            match message:
+                case messages.Granted():
+                    worker.desk.granted(message)
+                case messages.Admitted():
+                    worker.desk.admitted(message)
+                case messages.Refused():
+                    worker.desk.refused(message)
+
+    def lost() -> None:
+        told.set()
+        if not ending.done():
+            log.error("the gateway's main process is gone; this worker ends")
+            ending.set_result(0.0)
+
+    channel: Channel[ToWorker] = Channel(_decoder, receive, lost=lost)
+    await loop.create_unix_connection(lambda: channel, str(channel_socket))
+    await told.wait()
+    if not setups:
+        return
+    worker = Worker(setups[-1], channel, api_socket)
+    await worker.start()
+    while not ending.done():
+        await asyncio.wait({ending}, timeout=COUNT_EVERY_S)
+        worker.count()
+    await worker.close(ending.result())
+    channel.close()

@@ -1,0 +1,242 @@
+"""Several processes on one port, with one view of the fleet."""
+
+import asyncio
+import os
+import signal
+import subprocess
+
+import msgspec
+import pytest
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from fake_neuron import GB, begin_stream, chunk, until
+
+from cortex.exits import ExitCode
+from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.wire.node import ModelState
+
+READY = ModelState.READY
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def strangers():
+    """Every request on a connection of its own, so that any process may get it."""
+    connector = TCPConnector(limit=0, force_close=True)
+    async with ClientSession(connector=connector, timeout=ClientTimeout(total=20)) as session:
+        yield session
+
+
+def children(gateway) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(gateway.process.pid)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+async def status(gateway) -> dict:
+    return msgspec.json.decode(await gateway.get("/fleet/status"))
+
+
+async def in_flight(gateway) -> int:
+    return sum(model["in_flight"] for node in (await status(gateway))["nodes"] for model in node["models"])
+
+
+async def until_idle(gateway) -> None:
+    async with asyncio.timeout(3):
+        while await in_flight(gateway):
+            await asyncio.sleep(0.02)
+
+
+async def ask(session, gateway, path=CHAT, headers=None, **fields):
+    body = {"model": "a", "messages": [], **fields}
+    async with session.post(f"http://127.0.0.1:{gateway.port}{path}", json=body, headers=headers) as response:
+        return response.status, await response.read(), response.headers["x-request-id"]
+
+
+def slow_until(proceed: asyncio.Event):
+    async def answer(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": "first"}))
+        await proceed.wait()
+        await response.write(chunk("a", {"content": "last"}) + b"data: [DONE]\n\n")
+        return response
+
+    return answer
+
+
+async def test_all_processes_serve_with_one_view_and_one_set_of_counters(neurons, spawn, strangers):
+    beast = await neurons("beast", sizes={"a": GB})
+    gateway = await spawn(beast, "workers = 3")
+    assert len(children(gateway)) == 2
+    beast.load_gate = asyncio.Event()
+    waiting = [asyncio.create_task(ask(strangers, gateway, stream=number % 2 == 0)) for number in range(30)]
+    async with asyncio.timeout(5):
+        while (await status(gateway))["waiting"] != {"a": 30}:
+            await asyncio.sleep(0.02)
+    beast.load_gate.set()
+    answers = await asyncio.gather(*waiting)
+    assert {code for code, _, _ in answers} == {200}
+    assert len({request_id[:16] for _, _, request_id in answers}) == 3, "each process has answered some"
+    assert len(beast.load_requests) == 1, "one load for all"
+    await until_idle(gateway)
+    code, body, _ = await ask(strangers, gateway, "/v1/messages", model="nobody")
+    assert (code, msgspec.json.decode(body)["error"]["type"]) == (404, "not_found_error")
+
+    async def counted() -> bool:
+        text = (await gateway.get("/metrics", gateway.metrics_port)).decode()
+        return (
+            'cortex_requests_total{model="a",node="beast"} 30.0' in text
+            and 'cortex_completion_tokens_total{key="anonymous",model="a"} 90.0' in text
+            and 'cortex_request_errors_total{code="model_not_found",model=""} 1.0' in text
+        )
+
+    async with asyncio.timeout(4):
+        while not await counted():
+            await asyncio.sleep(0.1)
+
+
+async def test_control_routes_answer_from_every_process(neurons, spawn, strangers):
+    beast = await neurons("beast", sizes={"a": GB})
+    gateway = await spawn(beast, "workers = 3")
+    url = f"http://127.0.0.1:{gateway.port}"
+    for _ in range(12):
+        async with strangers.get(url + "/v1/models/a") as response:
+            assert (await response.json())["id"] == "a"
+        async with strangers.head(url + "/health") as response:
+            assert (response.status, await response.read()) == (200, b"")
+        async with strangers.get(url + CHAT) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (405, "method_not_allowed")
+    async with strangers.post(url + "/fleet/models/a/load") as response:
+        assert response.status == 200
+    events = [await strangers.get(url + "/fleet/events") for _ in range(8)]
+    for stream in events:
+        assert (await stream.content.readuntil(b"\n\n")).startswith(b":")
+    async with strangers.post(url + "/fleet/models/a/unload") as response:
+        assert response.status == 200
+    for stream in events:
+        assert b"unload_started" in await stream.content.readuntil(b"\n\n")
+        stream.close()
+
+
+async def test_budgets_hold_for_all_processes_together(neurons, spawn, strangers):
+    key = generate("anna", requests_per_min=10)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    gateway = await spawn(beast, f"workers = 3\n{as_toml(key.section)}")
+    headers = {"authorization": f"Bearer {key.text}"}
+    answers = await asyncio.gather(*(ask(strangers, gateway, headers=headers) for _ in range(30)))
+    assert sorted(code for code, _, _ in answers) == [200] * 10 + [429] * 20
+    assert beast.seen[0].headers["x-cortex-principal"] == "anna"
+    assert (await ask(strangers, gateway))[0] == 401
+    assert (await ask(strangers, gateway, "/v1/messages", headers={"x-api-key": "wrong"}))[0] == 401
+
+
+async def test_a_killed_worker_gives_back_what_it_held_and_is_replaced(neurons, spawn, strangers):
+    proceed = asyncio.Event()
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=slow_until(proceed))
+    gateway = await spawn(beast, "workers = 3")
+    streams = [asyncio.create_task(ask(strangers, gateway, stream=True)) for _ in range(24)]
+    await until(lambda: len(beast.seen) == 24)
+    assert await in_flight(gateway) == 24
+    first, second = children(gateway)
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: any(stream.done() for stream in streams), 5.0)
+    async with asyncio.timeout(2):
+        while await in_flight(gateway) != 24 - sum(stream.done() for stream in streams):
+            await asyncio.sleep(0.02)
+    proceed.set()
+    ended = await asyncio.gather(*streams, return_exceptions=True)
+    broken = [each for each in ended if isinstance(each, ClientError)]
+    assert 0 < len(broken) < 24
+    assert all(each[1].endswith(b"data: [DONE]\n\n") for each in ended if each not in broken)
+    await until_idle(gateway)
+    await until(lambda: "another takes its place" in gateway.log, 5.0)
+    await until(lambda: len(set(children(gateway)) - {first, second}) == 1, 5.0)
+    assert {code for code, _, _ in await asyncio.gather(*(ask(strangers, gateway) for _ in range(20)))} == {200}
+
+
+async def test_a_client_that_leaves_frees_its_place_wherever_it_is(neurons, spawn, strangers):
+    beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": READY}, answer=slow_until(asyncio.Event()))
+    beast.load_gate = asyncio.Event()
+    gateway = await spawn(beast, "workers = 3")
+    decoding = [asyncio.create_task(ask(strangers, gateway, stream=True)) for _ in range(12)]
+    queued = [asyncio.create_task(ask(strangers, gateway, model="b")) for _ in range(12)]
+    await until(lambda: len(beast.seen) == 12)
+    async with asyncio.timeout(3):
+        while (await status(gateway))["waiting"] != {"b": 12}:
+            await asyncio.sleep(0.02)
+    for task in (*decoding, *queued):
+        task.cancel()
+    async with asyncio.timeout(1.5):
+        while (now := await status(gateway))["waiting"] or any(m["in_flight"] for m in now["nodes"][0]["models"]):
+            await asyncio.sleep(0.02)
+    await until(lambda: all(seen.ended for seen in beast.seen))
+
+
+async def test_an_overloaded_or_dead_replica_is_passed_over(neurons, spawn, strangers):
+    async def die(node, request, body):
+        request.transport.abort()
+        await asyncio.sleep(60)
+
+    bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, answer=die)
+    good = await neurons("good", sizes={"a": GB}, states={"a": READY})
+    more = f'[[neurons]]\nname = "good"\nendpoint = "{good.endpoint}"'
+    gateway = await spawn(bad, f"workers = 3\n{more}")
+    answers = await asyncio.gather(*(ask(strangers, gateway) for _ in range(20)))
+    assert {code for code, _, _ in answers} == {200}
+    assert bad.seen
+    await until_idle(gateway)
+
+
+async def test_a_reload_reaches_every_process(neurons, spawn, strangers, tmp_path):
+    old = await neurons("old", sizes={"a": GB}, states={"a": READY})
+    new = await neurons("new", sizes={"b": GB}, states={"b": READY})
+    gateway = await spawn(old, "workers = 3")
+    config = tmp_path / "cortex.toml"
+    config.write_text(config.read_text() + f'[[neurons]]\nname = "new"\nendpoint = "{new.endpoint}"\n')
+    gateway.process.send_signal(signal.SIGHUP)
+    await until(lambda: "reloaded: 2 nodes" in gateway.log, 10.0)
+    async with asyncio.timeout(5):
+        while b'"new":"up"' not in await gateway.get("/health"):
+            await asyncio.sleep(0.02)
+    answers = await asyncio.gather(*(ask(strangers, gateway, model=model) for model in "ab" * 15))
+    assert {code for code, _, _ in answers} == {200}
+
+
+async def test_sigterm_lets_answers_end_in_every_process_and_leaves_none_behind(neurons, spawn, strangers):
+    proceed = asyncio.Event()
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=slow_until(proceed))
+    gateway = await spawn(beast, "workers = 3")
+    workers = children(gateway)
+    streams = [asyncio.create_task(ask(strangers, gateway, stream=True)) for _ in range(12)]
+    await until(lambda: len(beast.seen) == 12)
+    gateway.process.send_signal(signal.SIGTERM)
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)  # as a service manager or a terminal may do
+    await until(lambda: "shutting down" in gateway.log)
+    await asyncio.sleep(0.3)
+    proceed.set()
+    assert all(data.endswith(b"data: [DONE]\n\n") for _, data, _ in await asyncio.gather(*streams))
+    assert await asyncio.wait_for(gateway.process.wait(), 10) == ExitCode.OK
+    assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
+
+
+async def test_workers_end_with_a_killed_main_process(neurons, spawn, strangers):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=slow_until(asyncio.Event()))
+    gateway = await spawn(beast, "workers = 3")
+    workers = children(gateway)
+    streams = [asyncio.create_task(ask(strangers, gateway, stream=True)) for _ in range(9)]
+    await until(lambda: len(beast.seen) == 9)
+    gateway.process.kill()
+    await gateway.process.wait()
+    await until(lambda: not any(os.path.exists(f"/proc/{worker}") for worker in workers), 5.0)
+    assert all(isinstance(each, ClientError) for each in await asyncio.gather(*streams, return_exceptions=True))
+    await until(lambda: all(seen.ended for seen in beast.seen))
+    again = await spawn(beast, "workers = 2", port=gateway.port)
+    assert (await in_flight(again)) == 0
+
+
+async def test_a_port_that_somebody_else_shares_is_still_taken(spawn):
+    first = await spawn(extra="workers = 2")
+    second = await spawn(extra="workers = 2", port=first.port)
+    assert await asyncio.wait_for(second.process.wait(), 10) == ExitCode.NO_ROOM
+    assert "cannot listen" in second.log

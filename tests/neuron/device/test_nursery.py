@@ -40,9 +40,9 @@ async def born(nursery, device=CPU):
 
 
 def alive(process_id):
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process_id, 0)
-        return True
+    # Somebody else's zombie is dead: who inherited it may take its time to bury it.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return status(process_id, "State") != "Z"
     return False
 
 

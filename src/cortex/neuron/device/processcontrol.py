@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
-def die_with_parent() -> None:
-    """Asks for SIGKILL when the parent of this process dies."""
+def die_with_parent(parent_id: int) -> None:
+    """Asks for SIGKILL when the parent of this process dies; ends it at once where `parent_id` is gone already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_id:
+        os._exit(0)
 
 
 def name_thread(name: str) -> None:

@@ -20,7 +20,7 @@ from cortex.neuron.device.channel import BlockingChannel, ChannelError
 from cortex.neuron.device.executor import DeviceFault, Executor
 from cortex.neuron.device.faults import explain
 from cortex.neuron.device.outbox import Outbox
-from cortex.neuron.device.processcontrol import die_with_parent, name_thread
+from cortex.neuron.device.processcontrol import name_thread
 from cortex.neuron.device.protocol import CancelLoad, Event, Faulted, Hello
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ def run(channel: int, device: DeviceAddress, engine: str, log_level: str) -> NoR
     Leaves with `os._exit`: a wedged device must not hold up the end, and there is nothing in this process that
     outlives it.
     """
-    die_with_parent()
     name_thread("neuron-worker")
     configure_log(device.thread_name, log_level)
     try:

@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     worker.configure_log("workers", arguments.log_level)
     faulthandler.enable()
-    die_with_parent()
+    die_with_parent(os.getppid())
     # A terminal or a service manager signals the whole group: the daemon decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -95,8 +95,10 @@ class Zygote:
         return True
 
     def _fork(self, fork: Fork, channel: int) -> None:
+        parent_id = os.getpid()
         process_id = os.fork()
         if process_id == 0:
+            die_with_parent(parent_id)
             self._become_worker(DeviceAddress(fork.kind, fork.index, fork.uuid), channel)
         os.close(channel)
         ending = os.pidfd_open(process_id)

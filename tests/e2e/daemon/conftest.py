@@ -83,11 +83,9 @@ class Daemon:
             found |= {child: parents[child][1] for child in grown}
         return found
 
-    @property
-    def worker(self) -> int:
-        """The process that computes."""
-        (worker,) = [process_id for process_id, name in self.descendants().items() if name == "neuron-worker"]
-        return worker
+    def process_called(self, name: str) -> int:
+        (found,) = [process_id for process_id, called in self.descendants().items() if called == name]
+        return found
 
     def held_bytes(self) -> int:
         """What the daemon and everything under it hold."""

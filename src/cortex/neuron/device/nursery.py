@@ -40,6 +40,10 @@ class Newborn:
         if not self.exited.done():
             self._stock.kill(self._birth)
 
+    def ended(self, return_code: int) -> None:
+        if not self.exited.done():  # else who waited was cancelled, and the future with it
+            self.exited.set_result(return_code)
+
 
 class Nursery:
     """Makes workers for any number of devices. Belongs to one loop."""
@@ -155,7 +159,7 @@ class _Stock:
             case Forked(birth, process_id):
                 self._newborns[birth].process_id = process_id
             case Ended(birth, return_code):
-                self._newborns.pop(birth).exited.set_result(return_code)
+                self._newborns.pop(birth).ended(return_code)
 
     async def _await_end(self, process: asyncio.subprocess.Process) -> None:
         return_code = await process.wait()
@@ -168,7 +172,7 @@ class _Stock:
         newborns, self._newborns = self._newborns, {}
         for newborn in newborns.values():
             # Where it was never forked it ended as its maker did; else the kernel has killed it.
-            newborn.exited.set_result(return_code if newborn.process_id is None else -signal.SIGKILL)
+            newborn.ended(return_code if newborn.process_id is None else -signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:

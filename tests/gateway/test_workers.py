@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -224,6 +225,8 @@ async def test_workers_end_with_a_killed_main_process(neurons, spawn, strangers)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=slow_until(asyncio.Event()))
     gateway = await spawn(beast, "workers = 3")
     workers = children(gateway)
+    sockets = Path(Path(f"/proc/{workers[0]}/cmdline").read_text().split("\0")[-2]).parent
+    assert sockets.stat().st_mode & 0o077 == 0
     streams = [asyncio.create_task(ask(strangers, gateway, stream=True)) for _ in range(9)]
     await until(lambda: len(beast.seen) == 9)
     gateway.process.kill()
@@ -231,6 +234,7 @@ async def test_workers_end_with_a_killed_main_process(neurons, spawn, strangers)
     await until(lambda: not any(os.path.exists(f"/proc/{worker}") for worker in workers), 5.0)
     assert all(isinstance(each, ClientError) for each in await asyncio.gather(*streams, return_exceptions=True))
     await until(lambda: all(seen.ended for seen in beast.seen))
+    assert not sockets.exists()
     again = await spawn(beast, "workers = 2", port=gateway.port)
     assert (await in_flight(again)) == 0
 

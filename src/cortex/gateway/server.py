@@ -96,8 +96,8 @@ class Gateway:
         self._control = Control(self.dispatcher, self.journal, self._metering.meter)
         limits = ClientLimits(body_bytes=config.gateway.max_body_mb * 1024 * 1024)
         self.server = Server(self._handle, refuse, self._ticker, limits)
-        num_others = config.gateway.workers - 1
-        self._crew = Crew(num_others, self._desk, loop.time) if num_others else None
+        self._crew: Crew | None = None
+        """The other processes, once this one listens and where there are any."""
         self._metrics_server = Server(self._handle_metrics, refuse, self._ticker)
 
     async def start(self) -> tuple[str, int]:
@@ -113,8 +113,9 @@ class Gateway:
         for poller in self._pollers.values():
             poller.start()
         section = self.config.gateway
-        address = await _listen(self.server, section.listen, "gateway.listen", shared=self._crew is not None)
-        if self._crew is not None:
+        address = await _listen(self.server, section.listen, "gateway.listen", shared=section.workers > 1)
+        if section.workers > 1:
+            self._crew = Crew(section.workers - 1, self._desk, asyncio.get_running_loop().time)
             await self.server.listen_unix(self._crew.api_socket)
             await self._crew.start(self.config, section.listen.host, address[1])
         if section.metrics_listen is not None:
@@ -269,6 +270,11 @@ async def serve(config: Config, path: Path | None = None) -> None:
     """
     logs.configure(config.gateway.log_format, config.gateway.log_level)
     gateway = Gateway(config, load_catalogue(config, path), _directory(path))
+    loop = asyncio.get_running_loop()
+    stop, reload = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
     host, port = await gateway.start()
     log.info(
         "cortex listens on http://%s:%s with %d nodes and %d workers",
@@ -277,11 +283,6 @@ async def serve(config: Config, path: Path | None = None) -> None:
         len(config.neurons),
         config.gateway.workers,
     )
-    loop = asyncio.get_running_loop()
-    stop, reload = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, reload.set)
     reloader = asyncio.create_task(_reload_when_needed(gateway, path, reload), name="reload")
     try:
         await stop.wait()

@@ -33,6 +33,8 @@ class Channel(asyncio.Protocol, Generic[T]):
         self._came = came
         self._lost = lost
         self._pending = bytearray()
+        self.is_lost = False
+        """There was another end, and it is gone."""
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -42,6 +44,7 @@ class Channel(asyncio.Protocol, Generic[T]):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._transport = None
+        self.is_lost = True
         self._lost()
 
     def data_received(self, data: bytes) -> None:

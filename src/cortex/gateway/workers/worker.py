@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -158,4 +159,6 @@ async def run(channel_socket: Path, api_socket: Path) -> None:
         await asyncio.wait({ending}, timeout=COUNT_EVERY_S)
         worker.count()
     await worker.close(ending.result())
+    if channel.is_lost:
+        shutil.rmtree(channel_socket.parent, ignore_errors=True)  # nobody else is left to do it
     channel.close()

@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, bytes in all)."""
 
 PAGE_TOKENS = 32
-MAX_CACHED_CONTEXTS = 8
+MAX_CACHED_CONTEXTS = 4
 """On a CPU the pages hold at most this many full contexts: memory there is shared with everything else."""
 
 

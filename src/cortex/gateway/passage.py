@@ -324,13 +324,14 @@ class Passage:
         traffic.duration.observe(now - self._started_at)
         if self._sent_at is not None:
             metrics.overhead.observe(self._sent_at - self._started_at)
-        first = self._first_data_at if self._began_with_token else None
+        # A whole answer's first byte is its last token's: only streams show when the first one came.
+        first = self._first_data_at if self._stream and self._began_with_token else None
         if first is not None:
             traffic.first_token.observe(first - self._started_at)
         if usage is not None:
             metrics.spend(self._model, self._admission.hold.principal).add(usage)
             later_tokens = usage.completion_tokens - 1
-            if self._stream and first is not None and now > first and later_tokens > 0:
+            if first is not None and now > first and later_tokens > 0:
                 traffic.speed.observe(later_tokens / (now - first))
 
     def _count_retry(self) -> None:

@@ -139,7 +139,9 @@ class _Tallies(Collector):
             "cortex_request_duration_seconds", "From the request's last byte to the answer's last.", labels=pair
         )
         first_token = HistogramMetricFamily(
-            "cortex_time_to_first_token_seconds", "From the request to the first token of a streamed answer.", labels=pair
+            "cortex_time_to_first_token_seconds",
+            "From the request to the first token of a streamed answer.",
+            labels=pair,
         )
         speed = HistogramMetricFamily(
             "cortex_tokens_per_second", "Completion tokens over the time after the first.", labels=pair

@@ -50,7 +50,8 @@ def prefill_attention(
     )
 
 
-@jit(do_not_specialize=["window"])
+# Slices behind the decode rows begin anywhere: no variant for each way they are aligned.
+@jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "lengths"])
 def _prefill_kernel(
     q,
     key_pages,

@@ -124,7 +124,8 @@ def rotated_heads(
     return value * cosine[None, :] + other * sine[None, :]
 
 
-@jit
+# Slices behind the decode rows begin anywhere: no variant for each way they are aligned.
+@jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_kernel(
     q,
     k,

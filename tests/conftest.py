@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as workers do; read when torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what workers are given; read when torch is imported
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -50,7 +50,7 @@ def test_the_engines_values_cross_unchanged():
     events = [
         Loaded(1, info, memory, memory),
         Outputs(1, (StepOutput("a", (1,), (TokenLogprobs(-0.5, (1, 2), (-0.5, -1.0)),), 3, "stop"),)),
-        Report("step", 7, {1: EngineStats(running=2, extra={"graph_hits": 1.0})}),
+        Report("step", 7, {1: EngineStats(running=2, steps=3)}),
     ]
     decoder: FrameDecoder[Event] = FrameDecoder(Event)
     assert list(decoder.feed(encode_frame(events))) == [events]

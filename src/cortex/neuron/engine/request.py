@@ -5,7 +5,7 @@ Plain dataclasses, so that they import on a bare GPU host and cross the worker's
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -80,7 +80,6 @@ class LoadSpec:
 
     path: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quant: str | None = None
     context_tokens: int | None = None
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
@@ -124,4 +123,3 @@ class EngineStats:
     cached_tokens: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
-    extra: dict[str, float] = field(default_factory=dict)

@@ -42,7 +42,6 @@ class Sequence:
     """How often another was admitted before it because it had to wait for pages."""
     constraint: Constraint | None = None
     """What its output must conform to; None: free."""
-    cancelled: bool = False
     finished: bool = False
 
     @classmethod
@@ -70,7 +69,7 @@ class Sequence:
 
     @property
     def wants_more(self) -> bool:
-        return not self.finished and not self.cancelled and self.num_drawn < self.request.max_tokens
+        return not self.finished and self.num_drawn < self.request.max_tokens
 
     def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
         """Digests of every full page of the known tokens, extended as tokens arrive."""

@@ -53,6 +53,10 @@ async def whole(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
     return [event async for event in stream(session, url, body)]
 
 
+async def last(answer: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    return [event async for event in answer][-1]
+
+
 async def until(condition: Callable[[], Any], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -145,17 +149,16 @@ async def test_a_client_that_leaves_during_a_load_does_not_stop_it(narrow: Daemo
 async def test_sigterm_under_load_ends_within_its_bound_and_leaves_nothing(daemon: Daemon) -> None:
     family = [daemon.process.pid, *daemon.descendants()]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        answers = [asyncio.create_task(whole(session, daemon.url, completion(1500))) for _ in range(16)]
-        await until(lambda: load_of(daemon)[0] == 16, 20)
+        answers = [stream(session, daemon.url, completion(1500)) for _ in range(16)]
+        # Each has begun: what ends before its first byte is told by the status, and no stream.
+        await asyncio.gather(*(anext(answer) for answer in answers))
         told_s = time.monotonic()
         daemon.process.send_signal(signal.SIGTERM)
-        ended = await asyncio.gather(*answers, return_exceptions=True)
+        ended = await asyncio.gather(*(last(answer) for answer in answers))
         assert await asyncio.to_thread(daemon.process.wait, 30) == 0
         # The drain, then two bounded farewells: to the clients and to the workers.
         assert time.monotonic() - told_s < DRAIN_S + 6.0
-    for events in ended:
-        assert isinstance(events, list), events
-        assert events[-1]["error"]["code"] == "shutting_down"
+    assert [event["error"]["code"] for event in ended] == ["shutting_down"] * 16
     assert not [each for each in family if alive(each)]
 
 

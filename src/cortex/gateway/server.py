@@ -12,7 +12,7 @@ from pathlib import Path
 from cortex import settings
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway import config as configuration
-from cortex.gateway import gauges, logs
+from cortex.gateway import gauges
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.control import Control
 from cortex.gateway.desk import LocalDesk
@@ -35,7 +35,7 @@ from cortex.gateway.state import Dispatcher
 from cortex.gateway.workers.counts import merged
 from cortex.gateway.workers.crew import Crew
 from cortex.settings import Listen, SettingsError
-from cortex.telemetry import open_tracer
+from cortex.telemetry import logs, open_tracer
 from cortex.wire.errors import Family, MethodNotAllowed, RouteNotFound
 from cortex.wire.node import DeviceHealth, Discovery, Health
 

@@ -15,6 +15,7 @@ import msgspec
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.nursery import Nursery
 from cortex.neuron.device.protocol import Exit
+from cortex.telemetry import logs
 
 CPU = DeviceAddress("cpu", 0)
 
@@ -132,3 +133,17 @@ def test_importing_the_engine_touches_no_device():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"
+
+
+async def test_the_process_and_its_workers_log_as_the_daemon_does(monkeypatch, capfd):
+    monkeypatch.setattr(logs, "in_use", lambda: ("json", "INFO"))
+    async with nursery("there_is_no_such_module:load") as made:
+        _, channel = await born(made)
+        frame = msgspec.msgpack.encode("not a command")
+        channel.sendall(len(frame).to_bytes(4, "little") + frame)
+        channel.settimeout(10)
+        while channel.recv(1 << 16):
+            pass  # it says how it is until it ends
+    lines = [msgspec.json.decode(line) for line in capfd.readouterr().err.splitlines()]
+    assert any("cannot be imported" in line["message"] for line in lines)
+    assert any(line.get("device") == "cpu" for line in lines), lines

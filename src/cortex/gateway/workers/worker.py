@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from cortex.gateway import logs
 from cortex.gateway.config import Config
 from cortex.gateway.dialects import ROUTES, refuse
 from cortex.gateway.http.exchange import Exchange
@@ -28,7 +27,7 @@ from cortex.gateway.workers.channel import Channel
 from cortex.gateway.workers.forward import Forward
 from cortex.gateway.workers.messages import ToWorker
 from cortex.gateway.workers.remote_desk import RemoteDesk
-from cortex.telemetry import open_tracer
+from cortex.telemetry import logs, open_tracer
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,14 @@ import socket
 
 from aiohttp import web
 
-from cortex.neuron.api import app, logs
+from cortex.neuron.api import app
 from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.logs import common_fields
 from cortex.neuron.api.protocol import BACKLOG, accept
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node
 from cortex.settings import Listen
-from cortex.telemetry import Tracer, open_tracer
+from cortex.telemetry import Tracer, logs, open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> N
     At the end admission closes, the queue is told at once, and running answers get `drain_s`. A second signal
     ends the process where it stands; its workers end with it.
     """
-    logs.configure(config.log_level, config.log_format)
+    logs.configure(config.log_format, config.log_level, common_fields)
     stop = stop or asyncio.Event()
     tracer = open_tracer(config.telemetry, "neuron")
     loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ import msgspec
 
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.protocol import PACKET_BYTES, Ended, Fork, Forked, Kill, Notice, Order, Warm
+from cortex.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class _Stock:
 
     @classmethod
     async def start(cls, engine: str) -> _Stock:
+        log_format, log_level = logs.in_use()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         stock = cls(ours)
@@ -101,7 +103,8 @@ class _Stock:
                     *("-m", "cortex.neuron.device.zygote"),
                     *("--control", str(theirs.fileno())),
                     *("--engine", engine),
-                    *("--log-level", logging.getLevelName(log.getEffectiveLevel())),
+                    *("--log-format", log_format),
+                    *("--log-level", log_level),
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     env=_environment(),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from typing import NoReturn
@@ -22,6 +21,7 @@ from cortex.neuron.device.faults import explain
 from cortex.neuron.device.outbox import Outbox
 from cortex.neuron.device.processcontrol import name_thread
 from cortex.neuron.device.protocol import CancelLoad, Event, Faulted, Hello
+from cortex.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -30,29 +30,20 @@ EXIT_FAULTED = 70
 """EX_SOFTWARE: the device faulted or the engine cannot be imported."""
 
 
-def run(channel: int, device: DeviceAddress, engine: str, log_level: str) -> NoReturn:
+def run(channel: int, device: DeviceAddress, engine: str) -> NoReturn:
     """The life of a worker, in a process that was just forked. `channel` is its socket's file descriptor.
 
     Leaves with `os._exit`: a wedged device must not hold up the end, and there is nothing in this process that
     outlives it.
     """
     name_thread("neuron-worker")
-    configure_log(device.thread_name, log_level)
+    logs.configure(*logs.in_use(), lambda: {"device": device.thread_name})
     try:
         code = _serve(BlockingChannel(socket.socket(fileno=channel)), device, engine)
     except Exception:
         log.exception("the worker ended")
         code = EXIT_FAULTED
     os._exit(code)
-
-
-def configure_log(who: str, level: str) -> None:
-    logging.basicConfig(
-        level=level,
-        format=f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
 
 
 def _serve(channel: BlockingChannel, device: DeviceAddress, engine: str) -> int:

@@ -26,6 +26,7 @@ from cortex.neuron.device.faults import explain
 from cortex.neuron.device.harness import resolve_loader
 from cortex.neuron.device.processcontrol import die_with_parent
 from cortex.neuron.device.protocol import PACKET_BYTES, Ended, Fork, Forked, Kill, Notice, Order, Warm
+from cortex.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +35,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="cortex.neuron.device.zygote", description=__doc__)
     parser.add_argument("--control", type=int, required=True, help="file descriptor of the socket to the daemon")
     parser.add_argument("--engine", required=True, help="module:attribute of the engine's load function")
+    parser.add_argument("--log-format", default="text")
     parser.add_argument("--log-level", default="INFO")
     arguments = parser.parse_args()
-    worker.configure_log("workers", arguments.log_level)
+    logs.configure(arguments.log_format, arguments.log_level)
     faulthandler.enable()
     die_with_parent(os.getppid())
     # A terminal or a service manager signals the whole group: the daemon decides when its workers end.
@@ -52,7 +54,7 @@ def main() -> None:
     gc.freeze()
     control = socket.socket(fileno=arguments.control)
     try:
-        Zygote(control, arguments.engine, arguments.log_level).run()
+        Zygote(control, arguments.engine).run()
     except OSError as error:
         log.error("the channel to the daemon failed: %s", error)
     os._exit(0)  # the kernel ends the workers that are left
@@ -61,10 +63,9 @@ def main() -> None:
 class Zygote:
     """Forks, ends and reaps workers as the daemon orders."""
 
-    def __init__(self, control: socket.socket, engine: str, log_level: str) -> None:
+    def __init__(self, control: socket.socket, engine: str) -> None:
         self._control = control
         self._engine = engine
-        self._log_level = log_level
         self._orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[int, int]] = {}
@@ -114,7 +115,7 @@ class Zygote:
             os.close(ending)
         os.setsid()
         os.environ.update(device.environment())
-        worker.run(channel, device, self._engine, self._log_level)
+        worker.run(channel, device, self._engine)
 
     def _reap(self, birth: int) -> None:
         process_id, ending = self._workers.pop(birth)

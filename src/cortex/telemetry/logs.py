@@ -1,0 +1,83 @@
+"""How every program logs: one line per event on standard error, as text for people or as JSON for collectors."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Literal, TextIO
+
+import msgspec
+
+Format = Literal["text", "json"]
+Level = Literal["debug", "info", "warning", "error"]
+
+# What every LogRecord carries by itself; anything else was passed with `extra=` and is a field of the event.
+_BUILT_IN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _BUILT_IN}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line; `extra=` fields stand beside the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+class TextFormatter(logging.Formatter):
+    """`time level message field=value …`, for a terminal or a journal."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name logging gives it
+        line = super().formatMessage(record)
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        return f"{line}  {fields}" if fields else line
+
+
+class _Lines(logging.StreamHandler[TextIO]):
+    """The one handler that is ours, known by its class when it is to be replaced."""
+
+    def __init__(self, format: Format, common: Callable[[], Mapping[str, object]]) -> None:
+        super().__init__(sys.stderr)
+        self.format_name = format
+        self._common = common
+        self.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for name, value in self._common().items():
+            vars(record).setdefault(name, value)
+        super().emit(record)
+
+
+def configure(format: Format, level: str, common: Callable[[], Mapping[str, object]] = dict[str, object]) -> None:
+    """Send the log of this process to standard error; libraries are heard from warnings on.
+
+    `common` gives the fields that every line has. Calling it again replaces what was configured before.
+    """
+    root = logging.getLogger()
+    root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, _Lines)]
+    root.addHandler(_Lines(format, common))
+    root.setLevel(logging.WARNING)
+    logging.getLogger("cortex").setLevel(level.upper())
+
+
+def in_use() -> tuple[Format, str]:
+    """How this process logs, for a child that is to log the same way."""
+    formats = [handler.format_name for handler in logging.getLogger().handlers if isinstance(handler, _Lines)]
+    level = logging.getLevelName(logging.getLogger("cortex").getEffectiveLevel())
+    return (formats[0] if formats else "text"), level

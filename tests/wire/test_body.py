@@ -41,6 +41,14 @@ def test_true_is_not_a_number_and_a_whole_float_is_an_integer() -> None:
         fields.number("yes")
 
 
+@pytest.mark.parametrize("number", ["9" * 50, "-" + "9" * 50, "9" * 400, "1e300"])
+@pytest.mark.parametrize("field", ["temperature", "top_k", "repetition_window", "stop_token_ids", "logit_bias"])
+def test_a_number_that_no_engine_can_take_is_refused(field: str, number: str) -> None:
+    value = {"stop_token_ids": f"[{number}]", "logit_bias": f'{{"{number}": 1}}'}.get(field, number)
+    with pytest.raises(InvalidValue, match=field):
+        DIALECTS["openai_completions"].parse(f'{{"model": "m", "prompt": "x", "{field}": {value}}}'.encode())
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

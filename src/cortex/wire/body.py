@@ -13,6 +13,9 @@ import msgspec
 
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
 
+_LARGEST_INTEGER = 2**63
+_LARGEST_NUMBER = 3e38
+"""What a 64-bit integer and a single-precision number hold: beyond them no engine can take a value."""
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
 
 
@@ -91,6 +94,7 @@ class Fields:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self._wrong_type(name, int)
+        self._check_size(name, value, _LARGEST_INTEGER)
         self._check_range(name, value, low, high)
         return value
 
@@ -100,6 +104,7 @@ class Fields:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong_type(name, float)
+        self._check_size(name, value, _LARGEST_NUMBER)
         self._check_range(name, value, low, high)
         return float(value)
 
@@ -136,6 +141,8 @@ class Fields:
         values = self.array(name)
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
             raise self.invalid(name, "expected an array of integers")
+        for value in values:
+            self._check_size(name, value, _LARGEST_INTEGER)
         return tuple(values)
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -150,6 +157,10 @@ class Fields:
 
     def _wrong_type(self, name: str, expected: type) -> InvalidValue:
         return self.invalid(name, f"expected {_KINDS[expected]}, got {_describe(self.raw(name))}")
+
+    def _check_size(self, name: str, value: float, largest: float) -> None:
+        if not -largest <= value <= largest:
+            raise self.invalid(name, "the number is too large")
 
     def _check_range(self, name: str, value: float, low: float | None, high: float | None) -> None:
         if (low is None or value >= low) and (high is None or value <= high):

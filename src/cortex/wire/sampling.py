@@ -11,6 +11,7 @@ from cortex.wire.requests import OutputFormat, Sampling, Thinking
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
+_MAX_TOKEN_DIGITS = 18
 
 
 def read_sampling(fields: Fields) -> Sampling:
@@ -52,7 +53,7 @@ def _read_logit_bias(fields: Fields) -> dict[int, float]:
     bias_by_token = fields.object("logit_bias")
     for token in fields.mapping("logit_bias") or {}:
         assert bias_by_token is not None
-        if not (token.isascii() and token.isdigit()):
+        if not (token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_DIGITS):
             raise bias_by_token.invalid(token, "keys are token ids")
         bias = bias_by_token.number(token, low=-100, high=100)
         biases[int(token)] = bias or 0.0

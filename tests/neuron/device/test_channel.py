@@ -1,8 +1,18 @@
+import asyncio
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.device.channel import MAX_FRAME_BYTES, ChannelError, FrameDecoder, encode_frame
+from cortex.neuron.device.channel import (
+    MAX_FRAME_BYTES,
+    ChannelError,
+    FrameDecoder,
+    LoopChannel,
+    Unsendable,
+    encode_frame,
+)
 from cortex.neuron.device.protocol import Cancel, Command, DeviceMemory, Event, Load, Loaded, Outputs, Report, Submit
 from cortex.neuron.engine.request import (
     EngineInfo,
@@ -66,3 +76,29 @@ def test_what_does_not_decode_is_an_error():
     decoder: FrameDecoder[Event] = FrameDecoder(Event)
     with pytest.raises(ChannelError, match="does not decode"):
         list(decoder.feed(b"\x02\x00\x00\x00\xc1\xc1"))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        EngineRequest("a", (1,), 1, SamplingParams(top_k=2**70)),
+        EngineRequest("a", (1,), 1, principal="\udcff"),
+        EngineRequest("a", (1,), 1, grammar="x" * MAX_FRAME_BYTES),
+    ],
+    ids=["number", "text", "size"],
+)
+async def test_a_command_that_cannot_be_sent_spoils_no_other(bad):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        channel = LoopChannel(on_event=lambda event: None, on_closed=lambda reason: None)
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
+        good = [Cancel(1, "before"), Cancel(1, "after")]
+        channel.send(good[0])
+        with pytest.raises(Unsendable):
+            channel.send(Submit(1, bad))
+        channel.send(good[1])
+        decoder: FrameDecoder[Command] = FrameDecoder(Command)
+        frames = await asyncio.to_thread(lambda: list(decoder.feed(theirs.recv(1 << 16))))
+        assert frames == [good]
+        channel.close()

@@ -119,6 +119,21 @@ async def test_requests_stream_and_finish(tmp_path):
         )
 
 
+async def test_a_request_that_cannot_be_sent_fails_alone(tmp_path):
+    async with supervised() as supervisor:
+        sink = Sink()
+        resident = await supervisor.load(model(tmp_path), sink)
+        supervisor.submit(resident, request("before"))
+        supervisor.submit(resident, EngineRequest("bad", (1,), 5, principal="\udcff"))
+        supervisor.submit(resident, request("after"))
+        assert sink.failed["bad"][0] is FaultKind.REQUEST
+        await sink.until(lambda: sink.finish("before") and sink.finish("after"))
+        with pytest.raises(LoadRefused, match="engine"):
+            await supervisor.load(LoadSpec(path="x", context_tokens=2**70), Sink())
+        assert await supervisor.memory()
+        assert not sink.lost
+
+
 async def test_a_cancelled_request_ends_and_the_others_do_not(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()

@@ -28,6 +28,9 @@ def test_only_cached_models_with_weights_are_listed(tmp_path):
         "models--org--quantised": "q4.gguf",
         "models--org--tokenizer-only": "tokenizer.json",
         "datasets--org--data": "model.safetensors",
+        "models--org--no\udcfftext": "model.safetensors",
+        "models--alone": "model.safetensors",
+        "models--org--..": "model.safetensors",
     }.items():
         folder = tmp_path / name / "snapshots" / "abc"
         folder.mkdir(parents=True)

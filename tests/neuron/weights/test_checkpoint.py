@@ -69,7 +69,17 @@ def test_a_tensor_that_is_not_there_is_named(model_directory: Directory) -> None
 
 @pytest.mark.parametrize(
     "shard",
-    ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", "a\\b", "a\0b", "link.safetensors"],
+    [
+        "../model.safetensors",
+        "/etc/passwd",
+        "sub/model.safetensors",
+        "..",
+        "",
+        "a\\b",
+        "a\0b",
+        "\ud800",
+        "link.safetensors",
+    ],
 )
 def test_an_index_cannot_lead_out_of_the_directory(model_directory: Directory, tmp_path: Path, shard: str) -> None:
     directory = model_directory({"a": torch.ones(1)})

@@ -19,6 +19,9 @@ from cortex.neuron.device.protocol import Command, Event
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Far above any honest frame; a length beyond it means that the stream is out of step."""
 
+_SPARE_BYTES = 16
+"""Room for what a frame has around its messages."""
+
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -29,7 +32,11 @@ class ChannelError(Exception):
     """The other side sent bytes that are no frame; the channel cannot be used any further."""
 
 
-def encode_frame(messages: Sequence[Command] | Sequence[Event]) -> bytes:
+class Unsendable(Exception):
+    """A message that no frame can carry; the channel is as good as before."""
+
+
+def encode_frame(messages: Sequence[Command] | Sequence[Event] | Sequence[msgspec.Raw]) -> bytes:
     """One frame that carries `messages` in order."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(list(messages), frame, _LENGTH.size)
@@ -95,16 +102,24 @@ class LoopChannel(asyncio.Protocol):
         self._on_closed = on_closed
         self._decoder: FrameDecoder[Event] = FrameDecoder(Event)
         self._transport: asyncio.Transport | None = None
-        self._unsent: list[Command] = []
+        self._unsent: list[msgspec.Raw] = []
+        self._unsent_bytes = 0
         self._problem: str | None = None
 
     def send(self, command: Command) -> None:
-        """Queues `command` for this turn's frame; dropped when the channel is closed, whose owner was told."""
+        """Queues `command` for this turn's frame; dropped when the channel is closed, whose owner was told.
+
+        Raises Unsendable: encoded here and not with the frame, so that one bad command spoils no other.
+        """
         if self._transport is None:
             return
+        encoded = _encode(command)
+        if self._unsent_bytes + len(encoded) > MAX_FRAME_BYTES - _SPARE_BYTES:
+            self._flush()
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append(command)
+        self._unsent.append(msgspec.Raw(encoded))
+        self._unsent_bytes += len(encoded)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -115,6 +130,7 @@ class LoopChannel(asyncio.Protocol):
         if self._unsent and self._transport is not None:
             self._transport.write(encode_frame(self._unsent))
         self._unsent.clear()
+        self._unsent_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # By contract, not by class: the transports of uvloop do not derive from asyncio's.
@@ -132,5 +148,15 @@ class LoopChannel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._unsent.clear()
+        self._flush()
         self._on_closed(self._problem or (str(exc) if exc else "the worker closed its channel"))
+
+
+def _encode(command: Command) -> bytes:
+    try:
+        encoded = _encoder.encode(command)
+    except (OverflowError, ValueError) as error:  # a number beyond 64 bits, text that is not Unicode
+        raise Unsendable(f"this cannot be told to the engine: {error}") from error
+    if len(encoded) > MAX_FRAME_BYTES - _SPARE_BYTES:
+        raise Unsendable(f"{len(encoded)} bytes are more than a request may have on its way to the engine; send less")
+    return encoded

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from cortex.neuron.device.address import DeviceAddress
+from cortex.neuron.device.channel import Unsendable
 from cortex.neuron.device.faults import FaultKind
 from cortex.neuron.device.nursery import Nursery
 from cortex.neuron.device.process import WorkerProcess
@@ -129,8 +130,11 @@ class Supervisor:
         worker = await self._ensure_worker()
         handle = next(self._numbers)
         loading: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
+        try:
+            worker.send(Load(handle, spec))
+        except Unsendable as error:
+            raise LoadRefused(FaultKind.REQUEST, str(error)) from error
         self._models[handle] = _Model(sink, loading, set())
-        worker.send(Load(handle, spec))
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -196,8 +200,12 @@ class Supervisor:
     def submit(self, resident: Resident, request: EngineRequest) -> None:
         """Hands a request over. What becomes of it reaches the model's sink; a lost worker does too."""
         if (model := self._models.get(resident.handle)) is not None:
-            model.live.add(request.id)
-            self._send(Submit(resident.handle, request))
+            try:
+                self._send(Submit(resident.handle, request))
+            except Unsendable as error:
+                model.sink.on_request_failed(request.id, FaultKind.REQUEST, str(error))
+            else:
+                model.live.add(request.id)
 
     def cancel(self, resident: Resident, request_id: str) -> None:
         """Asks for the end of a request; its final output follows. Unknown ids are ignored."""

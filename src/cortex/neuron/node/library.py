@@ -16,7 +16,7 @@ from pathlib import Path
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
-from cortex.neuron.weights.hub.source import parse_source
+from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import ModelNotFound
 from cortex.wire.node import LoadRequest
 
@@ -97,16 +97,23 @@ def cache_directory(config: NeuronConfig, env: Mapping[str, str]) -> Path:
 
 
 def scan_cache(cache: Path) -> list[str]:
-    """Ids of the models in the hub cache that have weights on disk. Reads directories only."""
+    """Ids of the models in the hub cache that have weights on disk. Reads directories only.
+
+    A folder whose name is no hub id, or whose inside may not be looked at, is none of ours.
+    """
     try:
         folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith(_CACHE_PREFIX))
     except OSError:
         return []
-    return [
-        folder.name.removeprefix(_CACHE_PREFIX).replace("--", "/")
-        for folder in folders
-        if any(next(folder.glob(f"snapshots/*/{pattern}"), None) is not None for pattern in ("*.safetensors", "*.gguf"))
-    ]
+    ids = {folder.name.removeprefix(_CACHE_PREFIX).replace("--", "/"): folder for folder in folders}
+    return [model_id for model_id, folder in ids.items() if is_hub_id(model_id) and _has_weights(folder)]
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return any(next(folder.glob(f"snapshots/*/{pattern}"), None) for pattern in ("*.safetensors", "*.gguf"))
+    except OSError:
+        return False
 
 
 def _names_a_model(source: str) -> bool:

@@ -7,6 +7,7 @@ one exception is the hub cache's own layout, where `snapshots/<revision>/<file>`
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 from cortex.neuron.weights.errors import FilesMissing, Malformed
 
 MAX_JSON_BYTES: Final = 32 << 20
+_HALF_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def model_file(directory: Path, name: str) -> Path:
@@ -63,6 +65,9 @@ def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
     """`raw`, found in `path`, as a JSON object; raises Malformed."""
     try:
         value = json.loads(raw, object_pairs_hook=_unique)
+        if _HALF_CHARACTER.search(raw):
+            # Half of a pair is no character: a message that quotes it could not be sent to anybody.
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Malformed(f"{path} does not hold sound JSON ({str(error)[:80]}); download it again") from error
     if not isinstance(value, dict):

@@ -26,6 +26,12 @@ class HubSource:
     quant: str | None = None
 
 
+def is_hub_id(text: str) -> bool:
+    """Whether `text` is `owner/name` and nothing else."""
+    match = _SOURCE.fullmatch(text)
+    return match is not None and match["repository"] == text and ".." not in text
+
+
 def parse_source(source: str) -> Path | HubSource:
     """The local path or hub model that `source` names; raises FilesMissing when it can be neither."""
     path = Path(source).expanduser()

@@ -15,5 +15,9 @@ The contract the device worker relies on (`engine.Engine`, every method on the e
         When it raises (out of memory, a bug) every request is still in the engine and will be computed as if the
         step had not been: the worker cancels the ones to blame and steps on.
     engine.stats() -> EngineStats
+    engine.sleep() -> int        device memory given back, weights in so many bytes of host memory; only when idle.
+                                 The prefix cache is gone afterwards. Raises SleepError, and then is awake as before.
+    engine.wake(progress)        back to answering, after a self-test. Whatever it raises, it sleeps as before; but
+                                 after a DamagedError it must be closed.
     engine.close()               frees everything; the object is dead afterwards
 """

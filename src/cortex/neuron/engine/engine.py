@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from cortex.neuron.engine.constraints import Constraints
-from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import (
@@ -20,6 +20,7 @@ from cortex.neuron.engine.request import (
     EngineStats,
     FinishReason,
     LoadSpec,
+    SamplingParams,
     StepOutput,
     TokenLogprobs,
 )
@@ -27,6 +28,7 @@ from cortex.neuron.engine.runner import Launched, Runner
 from cortex.neuron.engine.sampler import Draw
 from cortex.neuron.engine.scheduler import Limits, Scheduler, StepPlan
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.sleep import Sleep
 from cortex.neuron.engine.states import StateBook
 
 STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
@@ -43,43 +45,65 @@ class _InFlight:
     drawing: tuple[Sequence, ...]
 
 
+@dataclass(slots=True)
+class _Counted:
+    """What was done for requests since the load, sleep or no sleep."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    preemptions: int = 0
+    """Of schedulers that are gone."""
+
+
 class Engine:
     """Belongs to the engine thread of its device's worker; nothing here may be called from another."""
 
     def __init__(self, loaded: LoadedModel, spec: LoadSpec) -> None:
         device = loaded.model.parameters.device
+        memory = loaded.memory
+        self._loaded = loaded
+        self._spec = spec
+        self._device = device
         self._overlaps = device.type == "cuda"
-        max_rows = loaded.slots.rows
-        pool = PagePool(loaded.num_pages, loaded.page_tokens)
-        step_tokens = max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], max_rows)
-        limits = Limits(
-            max_rows=max_rows,
+        self._moves_weights = device.type == "cuda"
+        self._asleep: Sleep | None = None
+        step_tokens = max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], memory.slots.rows)
+        self._limits = Limits(
+            max_rows=memory.slots.rows,
             step_tokens=step_tokens,
             mixed_prefill_tokens=min(step_tokens, MIXED_PREFILL_TOKENS[device.type]),
             context_tokens=loaded.context_tokens,
         )
-        # Slots are the rows', one for padding rows, then the checkpoints'.
-        states = None
-        if loaded.states is not None:
-            states = StateBook(max_rows + 1, loaded.slots.checkpoints, CHECKPOINT_SPACING_TOKENS[device.type])
-        self._scheduler = Scheduler(pool, limits, states)
-        self._runner = Runner(loaded.model, loaded.page_tokens, max_rows, loaded.context_tokens, loaded.states)
         self._constraints = Constraints(Path(spec.path), loaded.model.config.vocab, device)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._pending: list[StepOutput] = []
-        self._steps = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._counted = _Counted()
+        self._furnish()
         self.info = EngineInfo(
             family=str(loaded.model.raw["model_type"]),
             dtype=str(loaded.dtype).removeprefix("torch."),
             context_tokens=loaded.context_tokens,
             vocab_size=loaded.model.config.vocab,
             weight_bytes=loaded.weight_bytes,
-            kv_bytes=loaded.kv.num_bytes + loaded.slots.num_bytes,
-            page_tokens=loaded.page_tokens,
-            num_pages=pool.num_pages,
+            kv_bytes=memory.num_bytes,
+            page_tokens=memory.page_tokens,
+            num_pages=self._scheduler.pool.num_pages,
             notes=loaded.notes,
         )
+
+    def _furnish(self) -> None:
+        """What runs sequences, with nothing in it yet. The memory they are kept in must be there."""
+        memory, rows = self._loaded.memory, self._limits.max_rows
+        # Slots are the rows', one for padding rows, then the checkpoints'.
+        states = None
+        if memory.states is not None:
+            states = StateBook(rows + 1, memory.slots.checkpoints, CHECKPOINT_SPACING_TOKENS[self._device.type])
+        pool = PagePool(memory.num_pages, memory.page_tokens)
+        runner = Runner(self._loaded.model, memory.page_tokens, rows, self._limits.context_tokens, memory.states)
+        self._scheduler, self._runner = Scheduler(pool, self._limits, states), runner
 
     @classmethod
     def load(cls, spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]) -> Engine:
@@ -91,17 +115,33 @@ class Engine:
 
     def warm_up(self) -> None:
         """Runs one short prompt and captures graphs, so that the first request does not pay for what is built once."""
-        token = min(1, self.info.vocab_size - 1)
-        self.submit(EngineRequest("warm-up", (token,) * min(4, self.info.context_tokens - 2), max_tokens=2))
-        while self.has_work:
-            self.step()
+        self._ask()
         self._runner.capture()
-        self._steps = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+
+    def _ask(self) -> tuple[int, ...]:
+        """The greedy answer to a fixed short prompt; not counted. The engine must be idle."""
+        counted = replace(self._counted)
+        token = min(1, self.info.vocab_size - 1)
+        prompt = (token,) * min(4, self.info.context_tokens - 2)
+        self.submit(EngineRequest("self-test", prompt, max_tokens=2, sampling=SamplingParams(temperature=0.0)))
+        answer: list[int] = []
+        try:
+            while self.has_work:
+                for output in self.step():
+                    answer += output.tokens
+        except BaseException:
+            self.cancel("self-test")
+            self._pending.clear()
+            raise
+        self._counted = counted
+        return tuple(answer)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
         """Raises RequestError when it can never be served."""
+        if self._asleep is not None:
+            raise RequestError("the model is asleep; wake it first")
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is already running")
         if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self.info.vocab_size:
@@ -147,8 +187,8 @@ class Engine:
             self._scheduler.retract(plan)
             raise
         self._in_flight.append(_InFlight(launched, drawing))
-        self._steps += 1
-        self._prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
+        self._counted.steps += 1
+        self._counted.prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
 
     def _collect_all(self) -> None:
         while self._in_flight:
@@ -170,7 +210,7 @@ class Engine:
             self._finish(sequence, StepOutput(request.id, finish="error", error=message))
             return
         self._scheduler.token_drawn(sequence, token)
-        self._completion_tokens += 1
+        self._counted.completion_tokens += 1
         num_drawn = len(sequence.tokens) - len(request.prompt)
         finish: FinishReason | None = None
         constraint = sequence.constraint
@@ -186,7 +226,7 @@ class Engine:
         if not sequence.reported_cached:
             sequence.reported_cached = True
             cached = sequence.cached or 0
-            self._cached_tokens += cached
+            self._counted.cached_tokens += cached
         output = StepOutput(
             request.id,
             (token,),
@@ -205,9 +245,66 @@ class Engine:
         del self._sequences[sequence.request.id]
         self._pending.append(last)
 
+    # -- sleep -----------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> int:
+        """Gives the device memory back and keeps the weights in host memory; returns how many bytes of it.
+
+        What the model remembered of earlier prompts is gone: prefix cache, states and graphs are made anew by `wake`.
+        Asleep it takes no requests. Asleep already, it sleeps on. Raises SleepError, and then is awake as before.
+        """
+        if self._asleep is not None:
+            return self._asleep.host_bytes
+        if self.has_work:
+            raise SleepError("the model still has requests to answer")
+        asleep = Sleep(self._loaded, self._ask(), moves_weights=self._moves_weights)
+        self._fall_asleep(asleep)
+        return asleep.host_bytes
+
+    def wake(self, progress: Progress) -> None:
+        """Takes the memory again, and answers a question as it did before it fell asleep. Awake, it stays so.
+
+        Raises LoadError (it does not fit now), torch's own error (memory ran out midway) or anything a step raises:
+        then it sleeps as before. Raises DamagedError where it is not the model that fell asleep: close it.
+        """
+        asleep = self._asleep
+        if asleep is None:
+            return
+        asleep.refuse_without_room(self._spec, self._device)
+        progress("place", 0, asleep.moved_bytes)
+        try:
+            asleep.end()
+            self._furnish()
+            self._asleep = None
+            progress("warm", 0, 0)
+            self.warm_up()
+            asleep.check(self._ask())
+        except BaseException:
+            self._fall_asleep(asleep)
+            raise
+        asleep.forget()
+
+    def _fall_asleep(self, asleep: Sleep) -> None:
+        self._dismantle()
+        asleep.begin()
+        self._asleep = asleep
+        self._give_back()
+
+    def _dismantle(self) -> None:
+        """The end of what runs sequences, and of whatever is in it; the counters go on."""
+        self._in_flight.clear()
+        self._sequences.clear()
+        self._pending.clear()
+        if hasattr(self, "_runner"):  # a wake may fail before there is one
+            self._counted.preemptions += self._scheduler.preemptions
+            del self._runner, self._scheduler
+
     # -- facts -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
+        counted = self._counted
+        if self._asleep is not None:
+            return EngineStats(**asdict(counted))
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.running),
@@ -215,11 +312,11 @@ class Engine:
             used_pages=scheduler.pool.num_held,
             cached_pages=scheduler.pool.num_idle,
             num_pages=scheduler.pool.num_pages,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
-            preemptions=scheduler.preemptions,
+            steps=counted.steps,
+            prompt_tokens=counted.prompt_tokens,
+            cached_tokens=counted.cached_tokens,
+            completion_tokens=counted.completion_tokens,
+            preemptions=counted.preemptions + scheduler.preemptions,
         )
 
     def check_integrity(self) -> None:
@@ -228,12 +325,15 @@ class Engine:
 
     def close(self) -> None:
         """Frees everything; the object is dead afterwards."""
-        self._in_flight.clear()
-        self._sequences.clear()
-        on_gpu = self._overlaps
-        del self._runner, self._scheduler
+        self._dismantle()
+        if self._asleep is not None:
+            self._asleep.forget()
+        del self._loaded, self._asleep
+        self._give_back()
+
+    def _give_back(self) -> None:
         gc.collect()
-        if on_gpu:
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 

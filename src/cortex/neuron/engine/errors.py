@@ -13,5 +13,13 @@ class LoadCancelled(EngineError):
     """The load was called off before it finished; nothing of it is left."""
 
 
+class SleepError(EngineError):
+    """It cannot be put to sleep: it has work, or the host has no memory for its weights. It is awake as before."""
+
+
+class DamagedError(EngineError):
+    """The model woke up as another than it fell asleep. It is of no use any more: close it, and load it anew."""
+
+
 class RequestError(EngineError):
     """This request can never be served: too long, or a parameter out of range."""

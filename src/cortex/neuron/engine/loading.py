@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from cortex.neuron.engine.errors import LoadCancelled, LoadError
-from cortex.neuron.engine.kv import KVCache, page_bytes
+from cortex.neuron.engine.kv import page_bytes
 from cortex.neuron.engine.memory import device_memory, numeric_format
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.engine.state_memory import StateMemory, StateSlots
+from cortex.neuron.engine.sequence_memory import SequenceMemory
+from cortex.neuron.engine.state_memory import StateSlots
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import UnsupportedModel, family_of
@@ -35,12 +36,7 @@ class LoadedModel:
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
-    kv: KVCache
-    num_pages: int
-    page_tokens: int
-    slots: StateSlots
-    states: StateMemory | None
-    """None for a model without recurrent layers."""
+    memory: SequenceMemory
     notes: tuple[str, ...]
 
 
@@ -81,34 +77,29 @@ def build_model(
     family = family_of(config)
     dtype = numeric_format(spec.dtype, device)
     sized = family(config, Parameters(torch.device("meta"), dtype), num_positions=1)
-    have_bytes = _usable_bytes(spec, device)
+    have_bytes = usable_bytes(spec.min_free_bytes, device)
+    if spec.memory_bytes is not None:
+        have_bytes = min(have_bytes, spec.memory_bytes)
     spare_bytes = have_bytes - sized.parameters.num_bytes
     slots = StateSlots.plan(sized.gated_deltas, spec.max_num_seqs, spare_bytes, dtype, device)
     context, num_pages, notes = _plan_pages(sized, spec, device, dtype, have_bytes - slots.num_bytes)
     parameters = Parameters(device, dtype)
     model = family(config, parameters, num_positions=context)
     fill(parameters)
-    kv = KVCache(model.attentions, num_pages, PAGE_TOKENS, dtype, device)
-    states = StateMemory(model.gated_deltas, slots.num_slots, dtype, device) if model.gated_deltas else None
     return LoadedModel(
         model=model,
         dtype=dtype,
         context_tokens=context,
         weight_bytes=parameters.num_bytes,
-        kv=kv,
-        num_pages=num_pages,
-        page_tokens=PAGE_TOKENS,
-        slots=slots,
-        states=states,
+        memory=SequenceMemory(model, num_pages, PAGE_TOKENS, slots, dtype, device),
         notes=(*model.notes, *slots.notes, *notes),
     )
 
 
-def _usable_bytes(spec: LoadSpec, device: torch.device) -> int:
-    """What a model may take of the device, all in all."""
+def usable_bytes(min_free_bytes: int, device: torch.device) -> int:
+    """What a model may take of the device now, all in all."""
     memory = device_memory(device)
-    have = memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes
-    return have if spec.memory_bytes is None else min(have, spec.memory_bytes)
+    return memory.free_bytes - min_free_bytes - memory.reserve_bytes
 
 
 def _plan_pages(

@@ -64,3 +64,8 @@ class Parameters:
         tensor = self.empty(*shape, dtype=dtype)
         self.bind(source, tensor)
         return tensor
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory behind all parameters, each piece once however many tensors share it."""
+        destinations = [part.destination for binding in self.bindings for part in (binding, *binding.parts)]
+        return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in destinations}.values())

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
@@ -60,6 +61,10 @@ class Decoder(ABC):
     def gated_deltas(self) -> list[GatedDelta]:
         """The layers' gated delta nets, which keep a state of fixed size for every row, in order."""
         return []
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""
+        return [*self.parameters.storages(), self.rope.table.untyped_storage()]
 
     def __call__(self, batch: Batch) -> Tensor:
         """The residual stream after the last layer: [tokens, hidden]"""

@@ -1,0 +1,298 @@
+"""Sleep: memory is given back, the model that wakes is the one that fell asleep, and a failed wake changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import DamagedError, LoadError, RequestError, SleepError
+from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.memory import DeviceMemory
+from cortex.neuron.engine.parked_weights import ParkedWeights
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.runner import Runner
+from cortex.neuron.engine.sequence_memory import SequenceMemory
+from cortex.neuron.layers.parameters import Parameters
+
+DENSE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+HYBRID: dict[str, Any] = DENSE | {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
+MIXTURE: dict[str, Any] = DENSE | {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+PROMPT = tuple(range(5, 75))
+CPU = torch.device("cpu")
+
+
+def fill(parameters: Parameters) -> None:
+    torch.manual_seed(0)
+    for binding in parameters.bindings:
+        view = binding.destination
+        view.uniform_(0.1, 1.0) if view.dim() == 1 else view.normal_(0.0, 2 * view.shape[-1] ** -0.5)
+
+
+EngineMaker = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[EngineMaker]:
+    engines: list[Engine] = []
+
+    def make(config: dict[str, Any] = DENSE, *, moves: bool = False, device: torch.device = CPU) -> Engine:
+        """`moves`: the weights leave their place, as they do on a GPU."""
+        spec = LoadSpec(path="", dtype="float32" if device is CPU else "auto", max_num_seqs=4)
+        engine = Engine(build_model(config, spec, device, fill), spec)
+        engine.warm_up()
+        engine._moves_weights = engine._moves_weights or moves
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def answer(engine: Engine) -> tuple[list[int], int]:
+    """Greedy tokens, and how many of the prompt came from the cache."""
+    engine.submit(EngineRequest("r", PROMPT, 10, SamplingParams(temperature=0.0)))
+    tokens: list[int] = []
+    cached = 0
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.tokens
+            cached += output.cached_tokens or 0
+    engine.check_integrity()
+    return tokens, cached
+
+
+def wake(engine: Engine) -> list[tuple[str, int, int]]:
+    stages: list[tuple[str, int, int]] = []
+    engine.wake(lambda *stage: stages.append(stage))
+    return stages
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("config", [DENSE, HYBRID, MIXTURE], ids=["dense", "hybrid", "mixture"])
+def test_it_answers_after_as_before_but_for_the_cache(
+    make_engine: EngineMaker, config: dict[str, Any], moves: bool
+) -> None:
+    engine = make_engine(config, moves=moves)
+    before, _ = answer(engine)
+    assert answer(engine)[1] > 0, "a prompt that was seen is cached"
+    for _ in range(3):
+        assert engine.sleep() >= engine.info.weight_bytes
+        assert [stage for stage, _, _ in wake(engine)] == ["place", "warm"]
+        assert answer(engine) == (before, 0)
+
+
+def test_asleep_it_holds_no_memory_for_sequences(make_engine: EngineMaker) -> None:
+    engine = make_engine(HYBRID)
+    layers = [*engine._loaded.model.attentions, *engine._loaded.model.gated_deltas]
+    held = [weakref.ref(engine._runner), weakref.ref(engine._scheduler)]
+    held += [weakref.ref(layer.cache.keys) for layer in engine._loaded.model.attentions]
+    held += [weakref.ref(layer.state.memory) for layer in engine._loaded.model.gated_deltas]
+    engine.sleep()
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+    assert not any(hasattr(layer, "cache") or hasattr(layer, "state") for layer in layers)
+
+
+def test_weights_that_move_leave_nothing_behind_and_come_back_into_every_view(make_engine: EngineMaker) -> None:
+    engine = make_engine(moves=True)
+    model = engine._loaded.model
+    storages = model.storages()
+    rows = model.head.weight[3:5]
+    expected = rows.clone()
+    assert model.head.weight is model.embedding.weight, "tied"
+    engine.sleep()
+    assert sum(storage.nbytes() for storage in storages) == 0
+    wake(engine)
+    assert torch.equal(rows, expected)
+    assert rows.data_ptr() == model.embedding.weight[3:5].data_ptr()
+
+
+def test_both_are_idempotent(make_engine: EngineMaker) -> None:
+    engine = make_engine(moves=True)
+    assert engine.sleep() == engine.sleep()
+    wake(engine)
+    assert wake(engine) == []
+
+
+def test_only_an_idle_model_sleeps_and_a_sleeping_one_takes_nothing(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    request = EngineRequest("r", PROMPT, 10, SamplingParams(temperature=0.0))
+    engine.submit(request)
+    with pytest.raises(SleepError):
+        engine.sleep()
+    while engine.has_work:
+        engine.step()
+    engine.sleep()
+    assert not engine.has_work
+    with pytest.raises(RequestError, match="asleep"):
+        engine.submit(request)
+
+
+def test_counters_go_on_and_the_self_test_is_not_counted(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    assert engine.stats().steps == 0
+    answer(engine)
+    before = engine.stats()
+    engine.sleep()
+    asleep = engine.stats()
+    assert (asleep.completion_tokens, asleep.num_pages, asleep.cached_pages) == (before.completion_tokens, 0, 0)
+    wake(engine)
+    assert (engine.stats().steps, engine.stats().num_pages) == (before.steps, before.num_pages)
+
+
+def no_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(SequenceMemory, "allocate"), (Runner, "__init__"), (Runner, "capture"), (Runner, "launch")]
+)
+def test_a_wake_that_runs_out_of_memory_midway_sleeps_on(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch, place: type, name: str
+) -> None:
+    engine = make_engine(HYBRID, moves=True)
+    expected, _ = answer(engine)
+    storages = engine._loaded.model.storages()
+    engine.sleep()
+    with monkeypatch.context() as failing:
+        failing.setattr(place, name, no_memory)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                wake(engine)
+            assert sum(storage.nbytes() for storage in storages) == 0
+            assert not any(hasattr(layer, "cache") for layer in engine._loaded.model.attentions)
+            assert not engine.has_work
+    wake(engine)
+    assert answer(engine) == (expected, 0)
+
+
+def test_memory_that_runs_out_among_the_weights_is_given_back(make_engine: EngineMaker) -> None:
+    engine = make_engine(moves=True)
+    expected, _ = answer(engine)
+    storages = engine._loaded.model.storages()
+    engine.sleep()
+    assert engine._asleep is not None
+    assert engine._asleep._parked is not None
+    sizes = engine._asleep._parked._sizes
+    sizes[-1], true_size = 1 << 62, sizes[-1]
+    with pytest.raises(RuntimeError):
+        wake(engine)
+    assert sum(storage.nbytes() for storage in storages) == 0
+    sizes[-1] = true_size
+    wake(engine)
+    assert answer(engine) == (expected, 0)
+
+
+def test_no_room_on_the_device_is_said_before_anything_is_touched(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.sleep()
+    monkeypatch.setattr("cortex.neuron.engine.sleep.usable_bytes", lambda *_: 1000)
+    with pytest.raises(LoadError, match="can be used; unload something"):
+        wake(engine)
+    monkeypatch.undo()
+    wake(engine)
+
+
+def test_no_room_on_the_host_leaves_it_awake(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(moves=True)
+    expected, _ = answer(engine)
+    monkeypatch.setattr("cortex.neuron.engine.parked_weights.device_memory", lambda _: DeviceMemory(1 << 30, 1000, 0))
+    with pytest.raises(SleepError, match="GB of host memory, but"):
+        engine.sleep()
+    assert answer(engine)[0] == expected
+
+
+def test_weights_that_come_back_wrong_are_noticed(make_engine: EngineMaker) -> None:
+    engine = make_engine(moves=True)
+    engine.sleep()
+    assert engine._asleep is not None
+    assert engine._asleep._parked is not None
+    engine._asleep._parked._memory.bytes[100] += 1
+    with pytest.raises(DamagedError, match="not those that went there"):
+        wake(engine)
+
+
+def test_a_model_that_answers_differently_is_noticed(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    engine.sleep()
+    engine._loaded.model.embedding.weight.normal_()
+    with pytest.raises(DamagedError, match="answers differently"):
+        wake(engine)
+
+
+def test_a_sleeper_can_be_closed(make_engine: EngineMaker) -> None:
+    engine = make_engine(moves=True)
+    memory = weakref.ref(engine._loaded.model)
+    engine.sleep()
+    engine.close()
+    gc.collect()
+    assert memory() is None
+    engine.close = lambda: None  # type: ignore[method-assign]  # it is dead
+
+
+def test_storages_of_odd_sizes_are_parked_whole() -> None:
+    tensors = [torch.arange(size, dtype=torch.uint8) for size in (1, 7, 8, 513, 4096)]
+    expected = [tensor.clone() for tensor in tensors]
+    parked = ParkedWeights([tensor.untyped_storage() for tensor in tensors])
+    parked.vacate()
+    parked.restore()
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_its_memory_back_and_the_answers_are_the_same(make_engine: EngineMaker) -> None:
+    device = torch.device("cuda")
+    config = DENSE | {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 32_000,
+    }
+    empty = torch.cuda.memory_reserved()
+    engine = make_engine(config, device=device)
+    expected, _ = answer(engine)
+    awake = torch.cuda.memory_reserved()
+    for _ in range(5):
+        engine.sleep()
+        assert torch.cuda.memory_reserved() - empty < 160 << 20, "but for the libraries' own buffers"
+        wake(engine)
+        assert torch.cuda.memory_reserved() <= awake + (64 << 20)
+        assert answer(engine) == (expected, 0)

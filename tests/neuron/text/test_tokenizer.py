@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,32 @@ def test_the_demo_models_vocabulary_round_trips(demo_model: Path) -> None:
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert [tokenizer.decode([i]) for i in tokenizer.eos_ids] == ["<|im_end|>"]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(backend: Tokenizer) -> None:
+    tokenizer = tokenizer_module.Tokenizer(backend, {}, ())
+    text = "He said 1234 things, naïve ones. " * 20_000
+    ticks = 0
+    ended = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ended.wait(0.001):
+            ticks += 1
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        for encode in (tokenizer.encode, tokenizer.encoding, tokenizer.encode_document):
+            before = ticks
+            encode(text)
+            assert ticks - before > 3, encode
+    finally:
+        ended.set()
+        ticker.join()
+
+
+def test_ids_with_gaps_are_counted_to_the_last(backend: Tokenizer) -> None:
+    gapped = Tokenizer(models.BPE({"a": 0, "b": 2, "c": 3}, []))
+    assert tokenizer_module.Tokenizer(gapped, {}, ()).vocab_size == 4
+    assert tokenizer_module.Tokenizer(backend, {}, ()).vocab_size == 1 + max(backend.get_vocab().values())

@@ -49,6 +49,10 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id; a model's embedding may have more rows than that."""
+        num_tokens = self.backend.get_vocab_size(with_added_tokens=True)
+        if all(self.backend.id_to_token(token_id) is not None for token_id in range(num_tokens)):
+            return num_tokens
+        # Ids with gaps are rare; the whole table holds every other thread up while it is made.
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @cached_property
@@ -67,15 +71,22 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, control tokens in it included, nothing added."""
-        return self.encoding(text).ids
+        return self._ids(text, add_special_tokens=False)
 
     def encoding(self, text: str) -> Encoding:
         """Like `encode`, with each token's place in `text`."""
-        return self.backend.encode(text, add_special_tokens=False)
+        [encoding] = self.backend.encode_batch([text], add_special_tokens=False)
+        return encoding
 
     def encode_document(self, text: str) -> list[int]:
         """Ids of a text that stands alone, with the beginning and end that the model was trained to see around it."""
-        return self.backend.encode(text, add_special_tokens=True).ids
+        return self._ids(text, add_special_tokens=True)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # As a batch of one: the library lets other threads run while it encodes a batch, and only then. A long prompt
+        # takes a second, in which the daemon must go on answering.
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` as a continuation: control tokens are spelled out, a leading space is kept."""

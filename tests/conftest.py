@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ def _plain_environment() -> None:
     for name in list(os.environ):
         if name.startswith(("CORTEX_", "NEURON_")) and name != "CORTEX_CACHE":
             del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def crowding() -> Callable[[], float]:
+    """How many times longer than alone on its machine a program takes right now; at least 1."""
+
+    def measure() -> float:
+        wall_s, cpu_s = time.monotonic(), time.thread_time()
+        while time.thread_time() - cpu_s < 0.05:
+            pass
+        return max(1.0, (time.monotonic() - wall_s) / 0.05)
+
+    return measure
 
 
 @pytest.fixture

@@ -49,30 +49,33 @@ def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, An
     return events[-1]
 
 
-def answer_again(daemon: Daemon, within_s: float) -> Any:
-    """The next answer; until then every refusal says that the model is coming back."""
+def answer_again(daemon: Daemon) -> tuple[Any, float]:
+    """The next answer, and the seconds until it was there; every refusal says that the model is coming back."""
     told_s = time.monotonic()
     while (answer := daemon.answer())[0] != 200:
         status, refusal = answer
         assert (status, refusal["error"]["code"]) == (503, "recovering")
-        assert time.monotonic() - told_s < within_s
+        assert time.monotonic() - told_s < 60.0
         time.sleep(0.05)
-    assert time.monotonic() - told_s < within_s
-    return answer[1]["choices"]
+    return answer[1]["choices"], time.monotonic() - told_s
 
 
-def test_killed_mid_stream_twenty_times_it_answers_again_each_time(daemon: Daemon) -> None:
+def test_killed_mid_stream_twenty_times_it_answers_again_each_time(
+    daemon: Daemon, crowding: Callable[[], float]
+) -> None:
     status, first = daemon.answer()
     assert status == 200
     for _ in range(KILLS):
         assert kill_mid_stream(daemon)["error"]["code"] == "recovering"
-        assert answer_again(daemon, ANSWERS_AGAIN_WITHIN_S) == first["choices"]
+        choices, taken_s = answer_again(daemon)
+        assert choices == first["choices"]
+        assert taken_s < ANSWERS_AGAIN_WITHIN_S * crowding()
     assert sorted(daemon.descendants().values()) == ["neuron-worker", "python"]
 
 
 def test_killed_along_with_the_process_it_was_forked_from_it_answers_again(daemon: Daemon) -> None:
     assert kill_mid_stream(daemon, "python")["error"]["code"] == "recovering"
-    answer_again(daemon, 30.0)  # the engine is imported anew
+    answer_again(daemon)  # the engine is imported anew
     assert sorted(daemon.descendants().values()) == ["neuron-worker", "python"]
 
 

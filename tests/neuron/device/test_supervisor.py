@@ -18,7 +18,7 @@ from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.faults import FaultKind
 from cortex.neuron.device.hostmemory import anonymous_bytes
 from cortex.neuron.device.nursery import Nursery
-from cortex.neuron.device.supervisor import LoadRefused, Supervisor, WorkerLost
+from cortex.neuron.device.supervisor import Damaged, LoadRefused, SleepRefused, Supervisor, WorkerLost
 from cortex.neuron.device.watchdog import Patience
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
 
@@ -321,6 +321,93 @@ async def test_unloading_ends_the_requests_that_are_left(tmp_path):
         await sink.until(lambda: sink.tokens("long"))
         await supervisor.unload(resident)
         assert sink.failed["long"][0] is FaultKind.REQUEST
+
+
+async def test_asleep_a_model_gives_its_memory_back_and_awake_it_answers_again(tmp_path):
+    async with supervised() as supervisor:
+        sink = Sink()
+        resident = await supervisor.load(model(tmp_path, bytes=8 << 20, scratch_bytes=160 << 20), sink)
+        sizes = []
+        for cycle in range(5):
+            asleep = await supervisor.sleep(resident)
+            assert asleep.host_bytes == 8 << 20
+            assert asleep.process_bytes < resident.process_bytes - (90 << 20)
+            assert await supervisor.recycle() is False, "a sleeper would be lost"
+            sizes.append(anonymous_bytes(supervisor.process_id))
+            resident = await supervisor.wake(asleep)
+            assert resident.host_bytes == 0
+            assert resident.measured_bytes >= 160 << 20
+            supervisor.submit(resident, request(f"r{cycle}"))
+            await sink.until(lambda name=f"r{cycle}": sink.finish(name))
+        assert sizes[-1] - sizes[0] < 16 << 20
+        assert sink.progress[-1] == ("place", 0, 4)
+        assert (await supervisor.unload(await supervisor.sleep(resident))).is_complete
+
+
+async def test_going_to_sleep_ends_the_requests_that_are_left(tmp_path):
+    async with supervised() as supervisor:
+        sink = Sink()
+        resident = await supervisor.load(model(tmp_path), sink)
+        supervisor.submit(resident, request("long", max_tokens=100_000))
+        await sink.until(lambda: sink.tokens("long"))
+        await supervisor.sleep(resident)
+        await sink.until(lambda: sink.finish("long") == "cancelled")
+        supervisor.submit(resident, request("late"))
+        await sink.until(lambda: "late" in sink.failed)
+        assert "asleep" in sink.failed["late"][1]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [({"sleep": "refuse"}, "no memory for the weights"), ({"sleep": "keep", "scratch_bytes": 160 << 20}, "came back")],
+)
+async def test_a_sleep_that_is_refused_or_frees_nothing_is_none(tmp_path, behaviour, reason):
+    async with supervised(patience=Patience(reclaim_s=0.2)) as supervisor:
+        resident = await supervisor.load(model(tmp_path, **behaviour), Sink())
+        with pytest.raises(SleepRefused, match=reason):
+            await supervisor.sleep(resident)
+        assert (await supervisor.unload(resident)).is_complete
+
+
+@pytest.mark.parametrize(
+    ("wake", "kind"), [("no room", FaultKind.OUT_OF_MEMORY), ("no memory", FaultKind.OUT_OF_MEMORY)]
+)
+async def test_a_model_that_cannot_wake_sleeps_on(tmp_path, wake, kind):
+    async with supervised() as supervisor:
+        asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake=wake), Sink()))
+        for _ in range(2):
+            with pytest.raises(LoadRefused) as refused:
+                await supervisor.wake(asleep)
+            assert refused.value.kind is kind
+        assert supervisor.has_models
+
+
+async def test_a_damaged_model_is_gone_and_the_worker_is_well(tmp_path):
+    async with supervised() as supervisor:
+        asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake="damaged"), Sink()))
+        process_id = supervisor.process_id
+        with pytest.raises(Damaged, match="answers differently"):
+            await supervisor.wake(asleep)
+        assert not supervisor.has_models
+        assert alive(process_id)
+
+
+@pytest.mark.parametrize("wake", ["fault", "exit"])
+async def test_a_wake_that_takes_the_worker_down_is_a_lost_worker(tmp_path, wake):
+    async with supervised() as supervisor:
+        asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake=wake), Sink()))
+        with pytest.raises(WorkerLost):
+            await supervisor.wake(asleep)
+        with pytest.raises(WorkerLost):
+            await supervisor.wake(asleep)
+
+
+async def test_a_worker_that_dies_takes_its_sleepers_with_it(tmp_path):
+    async with supervised() as supervisor:
+        sink = Sink()
+        await supervisor.sleep(await supervisor.load(model(tmp_path), sink))
+        os.kill(supervisor.process_id, signal.SIGKILL)
+        await sink.until(lambda: sink.lost)
 
 
 async def test_an_idle_worker_is_recycled_and_a_used_one_is_not(tmp_path):

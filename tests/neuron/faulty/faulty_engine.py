@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from cortex.neuron.engine.errors import LoadCancelled, LoadError, RequestError
+from cortex.neuron.engine.errors import DamagedError, LoadCancelled, LoadError, RequestError, SleepError
 from cortex.neuron.engine.request import EngineInfo, EngineStats, StepOutput
 
 PLAIN = 1
@@ -33,6 +33,9 @@ class OutOfMemoryError(RuntimeError):
 
 class FaultyEngine:
     def __init__(self, behaviour: dict) -> None:
+        self._behaviour = behaviour
+        self._scratch = bytearray(os.urandom(1024) * (behaviour.get("scratch_bytes", 0) // 1024))
+        self._asleep = False
         self._step_s = behaviour.get("step_s", 0.001)
         self._ballast = bytearray(os.urandom(1024) * (behaviour.get("bytes", 0) // 1024))
         self._requests: dict = {}
@@ -74,6 +77,8 @@ class FaultyEngine:
         return cls(behaviour)
 
     def submit(self, request):
+        if self._asleep:
+            raise RequestError("the model is asleep; wake it first")
         if request.prompt[0] == REFUSED:
             raise RequestError("top_k of -7 is out of range")
         self._requests[request.id] = request
@@ -117,7 +122,40 @@ class FaultyEngine:
             completion_tokens=self._completion_tokens,
         )
 
+    def sleep(self):
+        """Gives its scratch memory back, if it has any; `sleep`: "refuse", "fault" or "keep" all memory."""
+        match self._behaviour.get("sleep"):
+            case "refuse":
+                raise SleepError("the host has no memory for the weights")
+            case "fault":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            case "keep":
+                self._asleep = True
+            case _:
+                self._asleep, self._scratch = True, bytearray()
+        return len(self._ballast)
+
+    def wake(self, progress):
+        """`wake`: "no room", "no memory", "damaged", "fault", "exit" or "slow"."""
+        progress("place", 0, 4)
+        match self._behaviour.get("wake"):
+            case "no room":
+                raise LoadError("the model needs 1.00 GB to wake up; unload something")
+            case "no memory":
+                raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            case "damaged":
+                raise DamagedError("the model answers differently than before it fell asleep")
+            case "fault":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            case "exit":
+                os._exit(3)
+            case "slow":
+                time.sleep(0.3)
+        self._asleep = False
+        self._scratch = bytearray(os.urandom(1024) * (self._behaviour.get("scratch_bytes", 0) // 1024))
+
     def close(self):
+        self._scratch = bytearray()
         self._ballast = bytearray()
 
 

@@ -36,11 +36,17 @@ from cortex.neuron.device.protocol import (
     QueryMemory,
     Report,
     RequestFailed,
+    Sleep,
+    SleepFailed,
+    Slept,
     Submit,
     Unload,
     Unloaded,
+    Wake,
+    WakeFailed,
+    Woken,
 )
-from cortex.neuron.engine.errors import LoadCancelled, LoadError
+from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError
 from cortex.neuron.engine.request import EngineStats, StepOutput
 
 log = logging.getLogger(__name__)
@@ -132,6 +138,10 @@ class Executor:
                 self._load(command)
             case Unload():
                 self._unload(command.handle)
+            case Sleep():
+                self._sleep(command.handle)
+            case Wake():
+                self._wake(command.handle)
             case QueryMemory():
                 self._outbox.put(Memory(command.query, memoryprobe.measure(self._device)))
             case Exit():
@@ -250,10 +260,14 @@ class Executor:
     def _load_failed(
         self, handle: int, kind: FaultKind, message: str, error: Exception, *, cancelled: bool = False
     ) -> None:
-        for link in chain(error):
-            link.__traceback__ = None  # its frames hold half-loaded weights
-        memoryprobe.give_back(self._device)
+        self._let_go(error)
         self._outbox.put(LoadFailed(handle, kind, message, cancelled))
+
+    def _let_go(self, error: Exception) -> None:
+        """Nothing that failed may keep memory: the frames of its traceback hold half-loaded weights."""
+        for link in chain(error):
+            link.__traceback__ = None
+        memoryprobe.give_back(self._device)
 
     def load_progressed(self, handle: int, stage: str, done_bytes: int, total_bytes: int, *, tell: bool) -> None:
         self.progress += 1
@@ -284,6 +298,54 @@ class Executor:
             del resident
         memoryprobe.give_back(self._device)
         self._outbox.put(Unloaded(handle, before, memoryprobe.measure(self._device)))
+
+    def _sleep(self, handle: int) -> None:
+        self.activity = "load"
+        before = memoryprobe.measure(self._device)
+        self._end_requests(handle)
+        resident = self._residents.get(handle)
+        if resident is None:
+            self._outbox.put(SleepFailed(handle, "the model is not loaded any more"))
+            return
+        try:
+            host_bytes = resident.engine.sleep()
+        except Exception as error:  # noqa: BLE001 - classified: a model that cannot sleep is awake as before
+            self._judge(error, "sleep")
+            message = explain(error)
+            self._let_go(error)
+            self._outbox.put(SleepFailed(handle, message))
+        else:
+            memoryprobe.give_back(self._device)
+            self._outbox.put(Slept(handle, host_bytes, before, memoryprobe.measure(self._device)))
+
+    def _end_requests(self, handle: int) -> None:
+        """Cancels what is still in the model, and steps until it is idle, or given up."""
+        if (resident := self._residents.get(handle)) is not None:
+            for request_id in list(resident.live):
+                resident.engine.cancel(request_id)
+        while (resident := self._residents.get(handle)) is not None and resident.engine.has_work:
+            self._step(resident)
+
+    def _wake(self, handle: int) -> None:
+        self.activity = "load"
+        before = memoryprobe.measure(self._device)
+        resident = self._residents.get(handle)
+        if resident is None:
+            self._outbox.put(WakeFailed(handle, FaultKind.REQUEST, "the model is not loaded", damaged=True))
+            return
+        try:
+            resident.engine.wake(_Progress(self, handle))
+        except Exception as error:
+            is_damaged = isinstance(error, DamagedError)
+            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, LoadError) else self._judge(error, "wake")
+            message = str(error) if isinstance(error, EngineError) else explain(error)
+            log.error("waking model %d failed: %s", handle, message, exc_info=error)
+            if is_damaged:
+                self._close(resident)
+            self._let_go(error)
+            self._outbox.put(WakeFailed(handle, kind, message, is_damaged))
+        else:
+            self._outbox.put(Woken(handle, before, memoryprobe.measure(self._device)))
 
     def _close(self, resident: _Resident) -> None:
         self._residents.pop(resident.handle, None)

@@ -1,8 +1,9 @@
 """What the daemon and a device worker say to each other: typed values, no pickle, no tensors.
 
 Models are known by an opaque handle that the daemon picks; a handle is never used twice. Every `Load`
-is answered by `Loaded` or `LoadFailed`, every `Unload` by `Unloaded`, every `Submit` by outputs that end
-with a `finish` or by one `RequestFailed`. A worker that dies answers nothing; its death is the answer.
+is answered by `Loaded` or `LoadFailed`, every `Unload` by `Unloaded`, every `Sleep` by `Slept` or `SleepFailed`,
+every `Wake` by `Woken` or `WakeFailed`, every `Submit` by outputs that end with a `finish` or by one
+`RequestFailed`. A worker that dies answers nothing; its death is the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats,
 from cortex.wire.node import DeviceKind
 
 Activity = Literal["start", "idle", "load", "step", "unload"]
-"""What the engine thread is at; each has its own idea of how long silence may last."""
+"""What the engine thread is at, `load` being whatever moves weights; each with its own limit on silence."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +60,18 @@ class Unload(Message, frozen=True, tag="unload"):
     handle: int
 
 
+class Sleep(Message, frozen=True, tag="sleep"):
+    """Gives the model's device memory back, its weights staying in host memory. Requests still in it are ended."""
+
+    handle: int
+
+
+class Wake(Message, frozen=True, tag="wake"):
+    """Brings a sleeping model back to answering; tells `LoadProgress` on the way."""
+
+    handle: int
+
+
 class QueryMemory(Message, frozen=True, tag="query_memory"):
     query: int
 
@@ -67,7 +80,7 @@ class Exit(Message, frozen=True, tag="exit"):
     """Leave now. What is loaded dies with the process."""
 
 
-Command = Load | CancelLoad | Submit | Cancel | Unload | QueryMemory | Exit
+Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | QueryMemory | Exit
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -128,6 +141,37 @@ class Unloaded(Message, frozen=True, tag="unloaded"):
     after: DeviceMemory
 
 
+class Slept(Message, frozen=True, tag="slept"):
+    """The model is asleep, and holds `host_bytes` of host memory."""
+
+    handle: int
+    host_bytes: int
+    before: DeviceMemory
+    after: DeviceMemory
+
+
+class SleepFailed(Message, frozen=True, tag="sleep_failed"):
+    """The model is as awake as before."""
+
+    handle: int
+    message: str
+
+
+class Woken(Message, frozen=True, tag="woken"):
+    handle: int
+    before: DeviceMemory
+    after: DeviceMemory
+
+
+class WakeFailed(Message, frozen=True, tag="wake_failed"):
+    """The model sleeps as before; but where it was `damaged`, nothing of it is left."""
+
+    handle: int
+    kind: FaultKind
+    message: str
+    damaged: bool = False
+
+
 class Memory(Message, frozen=True, tag="memory"):
     query: int
     memory: DeviceMemory
@@ -160,6 +204,10 @@ Event = (
     | RequestFailed
     | ModelBroken
     | Unloaded
+    | Slept
+    | SleepFailed
+    | Woken
+    | WakeFailed
     | Memory
     | Report
     | Faulted

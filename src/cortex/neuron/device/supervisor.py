@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
 from cortex.neuron.device.address import DeviceAddress
@@ -37,9 +37,15 @@ from cortex.neuron.device.protocol import (
     QueryMemory,
     Report,
     RequestFailed,
+    Sleep,
+    SleepFailed,
+    Slept,
     Submit,
     Unload,
     Unloaded,
+    Wake,
+    WakeFailed,
+    Woken,
 )
 from cortex.neuron.device.reclaim import Reclaimed, is_reclaimed
 from cortex.neuron.device.watchdog import Patience, Watch
@@ -51,6 +57,7 @@ WATCH_INTERVAL_S = 0.5
 RECLAIM_INTERVAL_S = 0.05
 
 T = TypeVar("T")
+Answer = Unloaded | Slept | SleepFailed | Woken | WakeFailed
 WorkerState = Literal["none", "starting", "running", "faulted"]
 
 
@@ -66,6 +73,14 @@ class LoadRefused(Exception):
         self.kind = kind
 
 
+class SleepRefused(Exception):
+    """The model is not asleep, or its sleep is worth nothing; the message says why. It can only be unloaded."""
+
+
+class Damaged(Exception):
+    """The model did not survive its sleep; nothing of it is left in the worker, which is well."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resident:
     """A model in a worker's memory. Opaque but for its facts."""
@@ -73,9 +88,11 @@ class Resident:
     handle: int
     info: EngineInfo
     measured_bytes: int
-    """What loading it took: the allocator's own count, never less than the engine's."""
+    """What it takes awake: the allocator's own count, never less than the engine's."""
     process_bytes: int
-    """By how much the worker grew; what must come back when it is unloaded."""
+    """What the worker holds for it of the memory that is counted; what must come back when it is unloaded."""
+    host_bytes: int = 0
+    """Its weights in host memory while it sleeps; 0 awake."""
 
 
 class ModelSink(Protocol):
@@ -106,7 +123,8 @@ class Supervisor:
         self._worker: WorkerProcess | None = None
         self._spawning = asyncio.Lock()
         self._models: dict[int, _Model] = {}
-        self._unloads: dict[int, asyncio.Future[Unloaded]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        """By handle: one order about a model is under way at a time."""
         self._queries: dict[int, asyncio.Future[DeviceMemory]] = {}
         self._numbers = itertools.count(1)
         self._watch = Watch.begin(0.0)
@@ -153,16 +171,10 @@ class Supervisor:
     async def unload(self, resident: Resident) -> Reclaimed:
         """Frees a model and waits, within bounds, until its memory is back. Never fails: where the worker
         does not give the memory back and serves nothing else, the worker is replaced."""
-        model = self._models.get(resident.handle)
-        worker = self._worker
-        if model is None or worker is None:
-            return Reclaimed(resident.process_bytes, resident.process_bytes)
-        answer: asyncio.Future[Unloaded] = asyncio.get_running_loop().create_future()
-        self._unloads[resident.handle] = answer
-        worker.send(Unload(resident.handle))
         try:
-            unloaded = await answer
-            reclaimed = await self._await_memory(resident, unloaded)
+            unloaded = await self._answer_to(Unload(resident.handle))
+            assert isinstance(unloaded, Unloaded)
+            reclaimed = await self._await_memory(resident, resident.process_bytes, unloaded)
         except WorkerLost:
             return Reclaimed(resident.process_bytes, resident.process_bytes)
         if not reclaimed.is_complete:
@@ -171,14 +183,54 @@ class Supervisor:
                 await self.recycle()
         return reclaimed
 
-    async def _await_memory(self, resident: Resident, unloaded: Unloaded) -> Reclaimed:
+    async def sleep(self, resident: Resident) -> Resident:
+        """Parks a model in host memory and waits, within bounds, until its device memory is back; as it is then.
+
+        Raises SleepRefused, also where the memory does not come back, or WorkerLost.
+        """
+        answer = await self._answer_to(Sleep(resident.handle))
+        if not isinstance(answer, Slept):
+            assert isinstance(answer, SleepFailed)
+            raise SleepRefused(answer.message)
+        # On a CPU the weights stay in the very memory that is counted.
+        stays_bytes = answer.host_bytes if self.device.kind == "cpu" else 0
+        reclaimed = await self._await_memory(resident, max(0, resident.process_bytes - stays_bytes), answer)
+        if not reclaimed.is_complete:
+            raise SleepRefused(f"it was put to sleep, but only {reclaimed}")
+        left_bytes = max(0, resident.process_bytes - reclaimed.freed_bytes)
+        return replace(resident, process_bytes=left_bytes, host_bytes=answer.host_bytes)
+
+    async def wake(self, resident: Resident) -> Resident:
+        """Brings a sleeping model back to answering; as it is then.
+
+        Raises LoadRefused (it sleeps as before), Damaged (nothing of it is left) or WorkerLost.
+        """
+        answer = await self._answer_to(Wake(resident.handle))
+        if not isinstance(answer, Woken):
+            assert isinstance(answer, WakeFailed)
+            raise Damaged(answer.message) if answer.damaged else LoadRefused(answer.kind, answer.message)
+        process_bytes = resident.process_bytes + max(0, answer.after.process_bytes - answer.before.process_bytes)
+        measured_bytes = max(process_bytes, resident.info.weight_bytes + resident.info.kv_bytes)
+        return replace(resident, measured_bytes=measured_bytes, process_bytes=process_bytes, host_bytes=0)
+
+    async def _answer_to(self, order: Unload | Sleep | Wake) -> Answer:
+        """Sends an order about a model that is in the worker. Raises WorkerLost, also when it is not any more."""
+        if self._worker is None or order.handle not in self._models:
+            raise WorkerLost("the worker that held the model is gone")
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[order.handle] = answer
+        self._worker.send(order)
+        return await answer
+
+    async def _await_memory(self, resident: Resident, expected_bytes: int, answer: Unloaded | Slept) -> Reclaimed:
         deadline_s = _now_s() + self._patience.reclaim_s
-        memory = unloaded.after
+        memory = answer.after
         while True:
-            freed_bytes = unloaded.before.process_bytes - memory.process_bytes
-            if is_reclaimed(resident.process_bytes, freed_bytes) or self._models or _now_s() >= deadline_s:
+            freed_bytes = answer.before.process_bytes - memory.process_bytes
+            others = bool(self._models.keys() - {resident.handle})
+            if is_reclaimed(expected_bytes, freed_bytes) or others or _now_s() >= deadline_s:
                 # With other models at work in the same process its size says nothing about this one any more.
-                return Reclaimed(resident.process_bytes, freed_bytes, others_at_work=bool(self._models))
+                return Reclaimed(expected_bytes, freed_bytes, others_at_work=others)
             await asyncio.sleep(RECLAIM_INTERVAL_S)
             memory = await self.memory()
 
@@ -278,11 +330,8 @@ class Supervisor:
             case LoadFailed():
                 refusal = LoadRefused(event.kind, event.message)
                 _fail(self._models.pop(event.handle).loading, refusal)
-            case Unloaded():
-                self.freed_at_s = _now_s()
-                self._models.pop(event.handle, None)
-                if (answer := self._unloads.pop(event.handle, None)) is not None and not answer.done():
-                    answer.set_result(event)
+            case Unloaded() | Slept() | SleepFailed() | Woken() | WakeFailed():
+                self._answered(event)
             case Memory():
                 if (query := self._queries.get(event.query)) is not None and not query.done():
                     query.set_result(event.memory)
@@ -291,6 +340,14 @@ class Supervisor:
                     model.sink.on_lost(event.message)
             case Hello():
                 self.state = "running"
+
+    def _answered(self, answer: Answer) -> None:
+        if isinstance(answer, Unloaded | Slept):
+            self.freed_at_s = _now_s()
+        if isinstance(answer, Unloaded) or (isinstance(answer, WakeFailed) and answer.damaged):
+            self._models.pop(answer.handle, None)
+        if (awaited := self._answers.pop(answer.handle, None)) is not None and not awaited.done():
+            awaited.set_result(answer)
 
     def _outputs(self, event: Outputs) -> None:
         model = self._models.get(event.handle)
@@ -306,11 +363,11 @@ class Supervisor:
         self._worker = None
         self.freed_at_s = _now_s()
         models, self._models = self._models, {}
-        unloads, self._unloads = self._unloads, {}
+        answers, self._answers = self._answers, {}
         queries, self._queries = self._queries, {}
         self.state = "faulted" if models else "none"
-        for unload in unloads.values():
-            _fail(unload, WorkerLost(reason))
+        for answer in answers.values():
+            _fail(answer, WorkerLost(reason))
         for query in queries.values():
             _fail(query, WorkerLost(reason))
         for model in models.values():
@@ -333,7 +390,7 @@ class Supervisor:
 
     def _has_pending_work(self) -> bool:
         return (
-            bool(self._unloads)
+            bool(self._answers)
             or bool(self._queries)
             or any(model.live or not model.loading.done() for model in self._models.values())
         )

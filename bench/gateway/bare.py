@@ -26,7 +26,7 @@ class Bystander:
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
         return True
 
-    def on_first_data(self, relay: Relay, data: bytes) -> None:
+    def on_first_data(self, relay: Relay) -> None:
         pass
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:

@@ -65,7 +65,6 @@ class Passage:
         "_admission",
         "_attempt",
         "_attempts",
-        "_began_with_token",
         "_body",
         "_envelope",
         "_error_code",
@@ -112,7 +111,6 @@ class Passage:
         self._ticket: Ticket | None = None
         self._excluded = NOBODY
         self._attempts = 0
-        self._began_with_token = False
         self._status = 0
         self._error_code: str | None = None
         self._started_at = services.clock()
@@ -247,9 +245,8 @@ class Passage:
         self.go()
         return False
 
-    def on_first_data(self, relay: Relay, data: bytes) -> None:  # noqa: ARG002
+    def on_first_data(self, relay: Relay) -> None:  # noqa: ARG002
         self._first_data_at = self._services.clock()
-        self._began_with_token = not data.startswith(self._route.codec.KEEPALIVE[:6])
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002
         """Nothing was sent to the client yet: another node may answer, or this one once it is back."""
@@ -325,7 +322,7 @@ class Passage:
         if self._sent_at is not None:
             metrics.overhead.observe(self._sent_at - self._started_at)
         # A whole answer's first byte is its last token's: only streams show when the first one came.
-        first = self._first_data_at if self._stream and self._began_with_token else None
+        first = self._first_data_at if self._stream else None
         if first is not None:
             traffic.first_token.observe(first - self._started_at)
         if usage is not None:

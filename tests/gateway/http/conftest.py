@@ -119,7 +119,7 @@ class Books:
         self.translation = translation
         self.heads: list[int] = []
         self.faults: list[UpstreamFault] = []
-        self.first: bytes | None = None
+        self.begun = False
         self.outcome: Outcome | None = None
         self.tail = b""
         self.relay: Relay | None = None
@@ -137,9 +137,9 @@ class Books:
             return False
         return True
 
-    def on_first_data(self, relay: Relay, data: bytes) -> None:
-        assert self.first is None
-        self.first = data
+    def on_first_data(self, relay: Relay) -> None:
+        assert not self.begun
+        self.begun = True
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
         self.faults.append(fault)

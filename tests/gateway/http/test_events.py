@@ -8,9 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.gateway.http.events import EventBoundary
+from cortex.gateway.http.events import EventBoundary, after_keepalives
 
 BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("events", "left"),
+    [
+        (b"", b""),
+        (PING + PING, b""),
+        (b": one\n\n: two\r\n\r\n", b""),
+        (b": one\n\n" + PING + b"event: message_start\n\n" + PING, b"event: message_start\n\n" + PING),
+        (b": a comment inside an event\ndata: 1\n\n", b"data: 1\n\n"),
+        (b"data: 1\n\n: later\n\n", b"data: 1\n\n: later\n\n"),
+    ],
+)
+def test_only_what_says_nothing_is_left_out(events, left):
+    assert after_keepalives(events, PING) == left
 
 
 @given(

@@ -84,7 +84,7 @@ async def test_a_stream_is_passed_on_as_it_comes(stage, keepalive_s):
         assert await reader.readexactly(len(expected)) == expected
         turn.set()
     assert await reader.readexactly(len(END)) == END
-    assert stage.books[0].first == b"data: 0\n\n"
+    assert stage.books[0].begun
     assert stage.books[0].tail.endswith(b"data: 19\n\n")
 
 
@@ -221,6 +221,32 @@ async def test_a_node_that_dies_before_its_first_byte_is_replaced(stage, name, k
     assert isinstance(books.faults[0], ConnectFailed)
     assert isinstance(books.faults[1], (ConnectionLost, MalformedResponse))
     assert good.requests[0][1] == b"hello"
+
+
+async def test_a_nodes_own_keepalives_begin_nothing_and_it_can_still_be_replaced(stage):
+    async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await bad.read(reader)
+        writer.write(STREAM_HEAD + chunk(b": still here\n\n") + chunk(b": a comment of its own\n\n"))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        stage.reset(writer)
+
+    bad = await stage.node(dying)
+    good = await stage.answering(STREAM_HEAD + chunk(b": still here\n\ndata: good\n\n: later\n\n") + END)
+    _, port = await stage.relaying(stage.pool(bad.origin), stage.pool(good.origin), keepalive_s=60)
+    reader, _ = await stage.client(port, POST)
+    _, body = await stage.read_message(reader)
+    assert body == b"data: good\n\n: later\n\n"
+    assert stage.books[0].outcome is Outcome.COMPLETE
+
+
+async def test_our_headers_stand_instead_of_the_nodes(stage):
+    node = await stage.answering(b"HTTP/1.1 200 OK\r\nX-Request-Id: theirs\r\nContent-Length: 2\r\n\r\nhi")
+    _, port = await stage.relaying(stage.pool(node.origin))
+    reader, _ = await stage.client(port, POST)
+    head, _ = await stage.read_message(reader)
+    assert head.count(b"x-request-id") == 1
+    assert b"x-request-id: r1" in head
 
 
 async def test_an_answer_that_the_caller_declines_is_replaced(stage):

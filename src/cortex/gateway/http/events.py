@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
+_COMMENTS = re.compile(rb"(?::[^\r\n]*[\r\n]+)+")
 _MAX_HELD_BYTES = 256 * 1024
+
+
+def after_keepalives(events: bytes, keepalive: bytes) -> bytes:
+    """Whole `events` without what only says, at their beginning, that somebody is there: `keepalive` and comments."""
+    while events.startswith((keepalive, b":")):
+        comments = _COMMENTS.match(events)
+        events = events[comments.end() if comments else len(keepalive) :]
+    return events
 
 
 class EventBoundary:

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from cortex.gateway.http.call import Call
-from cortex.gateway.http.events import EventBoundary
+from cortex.gateway.http.events import EventBoundary, after_keepalives
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.faults import UpstreamFault
 from cortex.gateway.http.request import Headers
@@ -60,8 +60,8 @@ class Observer(Protocol):
         """The node answered; nothing of it was sent yet. True to go on; False to drop this answer, after having called
         `send` or `refuse` (or to do so later)."""
 
-    def on_first_data(self, relay: Relay, data: bytes) -> None:
-        """The first bytes of the node's body, just before they go to the client."""
+    def on_first_data(self, relay: Relay) -> None:
+        """The node has begun to say something; the client hears it next."""
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
         """The node failed before anything of it was passed on: `send` again (to another) or `refuse`, now or later."""
@@ -107,7 +107,8 @@ class Relay:
     turn.
 
     The head goes out with the first body bytes or the first keepalive, whichever comes first, so a node that dies
-    between its head and its first byte can still be replaced. In an event stream only whole events are passed on, so a
+    between its head and its first byte can still be replaced. A node's own keepalives before its first event are not
+    passed on where we give ours: it has said nothing yet. In an event stream only whole events are passed on, so a
     keepalive or an error never lands inside one.
     """
 
@@ -139,7 +140,8 @@ class Relay:
         keepalive: Keepalive | None = None,
         extra_headers: Headers = (),
     ) -> None:
-        """`extra_headers` are added to whatever answer is relayed, refused or started by a keepalive.
+        """`extra_headers` are added to whatever answer is relayed, refused or started by a keepalive, instead of the
+        node's own of the same name.
 
         When the client has already left, `Observer.on_done` is called from here.
         """
@@ -224,6 +226,9 @@ class Relay:
         if self._translation is not None:
             status, headers = self._translation.head(status, headers)
             content_length = None
+        if self._extra_headers:
+            ours = {name for name, _ in self._extra_headers}
+            headers = [pair for pair in headers if pair[0] not in ours]
         is_stream = _is_event_stream(headers)
         if is_stream:
             headers = [*headers, _UNBUFFERED]
@@ -258,7 +263,7 @@ class Relay:
             head = self._head
             if head is not None and not self.exchange.started:
                 if rest:
-                    self._observer.on_first_data(self, rest)
+                    self._observer.on_first_data(self)
                 self.exchange.respond(head.status, [*head.headers, *self._extra_headers], rest)
                 self._done(Outcome.COMPLETE)
                 return
@@ -296,7 +301,10 @@ class Relay:
     def _pass_on(self, data: bytes) -> None:
         mode = self._mode
         if mode is _WAITING:
-            self._begin(data)
+            if self._keepalive is not None and self._head is not None and self._head.is_stream:
+                data = after_keepalives(data, self._keepalive.payload)
+            if data:
+                self._begin(data)
         elif mode is _LATE:
             if len(self._late) < _LATE_ANSWER_BYTES:
                 self._late += data
@@ -310,7 +318,7 @@ class Relay:
         if head is None:
             raise RuntimeError("a body without a head")
         if data:
-            self._observer.on_first_data(self, data)
+            self._observer.on_first_data(self)
         if self.exchange.started:
             self._mode = _EVENTS if head.is_stream and head.status == 200 else _LATE
             self._pass_on(data)

@@ -29,7 +29,7 @@ class Forward:
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
         return True
 
-    def on_first_data(self, relay: Relay, data: bytes) -> None:
+    def on_first_data(self, relay: Relay) -> None:
         """Nothing to note."""
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002 - a path of ours is not news

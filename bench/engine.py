@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,106 +24,9 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.state_memory import state_bytes
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
+from shapes import SHAPES
+from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, told
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 5e5,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    # Half of the published layers: all of them do not fit on one GPU in bf16. A step of the whole takes twice as long.
-    "qwen3-next": {
-        "model_type": "qwen3_next",
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 24,
-        "full_attention_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": 151936,
-        "max_position_embeddings": 262144,
-        "rope_theta": 1e7,
-        "partial_rotary_factor": 0.25,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "qwen3.5-9b": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "full_attention_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "vocab_size": 248320,
-        "max_position_embeddings": 262144,
-        "rope_theta": 1e7,
-        "partial_rotary_factor": 0.25,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-}
 SCENARIOS = (
     "decode-1",
     "decode-8",
@@ -154,14 +55,10 @@ def random_engine(shape: str, device: torch.device, max_num_seqs: int) -> Engine
 class Bench:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.random = random.Random(0)
+        self.workloads = Workloads(self.run, engine.info.vocab_size)
         self.next_id = 0
 
-    def prompt(self, length: int) -> tuple[int, ...]:
-        top = min(150_000, self.engine.info.vocab_size)
-        return tuple(self.random.randrange(1000, top) for _ in range(length))
-
-    def run(self, prompts: list[tuple[int, ...]], max_tokens: int) -> float:
+    def run(self, prompts: Sequence[Prompt], max_tokens: int) -> float:
         """Seconds from submission to the last token of all of them."""
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -174,17 +71,11 @@ class Bench:
         return time.perf_counter() - start
 
     def decode(self, streams: int, limit_bytes_per_s: float) -> dict[str, float]:
-        def prompts() -> list[tuple[int, ...]]:
-            return [self.prompt(512) for _ in range(streams)]
-
-        self.run(prompts(), 3)
-        first = min(self.run(prompts(), 1) for _ in range(2))
-        whole = min(self.run(prompts(), 257) for _ in range(2))
-        step_s = (whole - first) / 256
+        step_s = self.workloads.decode_step_s(streams)
         info = self.engine.info
         model = self.engine._runner.model
         dtype = model.parameters.dtype
-        kv_bytes = (512 + 128) * page_bytes(model.attentions, 1, dtype)
+        kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * page_bytes(model.attentions, 1, dtype)
         row_bytes = streams * (kv_bytes + state_bytes(model.gated_deltas, dtype))
         read = info.weight_bytes - self._embedding_bytes() - self._idle_expert_bytes(streams) + row_bytes
         return {
@@ -210,8 +101,7 @@ class Bench:
         return idle
 
     def prefill(self, tokens: int, limit_flops: float) -> dict[str, float]:
-        self.run([self.prompt(tokens)], 1)
-        seconds = min(self.run([self.prompt(tokens)], 1) for _ in range(3))
+        seconds = self.workloads.prefill_s(tokens)
         model = self.engine._runner.model
         config = model.config
         dense = (self.engine.info.weight_bytes - self._idle_expert_bytes(1)) / 2 - 2 * config.vocab * config.hidden
@@ -225,13 +115,10 @@ class Bench:
         }
 
     def cached(self, tokens: int) -> dict[str, float]:
-        prompt = self.prompt(tokens)
-        self.run([prompt], 1)
-        return {"ms": min(self.run([prompt], 1) for _ in range(3)) * 1e3}
+        return {"ms": self.workloads.cached_s(tokens) * 1e3}
 
     def requests(self, count: int) -> dict[str, float]:
-        prompts = [self.prompt(self.random.randrange(128, 1025)) for _ in range(count)]
-        return {"tok/s": count * 256 / self.run(prompts, 256)}
+        return {"tok/s": self.workloads.requests_tokens_per_s(count)}
 
 
 def timed(function: Callable[[], object], repeats: int = 20) -> float:
@@ -289,8 +176,7 @@ def main() -> None:
             "cached": bench.cached,
             "requests": bench.requests,
         }[kind](int(size))
-        row = "  ".join(f"{name} {value:,.2f}" for name, value in results[scenario].items())
-        print(f"{scenario:15} {row}", flush=True)
+        print(told(scenario, results[scenario]), flush=True)
     engine.check_integrity()
     if arguments.json:
         report = {"model": arguments.model, "limits": limits, "results": results}

@@ -1,0 +1,214 @@
+"""A whole neuron over HTTP, as its clients see it: from the files on disk to the last byte of a stream.
+
+    PYTHONPATH=src python bench/neuron.py --shape qwen3-8b --scenarios load,decode-1,cached-16384 --json out.json
+
+Writes a checkpoint of that shape with random weights (16 GB for 8B, into `--folder` or a temporary one), starts the
+daemon as a child, drives it and ends it. `--checkpoint DIR` takes one that is there already; `--url` a neuron that runs
+already, which must be able to read that path. The workloads are those of `bench/engine.py`, so that the difference
+between the two is what the daemon costs.
+
+The daemon needs torch (with triton on a GPU), numpy, safetensors, tokenizers, aiohttp, uvloop, prometheus_client,
+msgspec, jinja2 (with markupsafe) and nvidia-ml-py; what a host lacks of them may lie on PYTHONPATH as unpacked wheels.
+Not needed here: click and rich (the commands), httptools (the gateway), llguidance (grammars).
+
+start     daemon started → first token: imports, load and prompt
+load      order to load → first token; the files are in the page cache
+swap      order to unload one model → first token of the other, which has the same files under another name
+decode-N  N streams of 512 tokens in and 257 out; tokens after the first over the time beyond the first token
+prefill-N, cached-N   time to first token of N tokens, unknown and known
+requests-N            N requests at once, 128 to 1,024 tokens in and 256 out
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from daemon import Neuron, running_neuron
+from random_checkpoint import write_checkpoint
+from shapes import SHAPES
+from workloads import Prompt, Workloads, told
+
+SCENARIOS = (
+    "start",
+    "load",
+    "swap",
+    "decode-1",
+    "decode-8",
+    "decode-32",
+    "decode-64",
+    "prefill-2048",
+    "prefill-16384",
+    "cached-16384",
+    "requests-512",
+)
+FIRST, SECOND = "bench/first", "bench/second"
+
+
+class Bench:
+    """Belongs to one thread; `runner` has the loop that its requests run on."""
+
+    def __init__(self, node: Neuron, checkpoint: Path, runner: asyncio.Runner) -> None:
+        self.node = node
+        self.checkpoint = checkpoint
+        self.runner = runner
+        config = json.loads((checkpoint / "config.json").read_text())
+        vocab_size = int((config.get("text_config") or config)["vocab_size"])
+        self.workloads = Workloads(self.run, vocab_size)
+
+    def run(self, prompts: Sequence[Prompt], max_tokens: int) -> float:
+        """Seconds from the first request to the last byte of all answers."""
+        return self.runner.run(self._answer_all(FIRST, prompts, max_tokens))
+
+    async def _answer_all(self, model_id: str, prompts: Sequence[Prompt], max_tokens: int) -> float:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
+        async with aiohttp.ClientSession(self.node.url, connector=connector, timeout=timeout) as session:
+            bodies = [_body(model_id, prompt, max_tokens) for prompt in prompts]
+            began_s = time.perf_counter()
+            await asyncio.gather(*(_answer(session, body, max_tokens) for body in bodies))
+            return time.perf_counter() - began_s
+
+    def bring_up(self, model_id: str) -> None:
+        """Returns when the model has said its first token."""
+        self.node.load(model_id, str(self.checkpoint))
+        self.runner.run(self._answer_all(model_id, [(1, 2, 3)], 1))
+
+    def load(self) -> dict[str, float]:
+        weight_bytes = sum(file.stat().st_size for file in self.checkpoint.glob("*.safetensors"))
+        self.bring_up(FIRST)
+        seconds = []
+        for _ in range(2):
+            self.node.unload(FIRST)
+            seconds.append(_seconds(lambda: self.bring_up(FIRST)))
+        return {"s": min(seconds), "GB": weight_bytes / 1e9}
+
+    def swap(self) -> dict[str, float]:
+        self.bring_up(FIRST)
+        there_s = _seconds(lambda: self._swap(FIRST, SECOND))
+        back_s = _seconds(lambda: self._swap(SECOND, FIRST))
+        return {"s": min(there_s, back_s)}
+
+    def _swap(self, old: str, new: str) -> None:
+        self.node.unload(old)
+        self.bring_up(new)
+
+    def decode(self, streams: int) -> dict[str, float]:
+        step_s = self.workloads.decode_step_s(streams)
+        return {"tok/s": streams / step_s, "ms": step_s * 1e3}
+
+    def prefill(self, tokens: int) -> dict[str, float]:
+        seconds = self.workloads.prefill_s(tokens)
+        return {"ms": seconds * 1e3, "tok/s": tokens / seconds}
+
+    def cached(self, tokens: int) -> dict[str, float]:
+        return {"ms": self.workloads.cached_s(tokens) * 1e3}
+
+    def requests(self, count: int) -> dict[str, float]:
+        return {"tok/s": self.workloads.requests_tokens_per_s(count)}
+
+    def measure(self, scenario: str) -> dict[str, float]:
+        kind, _, size = scenario.partition("-")
+        if kind == "load":
+            return self.load()
+        if kind == "swap":
+            return self.swap()
+        self.bring_up(FIRST)
+        sized: dict[str, Callable[[int], dict[str, float]]] = {
+            "decode": self.decode,
+            "prefill": self.prefill,
+            "cached": self.cached,
+            "requests": self.requests,
+        }
+        return sized[kind](int(size))
+
+
+def _body(model_id: str, prompt: Prompt, max_tokens: int) -> bytes:
+    return json.dumps(
+        {
+            "model": model_id,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+
+async def _answer(session: aiohttp.ClientSession, body: bytes, max_tokens: int) -> None:
+    """Reads one stream to its end; ends the program unless it is whole."""
+    tail = b""
+    async with session.post("/v1/completions", data=body) as response:
+        async for chunk in response.content.iter_any():
+            tail = tail[-2048:] + chunk
+    if b'"completion_tokens":%d' % max_tokens not in tail:
+        sys.exit(f"an answer is not whole: {response.status} {tail.decode(errors='replace')[-500:]}")
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--folder", type=Path, help="where the random checkpoint goes, and stays")
+    parser.add_argument("--checkpoint", type=Path, help="a model directory, instead of a random one")
+    parser.add_argument("--url", help="a neuron that runs already, instead of a child")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    scenarios: list[str] = options.scenarios.split(",")
+    results: dict[str, dict[str, float]] = {}
+
+    def tell(scenario: str, figures: dict[str, float]) -> None:
+        results[scenario] = figures
+        print(told(scenario, figures), flush=True)
+
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        checkpoint: Path = options.checkpoint or _written(stack, options.shape, options.folder)
+        began_s = time.perf_counter()
+        node = Neuron(options.url.rstrip("/")) if options.url else stack.enter_context(running_neuron())[0]
+        bench = Bench(node, checkpoint, runner)
+        discovery: dict[str, Any] = node.call("/discovery")
+        device = discovery["devices"][0]["name"]
+        print(f"{device}, neuron {discovery['version']}, {options.checkpoint or options.shape}", flush=True)
+        if "start" in scenarios and not options.url:
+            bench.bring_up(FIRST)
+            tell("start", {"s": time.perf_counter() - began_s})
+        for scenario in scenarios:
+            if scenario != "start":
+                tell(scenario, bench.measure(scenario))
+    if options.json:
+        report = {"model": str(options.checkpoint or options.shape), "device": device, "results": results}
+        options.json.write_text(json.dumps(report, indent=1))
+    return 0
+
+
+def _written(stack: ExitStack, shape: str, folder: Path | None) -> Path:
+    """The random checkpoint; written unless an earlier run left it there."""
+    place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-bench-")))
+    if not (place / "model.safetensors.index.json").exists():
+        took_s = _seconds(lambda: write_checkpoint(SHAPES[shape], place))
+        print(f"checkpoint written in {took_s:.1f} s", flush=True)
+    return place
+
+
+if __name__ == "__main__":
+    sys.exit(main())

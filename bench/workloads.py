@@ -1,0 +1,60 @@
+"""What is measured of an engine, whoever drives it: in its own process, or over HTTP behind a daemon.
+
+Prompts are random token ids, answers are greedy and ignore the end token, so that work depends on sizes alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+Prompt = tuple[int, ...]
+Run = Callable[[Sequence[Prompt], int], float]
+"""(prompts, tokens to answer each with) → seconds from submission to the last token of all of them."""
+
+DECODE_PROMPT_TOKENS = 512
+DECODED_TOKENS = 256
+FIRST_TOKEN_ID, LAST_TOKEN_ID = 1_000, 150_000
+
+
+class Workloads:
+    """Each takes the best of a few runs, after one that does not count."""
+
+    def __init__(self, run: Run, vocab_size: int) -> None:
+        self._run = run
+        self._top_id = min(LAST_TOKEN_ID, vocab_size)
+        self._random = random.Random(0)
+
+    def decode_step_s(self, streams: int) -> float:
+        """Seconds a token: those after the first, over the time that the same run takes beyond its first token."""
+        self._run(self._prompts(streams), 3)
+        first_s = min(self._run(self._prompts(streams), 1) for _ in range(2))
+        whole_s = min(self._run(self._prompts(streams), DECODED_TOKENS + 1) for _ in range(2))
+        return (whole_s - first_s) / DECODED_TOKENS
+
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds to the first token of a prompt that nothing is known of."""
+        self._run([self._prompt(tokens)], 1)
+        return min(self._run([self._prompt(tokens)], 1) for _ in range(3))
+
+    def cached_s(self, tokens: int) -> float:
+        """Seconds to the first token of a prompt that was sent before."""
+        prompt = self._prompt(tokens)
+        self._run([prompt], 1)
+        return min(self._run([prompt], 1) for _ in range(3))
+
+    def requests_tokens_per_s(self, count: int) -> float:
+        """Output of so many requests at once, 128 to 1,024 tokens in and 256 out."""
+        prompts = [self._prompt(self._random.randrange(128, 1025)) for _ in range(count)]
+        return count * 256 / self._run(prompts, 256)
+
+    def _prompts(self, count: int) -> list[Prompt]:
+        return [self._prompt(DECODE_PROMPT_TOKENS) for _ in range(count)]
+
+    def _prompt(self, length: int) -> Prompt:
+        return tuple(self._random.randrange(FIRST_TOKEN_ID, self._top_id) for _ in range(length))
+
+
+def told(scenario: str, figures: Mapping[str, float]) -> str:
+    """One row of a table."""
+    return f"{scenario:15} " + "  ".join(f"{name} {value:,.2f}" for name, value in figures.items())

@@ -1,0 +1,33 @@
+"""The benchmark of a whole neuron, on a model so small that it takes seconds: what it needs is there, and it tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[3]
+SCENARIOS = ["start", "load", "swap", "decode-2", "prefill-256", "cached-256", "requests-4"]
+
+
+def test_every_scenario_is_measured_from_files_it_wrote_itself(tmp_path: Path) -> None:
+    options = ["--shape", "tiny", "--folder", str(tmp_path / "model"), "--json", str(tmp_path / "report.json")]
+    told = subprocess.run(
+        [sys.executable, str(ROOT / "bench/neuron.py"), *options, "--scenarios", ",".join(SCENARIOS)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    results = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert list(results) == SCENARIOS
+    assert all(figure > 0 for figures in results.values() for figure in figures.values()), results
+    assert (tmp_path / "model" / "tokenizer.json").exists()

@@ -102,3 +102,31 @@ def test_hidden_gpus_leave_the_cpu_and_say_why(monkeypatch):
 def test_a_driver_that_stops_answering_gives_no_readings(monkeypatch):
     _failing_init(monkeypatch, pynvml.NVML_ERROR_GPU_IS_LOST)
     assert read_devices((gpu(0),)) == {}
+
+
+def test_one_sick_gpu_is_left_out_with_a_reason_and_the_others_serve(monkeypatch):
+    _one_gpu(monkeypatch)
+
+    def handle(index):
+        if index == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    inventory = discover({})
+    assert [device.index for device in inventory.devices] == [0, 2]
+    assert "GPU 1 is left out" in inventory.driver_problem
+    assert set(read_devices(GPUS)) == {0, 2}
+
+
+def test_a_gpu_that_shares_the_hosts_memory_has_what_the_host_has(monkeypatch):
+    _one_gpu(monkeypatch)
+
+    def unsupported(handle):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetMemoryInfo", unsupported)
+    (device,) = discover({}).devices
+    assert device.kind == "cuda"
+    assert device.total_bytes == discovery.read_host_memory().total_bytes

@@ -6,6 +6,7 @@ makes them on a thread and serves what was last read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Inventory:
     devices: tuple[Device, ...]
     driver: str | None = None
     driver_problem: str | None = None
-    """Why no GPU is used although one may be there."""
+    """Why a GPU that may be there is not used."""
     readings: Mapping[int, DeviceReading] = field(default_factory=dict)
 
 
@@ -52,21 +53,23 @@ def discover(env: Mapping[str, str] = os.environ) -> Inventory:
     except NVMLError as error:
         return _cpu_inventory(driver_problem=_reason(error))
     visible = visible_devices(inventory.devices, env.get("CUDA_VISIBLE_DEVICES"))
+    problem = inventory.driver_problem
     if not visible:
-        problem = "CUDA_VISIBLE_DEVICES hides every GPU" if inventory.devices else None
+        problem = problem or ("CUDA_VISIBLE_DEVICES hides every GPU" if inventory.devices else None)
         return _cpu_inventory(driver=inventory.driver, driver_problem=problem)
-    return Inventory(visible, inventory.driver, None, {gpu.index: inventory.readings[gpu.index] for gpu in visible})
+    return Inventory(visible, inventory.driver, problem, {gpu.index: inventory.readings[gpu.index] for gpu in visible})
 
 
 def read_devices(devices: tuple[Device, ...]) -> dict[int, DeviceReading]:
     """Fresh readings of `devices`; one that no longer answers is left out."""
     if devices and devices[0].kind == "cpu":
         return dict(_cpu_inventory().readings)
-    try:
-        with _Nvml() as nvml:
-            return {gpu.index: nvml.reading(nvml.handle(gpu.index)) for gpu in devices}
-    except NVMLError:
-        return {}
+    readings: dict[int, DeviceReading] = {}
+    with contextlib.suppress(NVMLError), _Nvml() as nvml:
+        for gpu in devices:
+            with contextlib.suppress(NVMLError):
+                readings[gpu.index] = nvml.reading(nvml.handle(gpu.index))
+    return readings
 
 
 def visible_devices(devices: tuple[Device, ...], setting: str | None) -> tuple[Device, ...]:
@@ -99,37 +102,54 @@ class _Nvml:
         _library.nvmlShutdown()
 
     def inventory(self) -> Inventory:
-        handles = [self.handle(index) for index in range(_library.nvmlDeviceGetCount())]
-        return Inventory(
-            tuple(self._device(index, handle) for index, handle in enumerate(handles)),
-            _text(_library.nvmlSystemGetDriverVersion()),
-            readings={index: self.reading(handle) for index, handle in enumerate(handles)},
-        )
+        """A card that does not answer is left out and told; the others are none the worse for it."""
+        devices: list[Device] = []
+        readings: dict[int, DeviceReading] = {}
+        problems: list[str] = []
+        for index in range(_library.nvmlDeviceGetCount()):
+            try:
+                handle = self.handle(index)
+                readings[index] = self.reading(handle)
+                devices.append(self._device(index, handle, readings[index].total_bytes))
+            except NVMLError as error:
+                problems.append(f"GPU {index} is left out: {error}; see nvidia-smi and dmesg")
+        driver = _text(_library.nvmlSystemGetDriverVersion())
+        return Inventory(tuple(devices), driver, "; ".join(problems) or None, readings)
 
     def handle(self, index: int) -> Any:
         return _library.nvmlDeviceGetHandleByIndex(index)
 
     def reading(self, handle: Any) -> DeviceReading:
-        memory = _library.nvmlDeviceGetMemoryInfo(handle)
+        total_bytes, free_bytes = _memory(handle)
         return DeviceReading(
-            total_bytes=int(memory.total),
-            free_bytes=int(memory.free),
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
             utilisation=_optional(lambda: _library.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
             temperature_c=_optional(
                 lambda: float(_library.nvmlDeviceGetTemperature(handle, _library.NVML_TEMPERATURE_GPU))
             ),
         )
 
-    def _device(self, index: int, handle: Any) -> Device:
+    def _device(self, index: int, handle: Any, total_bytes: int) -> Device:
         major, minor = _library.nvmlDeviceGetCudaComputeCapability(handle)
         return Device(
             index=index,
             kind="cuda",
             name=_text(_library.nvmlDeviceGetName(handle)),
-            total_bytes=int(_library.nvmlDeviceGetMemoryInfo(handle).total),
+            total_bytes=total_bytes,
             compute_capability=f"{major}.{minor}",
             uuid=_text(_library.nvmlDeviceGetUUID(handle)),
         )
+
+
+def _memory(handle: Any) -> tuple[int, int]:
+    """(total, free) bytes; the host's where a GPU has none of its own and shares it."""
+    try:
+        memory = _library.nvmlDeviceGetMemoryInfo(handle)
+    except _library.NVMLError_NotSupported:
+        host = read_host_memory()
+        return host.total_bytes, host.free_bytes
+    return int(memory.total), int(memory.free)
 
 
 def _cpu_inventory(*, driver: str | None = None, driver_problem: str | None = None) -> Inventory:

@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 from cortex.gateway import envelope
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
 
-BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=abc12;"}
-
 
 def test_reads_only_what_routing_needs():
     read = envelope.read(b'{"model":"a/b","stream":true,"max_tokens":5,"anything":{"else":[1,2]}}')
@@ -59,27 +57,6 @@ def test_replacing_the_model_changes_nothing_else(fields, model):
 
 def test_replacing_the_model_keeps_the_bytes_of_other_values():
     assert b"[1 ,2.50, 1e3]" in envelope.replace_model(b'{"model":"a","x": [1 ,2.50, 1e3]}', "b")
-
-
-def test_billing_block_is_removed_and_the_rest_kept():
-    system = [BILLING, {"type": "text", "text": "You are terse.", "cache_control": {"type": "ephemeral"}}]
-    body = msgspec.json.encode({"model": "m", "system": system, "messages": []})
-    stripped = envelope.strip_billing_header(body, envelope.read(body))
-    assert msgspec.json.decode(stripped) == {"model": "m", "system": system[1:], "messages": []}
-
-
-def test_a_system_of_only_the_billing_block_disappears():
-    body = msgspec.json.encode({"model": "m", "system": [BILLING]})
-    assert msgspec.json.decode(envelope.strip_billing_header(body, envelope.read(body))) == {"model": "m"}
-
-
-@pytest.mark.parametrize(
-    "system",
-    ["x-anthropic-billing-header as plain text", [{"type": "text", "text": "about x-anthropic-billing-header"}]],
-)
-def test_prompts_that_only_mention_it_are_untouched(system):
-    body = msgspec.json.encode({"model": "m", "system": system})
-    assert envelope.strip_billing_header(body, envelope.read(body)) is body
 
 
 def test_sessions_with_the_same_start_share_their_leading_bytes():

@@ -159,3 +159,14 @@ async def test_a_foreign_node_gets_its_key_and_only_that(neurons, start_gateway,
     client = await start_gateway(foreign=(node,), key_env="THE_KEY")
     await client.post("/v1/chat/completions", {"model": "m", "messages": []}, Authorization="Bearer mine")
     assert node.seen[-1].headers["authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize("strip", [True, False])
+async def test_the_billing_line_is_removed_or_kept_as_the_gateway_is_told(neurons, start_gateway, strip):
+    node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
+    client = await start_gateway(foreign=(node,), strip_billing_header=strip)
+    line = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    body = {"model": "m", "max_tokens": 5, "system": [line], "messages": [{"role": "user", "content": "x"}]}
+    assert (await client.post("/v1/messages", body))[0] == 200
+    kept = [] if strip else [{"role": "system", "content": line["text"]}]
+    assert node.seen[-1].body["messages"] == [*kept, {"role": "user", "content": "x"}]

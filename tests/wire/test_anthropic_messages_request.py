@@ -3,7 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.wire.anthropic_messages import parse, parse_count_tokens
+from cortex.wire.anthropic_messages import parse
 from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.requests import (
     GenerateRequest,
@@ -95,16 +95,9 @@ def test_a_conversation_with_every_kind_of_block() -> None:
     assert request.dropped_tools == ("server_tool_use",)
 
 
-def test_the_billing_block_is_removed_and_can_be_kept() -> None:
+def test_nothing_the_client_said_is_left_out_by_reading_it() -> None:
     system = [BILLING, {"type": "text", "text": "be brief"}]
-    assert read(system=system) == read(system=[system[1]])
-    assert read(system=[BILLING]) == read()
-    kept = parse(body(system=system), keep_billing_header=True)
-    assert kept.messages[0].parts == (Text(text=BILLING["text"]), Text(text="be brief"))
-
-
-def test_a_user_who_quotes_the_billing_header_is_left_alone() -> None:
-    assert read(messages=[{"role": "user", "content": [BILLING]}]).messages[0].parts == (Text(text=BILLING["text"]),)
+    assert read(system=system).messages[0].parts == (Text(text=BILLING["text"]), Text(text="be brief"))
 
 
 def test_tools_and_choices() -> None:
@@ -171,7 +164,7 @@ def test_a_pdf_is_refused_rather_than_dropped() -> None:
 
 
 def test_counting_reads_the_same_conversation_without_max_tokens() -> None:
-    counted = parse_count_tokens(msgspec.json.encode({"model": "m", "messages": HELLO}))
+    counted = parse(msgspec.json.encode({"model": "m", "messages": HELLO}))
     assert counted.messages == read().messages
 
 

@@ -56,7 +56,8 @@ class GatewaySection(Section, frozen=True):
     missed_polls: Count = 3
     """Polls in a row that must fail before a node counts as down."""
     strip_billing_header: bool = True
-    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching."""
+    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
+    Holds for every node behind this gateway, whatever their own setting."""
     access_log: bool = False
     """Log one line for every request."""
     log_format: Literal["text", "json"] = "text"

@@ -1,19 +1,16 @@
-"""The little of a request body that the gateway reads, and the two edits it may make.
+"""The little of a request body that the gateway reads, and the model's name where an alias stood.
 
-Only the fields that routing and metering need are decoded; the rest stays bytes. An edit replaces one
-top-level value and leaves every other value byte for byte as the client wrote it.
+Only the fields that routing and metering need are decoded; the rest stays bytes. Replacing the name leaves every
+other value byte for byte as the client wrote it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 from msgspec import Raw
 
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel
 
-BILLING_HEADER = b"x-anthropic-billing-header"
 PREFIX_BYTES = 4096
 """How much of the conversation's start identifies it for prefix affinity."""
 
@@ -48,7 +45,6 @@ class Envelope(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.json.Decoder(Envelope)
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
-_blocks_decoder = msgspec.json.Decoder(list[Raw])
 
 
 def read(body: bytes) -> Envelope:
@@ -79,32 +75,3 @@ def replace_model(body: bytes, model: str) -> bytes:
     fields = _object_decoder.decode(body)
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
-
-
-def strip_billing_header(body: bytes, envelope: Envelope) -> bytes:
-    """`body` without the system blocks that hold only the client's billing line; `body` itself when it has none.
-
-    Claude Code puts that line, different for every request, in front of the prompt, where it would
-    defeat every prefix cache behind it.
-    """
-    if BILLING_HEADER not in bytes(envelope.system):
-        return body
-    try:
-        blocks = _blocks_decoder.decode(envelope.system)
-    except msgspec.ValidationError:
-        return body  # a plain string: the application's own prompt, never edited
-    kept = [block for block in blocks if not _is_billing_block(block)]
-    if len(kept) == len(blocks):
-        return body
-    fields = _object_decoder.decode(body)
-    if kept:
-        fields["system"] = Raw(msgspec.json.encode(kept))
-    else:
-        del fields["system"]
-    return msgspec.json.encode(fields)
-
-
-def _is_billing_block(block: Raw) -> bool:
-    value: Any = msgspec.json.decode(block)
-    text = value.get("text") if isinstance(value, dict) else None
-    return isinstance(text, str) and text.lstrip().lower().startswith(BILLING_HEADER.decode())

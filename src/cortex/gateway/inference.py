@@ -12,6 +12,7 @@ from cortex.gateway.dialects import Route, error_answer
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.passage import STATUS_CODE, Passage, Services
 from cortex.telemetry import Span
+from cortex.wire.anthropic_messages import strip_billing_header
 from cortex.wire.errors import CortexError, ShuttingDown
 
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -42,7 +43,8 @@ class Inference:
         try:
             if self.closing:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
-            envelope = envelopes.read(request.body)
+            body = self._taken(request.body, route)
+            envelope = envelopes.read(body)
         except CortexError as error:
             self._refuse(exchange, route, id, span, error)
             return
@@ -51,9 +53,18 @@ class Inference:
             if isinstance(result, CortexError):
                 self._refuse(exchange, route, id, span, result)
             else:
-                Passage(self.services, exchange, route, envelope, result, id, span).go()
+                Passage(self.services, exchange, route, body, envelope, result, id, span).go()
 
         self.services.desk.admit(request, envelope, route.need, admitted)
+
+    def _taken(self, body: bytes, route: Route) -> bytes:
+        """The client's words as they go on from here: untouched, but for the billing line where that is switched on."""
+        if route.dialect != "anthropic_messages" or not self.services.config.strip_billing_header:
+            return body
+        stripped = strip_billing_header(body)
+        if stripped is not body:
+            self.services.metrics.stripped.inc()
+        return stripped
 
     def _refuse(self, exchange: Exchange, route: Route, id: bytes, span: Span, error: CortexError) -> None:
         # Without a model: what a stranger calls one must not become a label.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from urllib.parse import quote
 
 import msgspec
 
 from cortex.gateway import envelope as envelopes
 from cortex.gateway.config import GatewaySection
+from cortex.gateway.departures import Departures
 from cortex.gateway.desk import Admission, Desk
 from cortex.gateway.dialects import CHAT, Route, error_answer
 from cortex.gateway.envelope import Envelope
@@ -55,6 +56,7 @@ class Services:
     metrics: Metrics
     tracer: Tracer
     ticker: Ticker
+    departures: Departures
     clock: Callable[[], float]
 
 
@@ -91,6 +93,7 @@ class Passage:
         services: Services,
         exchange: Exchange,
         route: Route,
+        body: bytes,
         envelope: Envelope,
         admission: Admission,
         id: bytes,
@@ -103,7 +106,7 @@ class Passage:
         self._model = admission.model
         self._id = id
         self._stream = bool(envelope.stream) and route.generates
-        self._received = exchange.request.body
+        self._received = body
         self._span = span
         self._attempt: Span | None = None
         self._body: bytes | None = None
@@ -187,17 +190,11 @@ class Passage:
         )
 
     def _relayed_body(self) -> bytes:
-        """The client's bytes, with the two edits that are ours to make where they are needed."""
+        """What was received, with the model's name where the client wrote an alias."""
         if self._body is None:
-            body = self._received
-            if self._services.config.strip_billing_header and self._route.dialect == "anthropic_messages":
-                stripped = envelopes.strip_billing_header(body, self._envelope)
-                if stripped is not body:
-                    self._services.metrics.stripped.inc()
-                    body = stripped
+            self._body = self._received
             if self._envelope.model != self._model:
-                body = envelopes.replace_model(body, self._model)
-            self._body = body
+                self._body = envelopes.replace_model(self._received, self._model)
         return self._body
 
     def _translated(self) -> tuple[bytes, ChatTranslation]:
@@ -287,27 +284,46 @@ class Passage:
         if self._ticket is not None:
             services.desk.cancel(self._ticket)
             self._ticket = None
-        node = self._lease.node if self._lease is not None else ""
+        lease = self._lease
+        node = lease.node if lease is not None else ""
         self._release(self._error_code)
-        model = self._model
-        usage = self._usage(relay)
-        self._admission.hold.settle(usage, model=model, node=node, request_id=self._id.decode())
-        if outcome is Outcome.CLIENT_LEFT:
+        usage = self._told(relay)
+        left = outcome is Outcome.CLIENT_LEFT
+        if left and usage is None and lease is not None and lease.has_lifecycle and self._route.generates:
+            guess, book = self._guess(relay), partial(self._book, node)
+            services.departures.ask(services.nodes.get(node), self._id.decode(), guess, book)
+        else:
+            usage = usage or self._guess(relay)
+            self._book(node, usage)
+        if left:
             services.metrics.disconnects.labels(self._phase()).inc()
         if self._error_code is not None or self._status >= 400:
-            services.metrics.errors.labels(model, self._error_code or f"status_{self._status}").inc()
+            services.metrics.errors.labels(self._model, self._error_code or f"status_{self._status}").inc()
         if node:
             self._count(node, now, usage)
         self._end_span(node, outcome, usage)
         if services.config.access_log:
             self._log(node, now, outcome, usage)
 
-    def _usage(self, relay: Relay) -> Usage | None:
-        """What the node says the answer cost, or else a guess from its size: an answer is never free."""
-        if self._first_data_at is None or self._status >= 400 or not self._route.generates:
+    def _book(self, node: str, usage: Usage | None) -> None:
+        """Settle with what was used, as soon as that is known."""
+        hold = self._admission.hold
+        hold.settle(usage, model=self._model, node=node, request_id=self._id.decode())
+        if usage is not None:
+            self._services.metrics.spend(self._model, hold.principal).add(usage)
+
+    def _told(self, relay: Relay) -> Usage | None:
+        """What the answer itself says it cost."""
+        if not self._has_answer():
             return None
-        told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
-        return told or _estimate(len(self._received), relay.num_body_bytes, self._stream)
+        return (self._translation.usage if self._translation else None) or usage_in(relay.tail)
+
+    def _guess(self, relay: Relay) -> Usage | None:
+        """What an answer that does not say so cost, from its size: it is never free."""
+        return _estimate(len(self._received), relay.num_body_bytes, self._stream) if self._has_answer() else None
+
+    def _has_answer(self) -> bool:
+        return self._first_data_at is not None and self._status < 400 and self._route.generates
 
     def _phase(self) -> str:
         if self._first_data_at is not None:
@@ -326,7 +342,6 @@ class Passage:
         if first is not None:
             traffic.first_token.observe(first - self._started_at)
         if usage is not None:
-            metrics.spend(self._model, self._admission.hold.principal).add(usage)
             later_tokens = usage.completion_tokens - 1
             if first is not None and now > first and later_tokens > 0:
                 traffic.speed.observe(later_tokens / (now - first))

@@ -53,6 +53,9 @@ class Limits(Section, frozen=True):
     """Longer prompts are refused with 413 even where the model would take them."""
     min_free_vram_mb: Megabytes = 256
     """Device memory that stays free whatever happens."""
+    parked_mb: Megabytes | None = None
+    """Host memory for the weights of sleeping models; over it, the one unused for longest is unloaded. 0: none sleeps.
+    Absent: half of what the host has left on a node with GPUs, 0 on one without, where sleep gains nothing."""
     max_num_seqs: Count = 256
     """Requests that one model works on at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512
@@ -114,7 +117,8 @@ class NeuronConfig(Section, frozen=True):
     max_body_mb: Count = 64
     """Larger request bodies are refused with 413."""
     strip_billing_header: bool = True
-    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching."""
+    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
+    For clients that come straight to this node; a gateway decides for those that go through it."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least that is logged."""
     log_format: Literal["text", "json"] = "text"

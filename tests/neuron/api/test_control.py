@@ -122,6 +122,21 @@ async def test_counting_tokens_needs_no_weights(api: Any) -> None:
     assert api.node.submitted[0].prompt == tuple(answer["tokens"])
 
 
+async def test_a_node_removes_the_billing_line_only_for_clients_that_come_straight_to_it(api: Any) -> None:
+    line = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    body = {"model": "org/tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
+
+    async def count(body: dict[str, Any], **headers: str) -> int:
+        _, counted, _ = await api.post("/v1/messages/count_tokens", body, **headers)
+        await api.post("/v1/messages", body, **headers)
+        assert len(api.node.submitted[-1].prompt) == counted["input_tokens"]
+        return int(counted["input_tokens"])
+
+    plain = await count(body)
+    assert await count({**body, "system": [line]}) == plain
+    assert await count({**body, "system": [line]}, **{"x-cortex-principal": ""}) > plain + len(line["text"])
+
+
 async def test_tokenize_takes_text_as_it_is(api: Any) -> None:
     _, answer, _ = await api.post("/tokenize", {"model": "org/tiny", "prompt": "abc"})
     assert answer["count"] == 3

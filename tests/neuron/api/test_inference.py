@@ -370,3 +370,20 @@ async def test_many_streams_at_once_leave_nothing_behind(api: Any, chat_body: An
     await asyncio.gather(*(one(number) for number in range(60)))
     await until(lambda: api.doors.inside == 0)
     await until(lambda: all(g.cancelled.is_set() for g in api.node.generations))
+
+
+async def test_a_principal_that_is_no_text_still_has_a_name(api: Any) -> None:
+    host, port = api.url.removeprefix("http://").split(":")
+    data = json.dumps({"model": "org/tiny", "prompt": "hi"}).encode()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-cortex-principal: \xff\xfe\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(data), data)
+    )
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200")
+    principal = api.node.submitted[0].principal
+    assert principal
+    assert principal.encode()

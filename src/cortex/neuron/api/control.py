@@ -11,6 +11,7 @@ from aiohttp import web
 import cortex
 from cortex.neuron.api import replies
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.bodies import body_of
 from cortex.neuron.api.doors import Doors
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
@@ -79,14 +80,14 @@ class Control:
 
     async def load(self, request: web.Request) -> web.Response:
         """Answers when the model is ready, or at once with `?wait=false`: then 202 while it is on its way."""
-        order = _decode(await replies.body_of(request), LoadRequest)
+        order = _decode(await body_of(request), LoadRequest)
         wait = _flag(request, "wait", default=True)
         with self.doors.enter():
             status = await self.doors.wait_for(self.backend.load(order, wait=wait))
         return replies.json(status, status=200 if status.state is ModelState.READY else 202)
 
     async def unload(self, request: web.Request) -> web.Response:
-        order = _decode(await replies.body_of(request), UnloadRequest)
+        order = _decode(await body_of(request), UnloadRequest)
         return replies.json(await self.backend.unload(order))
 
     async def recycle(self, request: web.Request) -> web.Response:

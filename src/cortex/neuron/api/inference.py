@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -11,22 +12,22 @@ from functools import partial
 
 from aiohttp import web
 
-from cortex.neuron.api import replies
+from cortex.neuron.api import bodies, replies
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.departures import Departures
 from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.logs import request_id
 from cortex.neuron.api.metered import MeteredEncoder
 from cortex.neuron.api.metrics import Metrics, Watch
 from cortex.neuron.api.session import Session
 from cortex.neuron.api.stream import EventStream
 from cortex.neuron.api.traced import traced
 from cortex.telemetry import Tracer
-from cortex.wire import anthropic_messages
 from cortex.wire.dialects import DIALECTS, Dialect, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.node import Dialect as DialectName
 from cortex.wire.requests import GenerateRequest
 
-PRINCIPAL_HEADER = "x-cortex-principal"
 DROPPED_TOOLS_HEADER = "x-cortex-dropped-tools"
 
 
@@ -37,22 +38,27 @@ class Inference:
     backend: Backend
     doors: Doors
     metrics: Metrics
+    departures: Departures
     keepalive_s: float
     strip_billing_header: bool
     tracer: Tracer
 
     def handler(self, name: DialectName) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler of one dialect's route."""
-        parse = DIALECTS[name].parse
+        body_of = bodies.body_of
         if name == "anthropic_messages":
-            parse = partial(anthropic_messages.parse, keep_billing_header=not self.strip_billing_header)
+            body_of = partial(bodies.messages_body_of, strip_billing=self.strip_billing_header)
 
         async def handle(http: web.Request) -> web.StreamResponse:
             with self.doors.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
-                request = parse(await replies.body_of(http))
+                request = DIALECTS[name].parse(await body_of(http))
                 self.backend.model(request.model)
                 watch.model = request.model
-                return await self._answer(http, DIALECTS[name], request, watch)
+                try:
+                    return await self._answer(http, DIALECTS[name], request, watch)
+                except (asyncio.CancelledError, ConnectionError):
+                    self.departures.note(request_id.get(), watch.usage())
+                    raise
 
         return handle
 
@@ -61,9 +67,11 @@ class Inference:
     ) -> web.StreamResponse:
         id = dialect.ID_PREFIX + uuid.uuid4().hex
         created = int(time.time())
-        principal = http.headers.get(PRINCIPAL_HEADER, "")
+        # Headers may hold bytes that are no text.
+        principal = http.headers.get(bodies.PRINCIPAL_HEADER, "").encode("utf-8", "backslashreplace").decode()
         session = Session(self.backend, self.doors, request, id=id, created=created, principal=principal)
         watch.phase = lambda: session.phase
+        watch.usage = lambda: session.usage
         headers = {DROPPED_TOOLS_HEADER: _header_list(request.dropped_tools)} if request.dropped_tools else {}
         if not request.stream:
             events: list[AnyEvent] = []

@@ -12,7 +12,6 @@ from cortex.neuron.text.errors import TextModelError
 from cortex.wire import errors
 from cortex.wire.dialects import family
 from cortex.wire.errors import (
-    BodyTooLarge,
     CortexError,
     LoadFailed,
     MalformedJSON,
@@ -21,14 +20,6 @@ from cortex.wire.errors import (
 )
 
 log = logging.getLogger(__name__)
-
-
-async def body_of(request: web.Request) -> bytes:
-    """Raises `BodyTooLarge`."""
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise BodyTooLarge(f"The body is larger than {request.client_max_size} bytes; send less at once.") from None
 
 
 def json(value: Any, *, status: int = 200) -> web.Response:

@@ -1,6 +1,7 @@
 """The Anthropic messages dialect."""
 
-from cortex.wire.anthropic_messages.request import parse, parse_count_tokens
+from cortex.wire.anthropic_messages.billing import strip_billing_header
+from cortex.wire.anthropic_messages.request import parse
 from cortex.wire.anthropic_messages.stream import Encoder, fold, stream_error
 from cortex.wire.errors import Family
 from cortex.wire.sse import frame
@@ -16,6 +17,6 @@ __all__ = [
     "Encoder",
     "fold",
     "parse",
-    "parse_count_tokens",
     "stream_error",
+    "strip_billing_header",
 ]

@@ -9,8 +9,6 @@ from cortex.wire.errors import UnsupportedModality
 from cortex.wire.openai_chat.request import read_arguments
 from cortex.wire.requests import Image, Part, Reasoning, Text, ToolCall, ToolResult
 
-BILLING_HEADER = "x-anthropic-billing-header"
-
 
 def read_blocks(fields: Fields, dropped: list[str]) -> Iterator[Part]:
     """The parts of a turn's `content`. Blocks of tools that only the vendor runs are added to `dropped`."""

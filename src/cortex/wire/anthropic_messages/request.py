@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from cortex.wire import body as wire_body
-from cortex.wire.anthropic_messages.content import BILLING_HEADER, read_blocks, read_text_blocks
+from cortex.wire.anthropic_messages.content import read_blocks, read_text_blocks
 from cortex.wire.body import Fields
 from cortex.wire.openai_chat.request import CONTINUE, resolve_tool_choice
 from cortex.wire.requests import (
@@ -25,11 +25,10 @@ from cortex.wire.requests import (
 from cortex.wire.sampling import read_response_format, read_stops
 
 
-def parse(body: bytes, *, keep_billing_header: bool = False) -> GenerateRequest:
-    """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
+def parse(body: bytes) -> GenerateRequest:
+    """Also for `/v1/messages/count_tokens`: the same conversation, so the same conversion.
 
-    The `x-anthropic-billing-header` system block, which differs on every request and so would defeat prefix
-    caching, is left out unless `keep_billing_header`.
+    Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
     """
     fields = wire_body.parse(body)
     model = fields.model()
@@ -37,10 +36,10 @@ def parse(body: bytes, *, keep_billing_header: bool = False) -> GenerateRequest:
         raise fields.invalid("messages", "it is required and must hold at least one message")
     messages: list[Message] = []
     dropped: list[str] = []
-    if system := _read_system(fields, "system", keep_billing_header):
+    if system := _read_system(fields, "system"):
         messages.append(Message(role="system", parts=system))
     for message in fields.objects("messages"):
-        messages += _read_message(message, keep_billing_header, dropped)
+        messages += _read_message(message, dropped)
     tools = _read_tools(fields, dropped)
     output, thinking = _read_output_config(fields)
     metadata = fields.object("metadata")
@@ -66,29 +65,20 @@ def parse(body: bytes, *, keep_billing_header: bool = False) -> GenerateRequest:
     )
 
 
-def parse_count_tokens(body: bytes, *, keep_billing_header: bool = False) -> GenerateRequest:
-    """The body of `/v1/messages/count_tokens`: the same conversation, so the same conversion."""
-    return parse(body, keep_billing_header=keep_billing_header)
-
-
-def _read_system(fields: Fields, name: str, keep_billing_header: bool) -> tuple[Text, ...]:
+def _read_system(fields: Fields, name: str) -> tuple[Text, ...]:
     value = fields.raw(name)
     if value is None or value == "":
         return ()
     if isinstance(value, str):
         return (Text(text=value),)
-    return tuple(
-        block
-        for block in read_text_blocks(fields, name)
-        if keep_billing_header or not block.text.startswith(BILLING_HEADER)
-    )
+    return tuple(read_text_blocks(fields, name))
 
 
-def _read_message(fields: Fields, keep_billing_header: bool, dropped: list[str]) -> Iterator[Message]:
+def _read_message(fields: Fields, dropped: list[str]) -> Iterator[Message]:
     """A user turn with tool results becomes tool messages and user messages, in the order of its blocks."""
     role = fields.required_text("role")
     if role in ("system", "developer"):
-        if parts := _read_system(fields, "content", keep_billing_header):
+        if parts := _read_system(fields, "content"):
             yield Message(role="system", parts=parts)
         return
     blocks = list(read_blocks(fields, dropped))

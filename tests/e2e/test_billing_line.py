@@ -1,0 +1,90 @@
+"""The one edit made to prompts, and its switch: through real gateways, down to the node's own tokens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anthropic
+import pytest
+
+from cortex.cli.demo import SMOLLM2
+
+if TYPE_CHECKING:
+    from .conftest import Run
+
+pytestmark = pytest.mark.e2e
+
+LINE = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=3f1c2;"}
+PROMPT = {"type": "text", "text": "You are terse."}
+
+
+@pytest.fixture(scope="module")
+def keeping_url(
+    up: Run, tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], list[int]]
+) -> Iterator[str]:
+    """A second gateway in front of the same node, told to leave prompts alone."""
+    port, metrics_port = free_ports(2)
+    config = tmp_path_factory.mktemp("keeping") / "cortex.toml"
+    config.write_text(
+        f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:{metrics_port}"\n'
+        "strip_billing_header = false\npoll_interval_s = 0.1\n"
+        f'[[neurons]]\nname = "local"\nendpoint = "http://127.0.0.1:{up.neuron_port}"\n'
+    )
+    source = Path(__file__).parents[2] / "src"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cortex.gateway", "--config", str(config)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(source),
+            "CORTEX_GATEWAY__METRICS_LISTEN": f"127.0.0.1:{free_ports(1)[0]}",
+        },
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_listed(url)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_until_listed(url: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        try:
+            with urllib.request.urlopen(f"{url}/v1/models/{SMOLLM2.id}", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.05)
+    raise AssertionError(f"{url} never listed the model")
+
+
+def count(url: str, *system: dict[str, str]) -> int:
+    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=120)
+    messages = [{"role": "user", "content": "Hello"}]
+    counted = client.messages.count_tokens(model=SMOLLM2.id, messages=messages, system=system).input_tokens
+    answer = client.messages.create(model=SMOLLM2.id, messages=messages, system=system, max_tokens=1)
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == counted
+    return counted
+
+
+def test_the_line_never_reaches_the_model_by_default(up: Run) -> None:
+    assert count(up.url, LINE, PROMPT) == count(up.url, PROMPT)
+
+
+def test_its_removal_can_be_switched_off_at_the_gateway(up: Run, keeping_url: str) -> None:
+    assert count(keeping_url, LINE, PROMPT) > count(keeping_url, PROMPT) + 10
+    assert count(keeping_url, PROMPT) == count(up.url, PROMPT)
+
+
+def test_a_client_that_comes_straight_to_the_node_is_treated_alike(up: Run) -> None:
+    node_url = f"http://127.0.0.1:{up.neuron_port}"
+    assert count(node_url, LINE, PROMPT) == count(up.url, PROMPT)

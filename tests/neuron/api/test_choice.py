@@ -71,6 +71,16 @@ def test_blocks_usage_and_reason(text: TextModel) -> None:
     assert len("I think.") <= usage.reasoning_tokens <= len("I think.\n</think>\n\n")
 
 
+@pytest.mark.parametrize(("stop", "cut_at"), [((), 1000), (("brief",), 1000), ((), 60)])
+def test_half_a_call_never_passes_for_one_that_was_made(text: TextModel, stop: tuple[str, ...], cut_at: int) -> None:
+    said = '<tool_call>\n{"name": "f", "arguments": {"a": "rm -r /tmp/brief'
+    ids = [*text.encode(said)[:cut_at], text.eos_ids[0]]
+    (told,) = gather(tell(Choice(answer(text, thinks=False, stop=stop), 0), ids, list(range(len(ids)))))
+    (call,) = told.tool_calls
+    assert call.arguments.startswith('{"a": "rm -r /')
+    assert (told.finish.reason, told.finish.stop_sequence) == ("length", None)
+
+
 def test_a_thought_cut_by_the_limit_is_thought_not_text(text: TextModel) -> None:
     ids = text.encode("I was just thinking that")
     (told,) = gather(tell(Choice(answer(text), 0), ids, [3], finish="length"))

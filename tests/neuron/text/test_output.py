@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cortex.neuron.text.detect import ThoughtMarkers, ToolSyntax
 from cortex.neuron.text.output import OutputParser, call_syntax
 from cortex.neuron.text.reasoning import ReasoningSplitter
-from cortex.neuron.text.tools.qwen_xml import typed
 from cortex.neuron.text.tools.scanner import CallScanner
+from cortex.neuron.text.tools.values import typed
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
 from cortex.wire.requests import Tool
 
@@ -62,17 +62,28 @@ def tell(pieces: list[str], syntax: ToolSyntax | None, **how: bool) -> Told:
             case ToolCallStart():
                 assert open_call is None
                 open_call = event.call
-                assert open_call == sum(kind == "call" for kind, *_ in told)
+                assert open_call == sum(kind in ("call", "malformed", "cut off") for kind, *_ in told)
                 told.append(("call", event.name, ""))
             case ToolCallDelta():
                 assert event.call == open_call
                 told[-1] = (*told[-1][:2], told[-1][2] + event.arguments)
             case ToolCallStop():
                 assert event.call == open_call
-                assert isinstance(json.loads(told[-1][2]), dict)
+                if not is_object(told[-1][2]):
+                    told[-1] = ("malformed", *told[-1][1:])
                 open_call = None
     assert open_call is None
+    if reading.broke_off:
+        assert told[-1][0] == "malformed", "half a call must not parse"
+        told[-1] = ("cut off", *told[-1][1:])
     return told
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def call(name: str, **arguments: Any) -> tuple[str, str, str]:
@@ -118,16 +129,34 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
     *(
         (text, H, {}, [("text", text)])
         for text in (
-            '<tool_call>{"name": "stop", "arguments": {"a": }}</tool_call>',
             '<tool_call>{"name": "stop", "arguments": [1]}</tool_call>',
             '<tool_call>{"arguments": {}}</tool_call> and more',
             "<tool_call>stop()</tool_call>",
-            '<tool_call>{"name": "stop", "arguments": {"a": "cut',
-            '<tool_call>{"name": "stop"} oops </tool_call>',
+            '<tool_call>{"name": "stop", "arguments": ',
+            '<tool_call>{"name": "stop"',
             "a < b <tool_ <tool_call",
             "  \n",
         )
     ),
+    ('<tool_call>{"name": "stop", "arguments": {"a": "cut', H, {}, [("cut off", "stop", '{"a": "cut')]),
+    (
+        '<tool_call>{"name": "stop", "arguments": {"a": }}</tool_call>.',
+        H,
+        {},
+        [("malformed", "stop", '{"a": }'), ("text", ".")],
+    ),
+    (
+        '<tool_call>{"name": "stop", "arguments": {"a": "say "hi" now"}}</tool_call>',
+        H,
+        {},
+        [("malformed", "stop", '{"a": "say "hi" now"}')],
+    ),
+    ('<tool_call>{"name": "stop"} oops </tool_call>', H, {}, [call("stop"), ("text", "oops </tool_call>")]),
+    ('<tool_call>{"name": "stop", "arguments": {}}, <tool', H, {}, [call("stop"), ("text", ", <tool")]),
+    ('<tool_call>{"name": "stop", "arguments": {}\n</tool_call>Bye', H, {}, [call("stop"), ("text", "Bye")]),
+    ('<tool_call>{"name": "stop", "arguments": {}, "id": "}"}</tool_call>', H, {}, [call("stop")]),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "stop"}</tool_call>', H, {}, [call("stop", a=1)]),
+    ('<tool_call>{"name": "stop\\u0021", "arguments": {}}</tool_call>', H, {}, [call("stop!")]),
     (f"<tool_call>no <tool_call> {HERMES}", H, {}, [("text", "<tool_call>no <tool_call>"), HERMES_CALL]),
     # Qwen XML
     (XML, Q, {}, [XML_CALL]),
@@ -154,10 +183,28 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
     *(
         (text, Q, {}, [("text", text)])
         for text in (
-            "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich",
+            "<tool_call>\n<function=get_weather>\n<parameter=ci",
             "<tool_call>\n<function=get_weather>\nZürich</function></tool_call>",
             "<tool_call>\n<function=\n>",
         )
+    ),
+    (
+        '<tool_call>\n<function=get_weather>\n<parameter=city>\nZür"ich\n</para',
+        Q,
+        {},
+        [("cut off", "get_weather", '{"city": "Zür\\"ich')],
+    ),
+    (
+        "<tool_call>\n<function=get_weather>\n<parameter=days>\n1",
+        Q,
+        {},
+        [("cut off", "get_weather", '{"days": ')],
+    ),
+    (
+        "<function=get_weather><parameter=city>\n\na\n</parameter>\n<parameter=\n\n</parameter></function>",
+        Q,
+        {},
+        [call("get_weather", city="\na\n</parameter>\n<parameter=\n")],
     ),
     # Llama and plain JSON
     (LLAMA, L, {}, [LLAMA_CALL]),
@@ -171,12 +218,13 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
         for text in (
             '{"temperature": 3}',
             '{"name": "unknown", "parameters": {}}',
-            '{"name": "stop", "parameters": {"a": 1',
+            '{"name": "stop", "parameters": ',
             f"For example {LLAMA}",
             "{ not json }",
             "{",
         )
     ),
+    *(('{"name": "stop", "parameters": {"a": 1', syntax, {}, [("cut off", "stop", '{"a": 1')]) for syntax in (L, P)),
     ("<|python_tag|>print(1)", L, {}, [("text", "<|python_tag|>print(1)")]),
     (f"{LLAMA}; and so on", L, {}, [LLAMA_CALL, ("text", "; and so on")]),
 ]
@@ -200,6 +248,8 @@ FRAGMENTS = st.sampled_from(
         *(
             '{"name": "stop", "arguments": {}}',
             '{"name": "stop", "parameters": {"a": "<"}}',
+            '{"name": "stop", "arguments": {"a": "\\',
+            '"}}',
             "<|python_tag|>",
             HERMES,
             XML,
@@ -233,6 +283,33 @@ def test_an_answer_streams_without_waiting_for_its_end() -> None:
     reading = parser(P)
     assert reading.push('{"temp') == []
     assert [event.text for event in reading.push('erature": ')] == ['{"temperature":']  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "syntax", "pieces"),
+    [
+        (
+            '<tool_call>{"name": "stop", "arguments": {"a": "one two"}}</tool_call>',
+            H,
+            ["stop", "{", '"', "a", '"', ":", " ", '"', "o", "n", "e"],
+        ),
+        ('{"name": "stop", "parameters": {"a": 1}}', L, ["stop", "{", '"', "a", '"', ":", " ", "1", "}"]),
+        (
+            "<tool_call><function=get_weather><parameter=city>Zür\nich</parameter>",
+            Q,
+            ["get_weather", '{"city": "', "Z", "ü", "r", "\\ni", "c", "h"],
+        ),
+    ],
+)
+def test_arguments_are_told_while_they_are_written(text: str, syntax: ToolSyntax, pieces: list[str]) -> None:
+    reading = parser(syntax)
+    told: list[str] = []
+    for event in (event for character in text for event in reading.push(character)):
+        if isinstance(event, ToolCallStart):
+            told.append(event.name)
+        elif isinstance(event, ToolCallDelta):
+            told.append(event.arguments)
+    assert told[: len(pieces)] == pieces
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from cortex.wire.events import (
     TextDelta,
     Timing,
     TokenLogprob,
+    ToolCallDelta,
     ToolCallStart,
     Usage,
 )
@@ -59,6 +60,17 @@ class Choice:
         self._num_reasoning_tokens = 0
         self._num_cached_tokens = 0
         self._has_called = False
+
+    @property
+    def usage(self) -> Usage:
+        """What it has cost so far; the prompt, which all choices share, is in the first, from its first token on."""
+        pays_prompt = self.index == 0 and self._started
+        return Usage(
+            prompt_tokens=len(self._answer.rendered.ids) if pays_prompt else 0,
+            cached_tokens=self._num_cached_tokens if pays_prompt else 0,
+            completion_tokens=self.num_tokens,
+            reasoning_tokens=self._num_reasoning_tokens,
+        )
 
     def push(self, outputs: Iterable[StepOutput], timing: Timing) -> list[AnyEvent]:
         """Raises `GenerationFailed` or `Overloaded` when the engine ended the request by itself."""
@@ -131,16 +143,12 @@ class Choice:
         self.ended = True
         events: list[AnyEvent] = list(self._parser.finish())
         self._note(events)
-        if reason == "stop" and self._has_called:
+        if self._parser.broke_off:
+            # Whatever ended it, half a call must not pass for one that was made.
+            reason, stop_sequence = "length", None
+        elif reason == "stop" and self._has_called:
             reason = "tool_calls"
-        is_first = self.index == 0
-        usage = Usage(
-            prompt_tokens=len(self._answer.rendered.ids) if is_first else 0,
-            cached_tokens=self._num_cached_tokens if is_first else 0,
-            completion_tokens=self.num_tokens,
-            reasoning_tokens=self._num_reasoning_tokens,
-        )
-        finish = Finish(index=self.index, reason=reason, usage=usage, timing=timing, stop_sequence=stop_sequence)
+        finish = Finish(index=self.index, reason=reason, usage=self.usage, timing=timing, stop_sequence=stop_sequence)
         return [*events, finish]
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> tuple[TokenLogprob, ...]:
@@ -168,6 +176,8 @@ def _joined(events: list[AnyEvent]) -> list[AnyEvent]:
             joined[-1] = TextDelta(index=event.index, text=last.text + event.text)
         elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
             joined[-1] = ReasoningDelta(index=event.index, text=last.text + event.text)
+        elif isinstance(event, ToolCallDelta) and isinstance(last, ToolCallDelta):
+            joined[-1] = ToolCallDelta(index=event.index, call=event.call, arguments=last.arguments + event.arguments)
         else:
             joined.append(event)
     return joined

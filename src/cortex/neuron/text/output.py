@@ -27,6 +27,11 @@ class OutputParser:
         self._scanner = scanner
         self._index = index
 
+    @property
+    def broke_off(self) -> bool:
+        """Known after `finish`: the answer ended inside a call whose arguments were already being told."""
+        return self._scanner is not None and self._scanner.broke_off
+
     def push(self, text: str) -> list[OutputEvent]:
         pieces = [Piece(False, text)] if self._splitter is None else self._splitter.push(text)
         return list(self._events(pieces))

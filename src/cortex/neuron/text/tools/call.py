@@ -24,21 +24,28 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A finished call and the text that came after it in the same piece."""
+class Progress:
+    """What a piece of text added to a call."""
 
-    call: Call
-    rest: str
+    name: str | None = None
+    """Whom it calls, told once: from then on it is a call and cannot become text again."""
+    arguments: str = ""
+    """The next piece of the arguments' JSON text; only after or together with the name."""
+    rest: str | None = None
+    """The text that came after the call, once it is complete."""
+
+
+NOTHING_YET = Progress()
 
 
 class CallReader(Protocol):
-    """Reads one call from just after its opening. Fed until it answers; the answer does not depend on the split."""
+    """Reads one call from just after its opening. What it tells, arguments joined, does not depend on the split."""
 
-    def feed(self, text: str) -> Reading | None:
-        """The call once it is complete, None while it is not; raises NotACall as soon as that is clear."""
+    def feed(self, text: str) -> Progress:
+        """Fed until it gives a rest. Raises NotACall as soon as that is clear, and never after it gave a name."""
 
-    def finish(self) -> Reading | None:
-        """The call, if what came is one although its end was cut off."""
+    def finish(self) -> Progress:
+        """No more text comes. Without a rest, a call that was begun has been cut off. Raises NotACall as `feed`."""
 
 
 class CallSyntax(Protocol):
@@ -57,7 +64,7 @@ class CallSyntax(Protocol):
 def call_from_json(text: str) -> Call:
     """`{"name": …, "arguments": …}` and its variants; raises NotACall."""
     try:
-        value = json.loads(text, strict=False)  # models do write raw line breaks into strings
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise NotACall from error
     if isinstance(value, dict) and isinstance(value.get("function"), dict):

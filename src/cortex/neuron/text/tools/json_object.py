@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 _STRUCTURE: Final = re.compile(r'[{}"]')
-_STRING_END: Final = re.compile(r'["\\]')
+_STRING_EVENT: Final = re.compile(r'["\\\x00-\x1f]')
+
+
+class Scanned(NamedTuple):
+    """What a piece of text holds of an object."""
+
+    text: str
+    """The part that belongs to the object. Models do write raw line breaks into strings; here they are escaped."""
+    end: int | None
+    """How many characters of the piece that was; None while the object goes on."""
 
 
 class ObjectScanner:
@@ -17,17 +27,18 @@ class ObjectScanner:
         self._in_string = False
         self._escaped = False
 
-    def feed(self, text: str) -> int | None:
-        """How many characters of `text` belong to the object once it is complete, else None."""
-        position = 0
+    def feed(self, text: str, *, depth: int = 0) -> Scanned:
+        """Goes on until as many objects as `depth` are left open: 0 is the end of the outermost."""
+        kept: list[str] = []
+        taken = position = 0
         while position < len(text):
             if self._escaped:
                 self._escaped = False
                 position += 1
                 continue
-            found = (_STRING_END if self._in_string else _STRUCTURE).search(text, position)
+            found = (_STRING_EVENT if self._in_string else _STRUCTURE).search(text, position)
             if found is None:
-                return None
+                break
             position = found.end()
             match found.group():
                 case '"':
@@ -36,8 +47,11 @@ class ObjectScanner:
                     self._escaped = True
                 case "{":
                     self._depth += 1
-                case _:
+                case "}":
                     self._depth -= 1
-                    if self._depth == 0:
-                        return position
-        return None
+                    if self._depth == depth:
+                        return Scanned("".join([*kept, text[taken:position]]), position)
+                case control:
+                    kept += [text[taken : found.start()], json.dumps(control)[1:-1]]
+                    taken = position
+        return Scanned("".join([*kept, text[taken:]]), None)

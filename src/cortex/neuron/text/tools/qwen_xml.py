@@ -1,7 +1,8 @@
 """Qwen XML: `<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`.
 
 Values are raw text; the tool's schema says what they mean. Models forget `<tool_call>` around the function, so
-`<function=` opens a call too, and `</function>` ends one.
+`<function=` opens a call too, and `</function>` ends one. The arguments are told as the JSON they stand for, text while
+it is being written, other values once they are whole.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from cortex.neuron.text.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN
 from cortex.neuron.text.stops import held_suffix
-from cortex.neuron.text.tools.call import Call, CallReader, NotACall, Reading
+from cortex.neuron.text.tools.call import NOTHING_YET, CallReader, NotACall, Progress
+from cortex.neuron.text.tools.values import is_text, schema_of, typed
 
 FUNCTION_OPEN: Final = "<function="
 FUNCTION_CLOSE: Final = "</function>"
@@ -37,86 +39,144 @@ class QwenXML:
 
 
 class _Reader:
-    """Takes the call apart from the front; what is not understood yet waits, and that is never much."""
+    """Takes the call apart from the front; what is not understood yet waits, and that is never much.
+
+    It is a call once the function's name is followed by a parameter or its end. A parameter then ends only where the
+    call demonstrably goes on, so nothing that comes later can make it none.
+    """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, wrapped: bool) -> None:
         self._schemas = schemas
         self._waiting = "" if wrapped else FUNCTION_OPEN
         self._name: str | None = None
-        self._parameter: str | None = None
-        self._value: list[str] = []
-        """The present parameter's value so far."""
-        self._arguments: dict[str, Any] = {}
+        self._value: _TextValue | _WholeValue | None = None
+        """Of the parameter that is being read."""
+        self._told: list[str] = []
+        """Arguments for the next progress."""
+        self._begun = False
+        """The arguments' first character was told, and with it the name."""
         self._closed = False
 
-    def feed(self, text: str) -> Reading | None:
+    def feed(self, text: str) -> Progress:
         self._waiting += text
-        while not self._closed:
-            if not self._advance():
-                return None
+        had_begun = self._begun
+        while not self._closed and self._advance():
+            pass
+        arguments, self._told = "".join(self._told), []
+        name = self._name if self._begun and not had_begun else None
+        return Progress(name, arguments, self._rest() if self._closed else None)
+
+    def finish(self) -> Progress:
+        """A closed function whose closing marker was cut off is still a call."""
+        if not self._begun:
+            raise NotACall
+        return Progress(rest="") if self._closed else NOTHING_YET
+
+    def _rest(self) -> str | None:
+        """What follows the call; None until it is clear whether its closing marker comes."""
         try:
             end = _marker(self._waiting, TOOL_CALL_CLOSE)
         except NotACall:  # the function is complete; models forget this marker too
-            return Reading(self._call, self._waiting)
-        return None if end is None else Reading(self._call, end.rest)
-
-    def finish(self) -> Reading | None:
-        """A closed function whose closing marker was cut off is still a call."""
-        return Reading(self._call, "") if self._closed else None
-
-    @property
-    def _call(self) -> Call:
-        assert self._name is not None
-        return Call(self._name, self._arguments)
+            return self._waiting
+        return None if end is None else end.rest
 
     def _advance(self) -> bool:
         """Read the next element; False if it is not all there."""
-        if self._parameter is not None:
-            return self._read_value(self._parameter)
-        found = _marker(self._waiting, *((FUNCTION_OPEN,) if self._name is None else (PARAMETER_OPEN, FUNCTION_CLOSE)))
-        if found is None:
-            return False
-        if found.text == FUNCTION_CLOSE:
-            self._closed = True
-            self._waiting = found.rest
-            return True
-        name = _name(found.rest)
-        if name is None:
-            return False
+        if self._value is not None:
+            return self._read_value(self._value)
         if self._name is None:
-            self._name = name.text
-        else:
-            self._parameter = name.text
-        self._waiting = name.rest
+            marker = _marker(self._waiting, FUNCTION_OPEN)
+            function = marker and _name(marker.rest)
+            if function is None:
+                return False
+            self._name, self._waiting = function
+            return True
+        element = _next_element(self._waiting)
+        if element is None:
+            return False
+        parameter, self._waiting = element
+        if not parameter:
+            self._told.append("}" if self._begun else "{}")
+            self._begun = self._closed = True
+            return True
+        schema = schema_of(self._schemas.get(self._name), parameter)
+        self._value = _TextValue() if is_text(schema) else _WholeValue(schema)
+        key = json.dumps(parameter, ensure_ascii=False)
+        self._told.append(f"{', ' if self._begun else '{'}{key}: {self._value.opening}")
+        self._begun = True
         return True
 
-    def _read_value(self, parameter: str) -> bool:
+    def _read_value(self, value: _TextValue | _WholeValue) -> bool:
         """Up to the first closing marker after which the call goes on as a call: a value may contain the marker."""
-        value, close, rest = self._waiting.partition(PARAMETER_CLOSE)
+        text, close, rest = self._waiting.partition(PARAMETER_CLOSE)
+        clear = len(text) if close else len(text) - held_suffix(text, PARAMETER_CLOSE)
+        self._told.append(value.take(text[:clear]))
+        self._waiting = self._waiting[clear:]
         if not close:
-            clear = len(value) - held_suffix(value, PARAMETER_CLOSE)
-            self._value.append(value[:clear])
-            self._waiting = value[clear:]
             return False
         try:
-            follows = _marker(rest, PARAMETER_OPEN, FUNCTION_CLOSE)
+            if _next_element(rest) is None:
+                return False
         except NotACall:
-            self._value += [value, close]
-            self._waiting = rest
-            return True
-        if follows is None:
-            return False
-        text = "".join([*self._value, value]).removeprefix("\n").removesuffix("\n")
-        self._arguments[parameter] = typed(text, _schema_of(self._schemas.get(self._name or ""), parameter))
-        self._parameter = None
-        self._value = []
+            self._told.append(value.take(close))
+        else:
+            self._told.append(value.end())
+            self._value = None
         self._waiting = rest
         return True
+
+
+class _TextValue:
+    """A string, told as it comes. A line break next to each marker is layout."""
+
+    opening = '"'
+
+    def __init__(self) -> None:
+        self._is_empty = True
+        self._held_break = ""
+
+    def take(self, text: str) -> str:
+        if text and self._is_empty:
+            self._is_empty = False
+            text = text.removeprefix("\n")
+        text = self._held_break + text
+        clear = text.removesuffix("\n")
+        self._held_break = text[len(clear) :]
+        return json.dumps(clear, ensure_ascii=False)[1:-1]
+
+    def end(self) -> str:
+        return '"'
+
+
+class _WholeValue:
+    """Anything else: what it means is known once it is whole."""
+
+    opening = ""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
+        self._pieces: list[str] = []
+
+    def take(self, text: str) -> str:
+        self._pieces.append(text)
+        return ""
+
+    def end(self) -> str:
+        text = "".join(self._pieces).removeprefix("\n").removesuffix("\n")
+        return json.dumps(typed(text, self._schema), ensure_ascii=False)
 
 
 class _Found(NamedTuple):
     text: str
     rest: str
+
+
+def _next_element(text: str) -> _Found | None:
+    """The name of the parameter that opens, or "" for the function's end; None as long as it is not all there."""
+    marker = _marker(text, PARAMETER_OPEN, FUNCTION_CLOSE)
+    if marker is None:
+        return None
+    return _Found("", marker.rest) if marker.text == FUNCTION_CLOSE else _name(marker.rest)
 
 
 def _marker(text: str, *markers: str) -> _Found | None:
@@ -139,60 +199,3 @@ def _name(text: str) -> _Found | None:
     if found.group() != ">" or not name:
         raise NotACall
     return _Found(name, text[found.end() :])
-
-
-def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """What `text` means for a parameter of this schema; text that does not fit stays text, for the tool to refuse."""
-    kinds = _kinds(schema)
-    if not kinds or kinds == {"string"}:
-        return text
-    stripped = text.strip()
-    if "boolean" in kinds and stripped.lower() in ("true", "false"):
-        return stripped.lower() == "true"
-    if "null" in kinds and stripped.lower() in ("null", "none"):
-        return None
-    try:
-        value = json.loads(stripped, strict=False)
-    except (ValueError, RecursionError):
-        return text
-    return value if _kind_of(value) & kinds else text
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema admits; empty when it does not say."""
-    stated = schema.get("type")
-    kinds = {stated} if isinstance(stated, str) else {kind for kind in stated or () if isinstance(kind, str)}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(key) or ():
-            if isinstance(option, Mapping):
-                kinds |= _kinds(option)
-    if not kinds:
-        for value in schema.get("enum") or ():
-            kinds |= _kind_of(value)
-    if not kinds and "$ref" in schema:
-        kinds = {"object", "array", "number", "integer", "boolean", "null", "string"}
-    return kinds
-
-
-def _kind_of(value: Any) -> set[str]:
-    match value:
-        case None:
-            return {"null"}
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number", "integer"} if value.is_integer() else {"number"}
-        case str():
-            return {"string"}
-        case list():
-            return {"array"}
-        case _:
-            return {"object"}
-
-
-def _schema_of(parameters: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
-    properties = (parameters or {}).get("properties")
-    schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return schema if isinstance(schema, Mapping) else {}

@@ -1,7 +1,7 @@
 """Finds tool calls in an answer as it streams.
 
-A call is announced when it is complete and sound, so that its arguments are always valid JSON and a malformed one can
-still come out as the text it is. White space next to a call is layout; nothing else is ever lost.
+A call is announced when it is clear whom it calls and that arguments follow; until then what looked like one can still
+come out as the text it is. White space next to a call is layout; nothing else is ever lost.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from cortex.neuron.text.stops import held_suffix
-from cortex.neuron.text.tools.call import Call, CallReader, CallSyntax, NotACall
+from cortex.neuron.text.tools.call import CallReader, CallSyntax, NotACall, Progress
 from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
 
 _WHITE_SPACE: Final = " \t\r\n"
@@ -36,6 +36,9 @@ class CallScanner:
         self._opening = ""
         self._body: list[str] = []
         """What the reader got after the opening, in case it is no call."""
+        self._announced = False
+        self.broke_off = False
+        """Set at the end: the text ended inside a call that had been announced."""
 
     def push(self, text: str) -> list[CallEvent]:
         events: list[CallEvent] = []
@@ -43,18 +46,17 @@ class CallScanner:
         return events
 
     def finish(self) -> list[CallEvent]:
-        """What was held back when no more text comes; a call that was cut off is text."""
+        """What was held back when no more text comes; a call that was cut off before it was announced is text."""
         events: list[CallEvent] = []
-        if self._reader is not None:
-            try:
-                reading = self._reader.finish()
-            except NotACall:
-                reading = None
+        if (reader := self._reader) is not None:
             self._reader = None
-            if reading is not None:
-                self._announce(reading.call, events)
-            else:
+            try:
+                self._tell(reader.finish(), events)
+            except NotACall:
                 self._emit(self._gap + self._opening + "".join(self._body), events)
+            if self._announced:
+                self.broke_off = True
+                self._end_call(events)
         self._emit(self._held, events)
         self._held = ""
         return events
@@ -101,27 +103,33 @@ class CallScanner:
         return min(((start, opening) for start, opening in found if start >= 0), default=(0, None))
 
     def _read(self, reader: CallReader, text: str, events: list[CallEvent]) -> str:
-        self._body.append(text)
+        if not self._announced:
+            self._body.append(text)
         try:
-            reading = reader.feed(text)
+            progress = reader.feed(text)
         except NotACall:
             # The opening is text after all; what follows it may still hold a call.
             self._reader = None
             self._emit(self._gap + self._opening, events)
             return "".join(self._body)
-        if reading is None:
-            return ""
-        self._reader = None
-        self._announce(reading.call, events)
-        return reading.rest
+        return self._tell(progress, events)
 
-    def _announce(self, call: Call, events: list[CallEvent]) -> None:
-        number, index = self._num_calls, self._index
-        events += [
-            ToolCallStart(index=index, call=number, id=self._new_id(), name=call.name),
-            ToolCallDelta(index=index, call=number, arguments=call.arguments_json),
-            ToolCallStop(index=index, call=number),
-        ]
+    def _tell(self, progress: Progress, events: list[CallEvent]) -> str:
+        """Returns what comes after the call, if it is over."""
+        if progress.name is not None:
+            self._announced = True
+            events.append(ToolCallStart(index=self._index, call=self._num_calls, id=self._new_id(), name=progress.name))
+        if progress.arguments:
+            events.append(ToolCallDelta(index=self._index, call=self._num_calls, arguments=progress.arguments))
+        if progress.rest is None:
+            return ""
+        self._end_call(events)
+        return progress.rest
+
+    def _end_call(self, events: list[CallEvent]) -> None:
+        events.append(ToolCallStop(index=self._index, call=self._num_calls))
+        self._reader = None
+        self._announced = False
         self._num_calls += 1
         self._has_text = False
 

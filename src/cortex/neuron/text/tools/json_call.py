@@ -1,0 +1,158 @@
+"""Reads a call that is a JSON object, `{"name": "f", "arguments": {…}}`, and tells its arguments as they are written.
+
+With the name first and an object for arguments, as nearly every model writes it, the call is announced at the
+arguments' opening brace. From there on their text goes to the client as it comes and cannot be taken back: arguments
+that turn out not to be JSON are what the model wrote, for the client's parser to refuse, and are never mended into a
+call that the model did not make. Every other shape (arguments first, wrapped, or as a string) is read whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Final
+
+from cortex.neuron.text.tools.call import NOTHING_YET, NotACall, Progress, call_from_json
+from cortex.neuron.text.tools.json_object import ObjectScanner
+
+_MAX_HEAD_CHARACTERS: Final = 1024
+"""A call whose arguments begin later than this is read whole, so that looking for them stays cheap."""
+_HEAD: Final = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
+_UNDECIDED: Final = re.compile(r'\{\s*("[^"\\]*)?')
+_CALL_KEYS: Final = frozenset({"name", "function", "type", "id", "arguments", "parameters"})
+
+
+class _Stage(Enum):
+    HEAD = auto()
+    """Before the arguments; or, in an unusual shape, anywhere in the object."""
+    ARGUMENTS = auto()
+    AFTER_ARGUMENTS = auto()
+    """The object should end or go on with another member. Models forget its brace, too."""
+    MEMBERS = auto()
+    """The rest of the object, which says nothing that a call has."""
+    CLOSING = auto()
+    """The object is complete: white space and the closing marker belong to the call."""
+
+
+class JSONCallReader:
+    """Owned by one call of one answer."""
+
+    def __init__(self, *, names: Container[str] | None, closing: str, begun: str = "") -> None:
+        """`names` are those that make it a call, any when None; `closing` may stand after the object; `begun` is
+        what of the object was already taken."""
+        self._names = names
+        self._closing = closing
+        self._stage = _Stage.HEAD
+        self._scanner = ObjectScanner()
+        self._head = ""
+        """The object's first characters, which say what it is."""
+        self._object: list[str] = []
+        """The object so far, for a call that is read whole."""
+        self._tail = ""
+        """White space, or the beginning of the closing marker."""
+        if begun:
+            self._read_head(begun)
+
+    def feed(self, text: str) -> Progress:
+        match self._stage:
+            case _Stage.HEAD:
+                return self._read_head(text)
+            case _Stage.ARGUMENTS:
+                return self._read_arguments(text)
+            case _Stage.AFTER_ARGUMENTS:
+                return Progress(rest=self._leave_arguments(text))
+            case _Stage.MEMBERS:
+                return Progress(rest=self._skip_members(text))
+            case _Stage.CLOSING:
+                return Progress(rest=self._close(text))
+
+    def finish(self) -> Progress:
+        """An object whose closing marker was cut off, by a stop string say, is still a whole call."""
+        if self._stage is _Stage.HEAD:
+            raise NotACall
+        return NOTHING_YET if self._stage is _Stage.ARGUMENTS else Progress(rest="")
+
+    def _read_head(self, text: str) -> Progress:
+        if not self._head:
+            text = text.lstrip()
+            if not text:
+                return NOTHING_YET
+            if not text.startswith("{"):
+                raise NotACall
+        num_before = len(self._head)
+        self._head = (self._head + text)[:_MAX_HEAD_CHARACTERS]
+        if (found := _HEAD.match(self._head)) and (name := _spelled(found.group(1))):
+            return self._announce(name, text, found.end() - num_before)
+        scanned = self._scanner.feed(text)
+        self._object.append(scanned.text)
+        self._check_first_key()
+        if scanned.end is None:
+            return NOTHING_YET
+        call = call_from_json("".join(self._object))
+        self._check_name(call.name)
+        self._stage = _Stage.CLOSING
+        return Progress(call.name, call.arguments_json, self._close(text[scanned.end :]))
+
+    def _announce(self, name: str, text: str, at: int) -> Progress:
+        """The arguments begin at this character of `text`."""
+        self._check_name(name)
+        self._scanner.feed(text[:at])
+        self._stage = _Stage.ARGUMENTS
+        return replace(self._read_arguments(text[at:]), name=name)
+
+    def _check_name(self, name: str) -> None:
+        if self._names is not None and name not in self._names:
+            raise NotACall
+
+    def _check_first_key(self) -> None:
+        """Answers that are JSON themselves should stream: give up at the first key that no call has."""
+        if found := _FIRST_KEY.match(self._head):
+            if found.group(1) not in _CALL_KEYS:
+                raise NotACall
+        elif len(self._head) == _MAX_HEAD_CHARACTERS or not _UNDECIDED.fullmatch(self._head):
+            raise NotACall
+
+    def _read_arguments(self, text: str) -> Progress:
+        scanned = self._scanner.feed(text, depth=1)
+        if scanned.end is None:
+            return Progress(arguments=scanned.text)
+        self._stage = _Stage.AFTER_ARGUMENTS
+        return Progress(arguments=scanned.text, rest=self._leave_arguments(text[scanned.end :]))
+
+    def _leave_arguments(self, text: str) -> str | None:
+        self._tail += text
+        following = self._tail.lstrip()[:1]
+        if not following:
+            return None
+        tail, self._tail = self._tail, ""
+        if following in ",}":
+            self._stage = _Stage.MEMBERS
+            return self._skip_members(tail)
+        self._stage = _Stage.CLOSING
+        return self._close(tail)
+
+    def _skip_members(self, text: str) -> str | None:
+        end = self._scanner.feed(text).end
+        if end is None:
+            return None
+        self._stage = _Stage.CLOSING
+        return self._close(text[end:])
+
+    def _close(self, text: str) -> str | None:
+        self._tail += text
+        following = self._tail.lstrip()
+        if self._closing and following.startswith(self._closing):
+            return following[len(self._closing) :]
+        return None if self._closing.startswith(following) and self._closing else self._tail
+
+
+def _spelled(name: str) -> str | None:
+    """What a JSON string says; None if it is not one after all."""
+    try:
+        return str(json.loads(name, strict=False))
+    except ValueError:
+        return None

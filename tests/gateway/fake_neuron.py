@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import ClientSession, web
 
 from cortex.gateway.server import Gateway
+from cortex.wire.events import Usage
 from cortex.wire.node import (
     Capabilities,
     Device,
@@ -72,6 +73,8 @@ class FakeNeuron:
     seen: list[Seen] = field(default_factory=list)
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
+    costs: dict[str, Usage] = field(default_factory=dict)
+    """What requests that were left had cost, by their id."""
     num_recycles: int = 0
     polls: int = 0
     port: int = 0
@@ -122,6 +125,7 @@ class FakeNeuron:
         app.router.add_post("/models/load", self._load)
         app.router.add_post("/models/unload", self._unload)
         app.router.add_post("/devices/{index}/recycle", self._recycle)
+        app.router.add_get("/requests/{id:.+}/usage", self._usage)
         app.router.add_get("/v1/models", self._foreign_models)
         app.router.add_post("/{path:v1/.*}", self._inference)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -169,6 +173,12 @@ class FakeNeuron:
         self.unload_requests.append(wanted)
         self.states[wanted.model_id] = ModelState.COLD
         return _json(self.status(wanted.model_id))
+
+    async def _usage(self, request: web.Request) -> web.Response:
+        cost = self.costs.get(request.match_info["id"])
+        if cost is None:
+            return _json({"error": {"message": "unknown", "code": "route_not_found"}}, 404)
+        return _json(cost)
 
     async def _recycle(self, request: web.Request) -> web.Response:
         self.num_recycles += 1

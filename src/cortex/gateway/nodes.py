@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -15,6 +16,7 @@ from cortex.gateway.http.request import Headers
 from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.http.upstream import Pool
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable, from_code
+from cortex.wire.events import Usage
 from cortex.wire.node import (
     Discovery,
     Health,
@@ -32,6 +34,8 @@ T = TypeVar("T")
 POLL_TIMEOUT_S = 2.0
 LOAD_CALL_TIMEOUT_S = 3600.0
 """A node may hold the load call until the model is ready; polls tell meanwhile whether the node lives."""
+SPENT_TIMEOUT_S = 4.0
+"""A node waits a little for the end of the request it is asked about."""
 WATCH_INTERVAL_S = 0.25
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
 
@@ -145,6 +149,10 @@ class NodeClient:
             raise LoadFailed(f"the node says the model is {status.state} after it was told to unload it")
         return status
 
+    async def spent(self, request_id: str) -> Usage:
+        """What was done for a request whose client has left."""
+        return await self._get(f"/requests/{quote(request_id, safe='')}/usage".encode(), Usage, SPENT_TIMEOUT_S)
+
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""
         return (await self._post(f"/devices/{device}/recycle".encode(), {}, Recycled, timeout_s)).recycled
@@ -155,8 +163,8 @@ class NodeClient:
                 return status
         return ModelStatus(id=model, state=ModelState.COLD)
 
-    async def _get(self, target: bytes, kind: type[T]) -> T:
-        return await self._fetch(b"GET", target, b"", kind, POLL_TIMEOUT_S)
+    async def _get(self, target: bytes, kind: type[T], timeout_s: float = POLL_TIMEOUT_S) -> T:
+        return await self._fetch(b"GET", target, b"", kind, timeout_s)
 
     async def _post(self, target: bytes, value: Any, kind: type[T], timeout_s: float) -> T:
         return await self._fetch(b"POST", target, msgspec.json.encode(value), kind, timeout_s)

@@ -15,6 +15,7 @@ from cortex.gateway import config as configuration
 from cortex.gateway import gauges
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.control import Control
+from cortex.gateway.departures import Departures
 from cortex.gateway.desk import LocalDesk
 from cortex.gateway.dialects import ROUTES, error_answer, refuse
 from cortex.gateway.http.exchange import Exchange
@@ -90,6 +91,7 @@ class Gateway:
             metrics=self.metrics,
             tracer=self._tracer,
             ticker=self._ticker,
+            departures=Departures(),
             clock=loop.time,
         )
         self._inference = Inference(self._services)
@@ -142,6 +144,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(poller.stop() for poller in self._pollers.values()))
         await self._lifecycle.close()
+        await self._services.departures.close()
         for node in self._nodes.values():
             node.pool.close()
         await self._metering.close()

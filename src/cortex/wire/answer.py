@@ -102,10 +102,14 @@ def gather(events: Iterable[AnyEvent]) -> tuple[Choice, ...]:
 
 def total_usage(finishes: Iterable[Finish]) -> Usage:
     """What all choices used together."""
+    return summed(finish.usage for finish in finishes)
+
+
+def summed(usages: Iterable[Usage]) -> Usage:
     prompt = cached = completion = reasoning = 0
-    for finish in finishes:
-        prompt += finish.usage.prompt_tokens
-        cached += finish.usage.cached_tokens
-        completion += finish.usage.completion_tokens
-        reasoning += finish.usage.reasoning_tokens
+    for usage in usages:
+        prompt += usage.prompt_tokens
+        cached += usage.cached_tokens
+        completion += usage.completion_tokens
+        reasoning += usage.reasoning_tokens
     return Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, reasoning_tokens=reasoning)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from cortex.gateway.config import Config
+from cortex.gateway.departures import Departures
 from cortex.gateway.dialects import ROUTES, refuse
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.limits import ClientLimits
@@ -64,6 +65,7 @@ class Worker:
             metrics=self._metrics,
             tracer=self._tracer,
             ticker=self._ticker,
+            departures=Departures(),
             clock=loop.time,
         )
         self._inference = Inference(self._services)
@@ -100,6 +102,7 @@ class Worker:
         self._inference.closing = True
         await self._server.close(grace_s)
         self._main.close()
+        await self._services.departures.close()
         for node in self._nodes.values():
             node.pool.close()
         self.count()

@@ -16,6 +16,7 @@ from cortex.neuron.api import replies
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.catalogue import Catalogue
 from cortex.neuron.api.control import Control
+from cortex.neuron.api.departures import Departures
 from cortex.neuron.api.doors import Doors
 from cortex.neuron.api.inference import Inference
 from cortex.neuron.api.logs import request_id
@@ -41,7 +42,8 @@ def build(
 ) -> web.Application:
     """The HTTP front of `backend`. The server must cancel handlers whose client leaves."""
     metrics = Metrics(backend)
-    inference = Inference(backend, doors, metrics, keepalive_s, strip_billing_header, tracer or NoTracer())
+    departures = Departures()
+    inference = Inference(backend, doors, metrics, departures, keepalive_s, strip_billing_header, tracer or NoTracer())
 
     async def expose(_: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -52,6 +54,7 @@ def build(
     app.add_routes(Tokens(backend, strip_billing_header).routes())
     app.add_routes(Catalogue(backend).routes())
     app.add_routes([web.get("/metrics", expose)])
+    app.add_routes(departures.routes())
     app.add_routes(Control(backend, doors, keepalive_s).routes())
     return app
 

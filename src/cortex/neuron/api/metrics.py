@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from cortex.neuron.api.backend import Backend
 from cortex.wire.errors import CortexError
-from cortex.wire.events import AnyEvent, Finish
+from cortex.wire.events import AnyEvent, Finish, Usage
 from cortex.wire.node import DeviceHealth, ModelState, ModelStatus
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -31,7 +31,7 @@ class Metrics:
         self.requests = counter("requests", "Requests that ended, by outcome.", "model", "dialect", "outcome")
         self.errors = counter("request_errors", "Requests that ended in an error, by its code.", "model", "code")
         self.abandoned = counter("requests_abandoned", "Requests whose client left, by phase.", "model", "phase")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished answers.", "model")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens that were worked on.", "model")
         self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens that the cache held.", "model")
         self.completion_tokens = counter("completion_tokens", "Tokens that were produced.", "model")
         self.reasoning_tokens = counter("reasoning_tokens", "Produced tokens that were thought.", "model")
@@ -64,6 +64,8 @@ class Metrics:
         except (asyncio.CancelledError, ConnectionError):
             outcome = "abandoned"
             self.abandoned.labels(watch.model, watch.phase()).inc()
+            if not watch.finishes:
+                watch.count(watch.usage())
             raise
         except Exception:
             outcome = "error"
@@ -82,6 +84,8 @@ class Watch:
         self.began_s = time.monotonic()
         self.model = UNKNOWN_MODEL
         self.phase: Callable[[], str] = lambda: "read"
+        self.usage: Callable[[], Usage] = Usage
+        """What it has cost so far, for one that is not finished."""
         self.error_code: str | None = None
         """Why it failed, if it did."""
         self.finishes: list[Finish] = []
@@ -100,10 +104,10 @@ class Watch:
         for event in events:
             if isinstance(event, Finish):
                 self.finishes.append(event)
-                self._count(event)
+                self.count(event.usage)
 
-    def _count(self, finish: Finish) -> None:
-        usage = finish.usage
+    def count(self, usage: Usage) -> None:
+        """Tokens that were used."""
         self._metrics.prompt_tokens.labels(self.model).inc(usage.prompt_tokens)
         self._metrics.cached_tokens.labels(self.model).inc(usage.cached_tokens)
         self._metrics.completion_tokens.labels(self.model).inc(usage.completion_tokens)

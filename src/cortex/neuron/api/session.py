@@ -16,7 +16,8 @@ from cortex.neuron.engine.request import StepOutput
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.prompt import Rendered
 from cortex.wire.errors import CortexError
-from cortex.wire.events import AnyEvent, Timing
+from cortex.wire.answer import summed
+from cortex.wire.events import AnyEvent, Timing, Usage
 from cortex.wire.node import LoadRequest, ModelState, ModelStatus
 from cortex.wire.requests import GenerateRequest
 
@@ -37,6 +38,12 @@ class Session:
         self._id = id
         self._created = created
         self._principal = principal
+        self._choices: list[Choice] = []
+
+    @property
+    def usage(self) -> Usage:
+        """What the answer has cost so far."""
+        return summed(choice.usage for choice in self._choices)
 
     async def events(self) -> AsyncGenerator[list[AnyEvent], None]:
         """Batches of events. Raises a `CortexError` where the answer cannot begin or cannot go on."""
@@ -62,7 +69,7 @@ class Session:
         generations: list[Generation] = []
         submitted_s = time.monotonic()
         first_s: float | None = None
-        choices = [Choice(answer, index) for index in range(len(jobs))]
+        choices = self._choices = [Choice(answer, index) for index in range(len(jobs))]
         try:
             for job in jobs:
                 generations.append(self._backend.submit(request.model, job))

@@ -27,6 +27,7 @@ class ModelState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     ASLEEP = "asleep"
+    """Its weights are in host memory, none of it is on a device; back to ready much sooner than from disk."""
     UNLOADING = "unloading"
     RECOVERING = "recovering"
     FAILED = "failed"
@@ -109,6 +110,9 @@ class ModelStatus(NodeValue, frozen=True):
     estimate_bytes: int | None = None
     """What loading it is expected to take on the device; replaced by `measured_bytes` once loaded."""
     measured_bytes: int | None = None
+    """What it takes on the device; asleep, what it will take when it wakes."""
+    host_bytes: int = 0
+    """Its weights in host memory while it sleeps; 0 in every other state but on the way there and back."""
     context_tokens: int | None = None
     """What the loaded model accepts: its own context, or what memory holds if that is less."""
     max_output_tokens: int | None = None
@@ -159,11 +163,13 @@ class LoadRequest(NodeValue, frozen=True):
 
 
 class UnloadRequest(NodeValue, frozen=True):
-    """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once."""
+    """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once. Idempotent."""
 
     model_id: str
     force: bool = False
     drain_s: float | None = None
+    park: bool = False
+    """Keep the weights in host memory if there is room, the model being `asleep` then; else it is unloaded, `cold`."""
 
 
 class Recycled(NodeValue, frozen=True):

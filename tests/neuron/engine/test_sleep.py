@@ -178,9 +178,7 @@ def no_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-@pytest.mark.parametrize(
-    ("place", "name"), [(SequenceMemory, "allocate"), (Runner, "__init__"), (Runner, "capture"), (Runner, "launch")]
-)
+@pytest.mark.parametrize(("place", "name"), [(SequenceMemory, "allocate"), (Runner, "__init__"), (Runner, "launch")])
 def test_a_wake_that_runs_out_of_memory_midway_sleeps_on(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch, place: type, name: str
 ) -> None:

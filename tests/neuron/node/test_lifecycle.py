@@ -13,18 +13,24 @@ from cortex.neuron.node.lifecycle import (
     BroughtUp,
     CallOff,
     Downloading,
+    EnsureAsleep,
     EnsureGone,
     EnsureReady,
     FailReady,
+    FellAsleep,
     FilesAtHand,
+    ForgoParking,
     HurryDrain,
     Lifecycle,
     Lost,
     Proved,
     TakeDown,
+    TellAsleep,
+    TellGone,
+    TellReady,
     TookDown,
-    WakeGone,
-    WakeReady,
+    Wake,
+    WakeFailed,
     transition,
 )
 from cortex.wire.node import ModelState
@@ -42,12 +48,13 @@ def play(*inputs, life=None):
 
 
 READY = play(EnsureReady(), BroughtUp(1))[0]
+ASLEEP = play(EnsureAsleep(), FellAsleep(2), life=READY)[0]
 
 
 def test_the_straight_way_up():
     life, effects = play(EnsureReady(), Downloading(1), FilesAtHand(1), BroughtUp(1))
     assert life.state is ModelState.READY
-    assert effects == [BringUp(1), WakeReady()]
+    assert effects == [BringUp(1), TellReady()]
 
 
 def test_asking_twice_starts_one_load():
@@ -57,17 +64,17 @@ def test_asking_twice_starts_one_load():
 
 
 def test_asking_for_what_is_ready_answers_at_once():
-    assert play(EnsureReady(), life=READY)[1] == [WakeReady()]
+    assert play(EnsureReady(), life=READY)[1] == [TellReady()]
 
 
 def test_down_again():
     life, effects = play(EnsureGone(drain_s=5), TookDown(2), life=READY)
     assert life.state is ModelState.COLD
-    assert effects == [TakeDown(2, 5), WakeGone()]
+    assert effects == [TakeDown(2, 5), TellGone()]
 
 
 def test_gone_is_gone_already():
-    assert play(EnsureGone())[1] == [WakeGone()]
+    assert play(EnsureGone())[1] == [TellGone()]
 
 
 def test_a_failure_is_kept_until_asked_again_or_cleared():
@@ -82,19 +89,19 @@ def test_unloading_while_loading_calls_it_off_and_tells_both_sides():
     life, effects = play(EnsureReady(), EnsureGone(), BringUpFailed(1, "called off"))
     assert life.state is ModelState.COLD
     assert isinstance(effects[1], FailReady)
-    assert effects[2:] == [CallOff(), WakeGone()]
+    assert effects[2:] == [CallOff(), TellGone()]
 
 
 def test_called_off_too_late_it_is_taken_down():
     life, effects = play(EnsureReady(), EnsureGone(), BroughtUp(1), TookDown(2))
     assert life.state is ModelState.COLD
-    assert effects[-2:] == [TakeDown(2), WakeGone()]
+    assert effects[-2:] == [TakeDown(2), TellGone()]
 
 
 def test_asked_for_again_while_on_its_way_out_it_comes_back():
     life, effects = play(EnsureGone(), EnsureReady(), TookDown(2), BroughtUp(3), life=READY)
     assert life.state is ModelState.READY
-    assert effects == [TakeDown(2), WakeGone(), BringUp(3), WakeReady()]
+    assert effects == [TakeDown(2), TellGone(), BringUp(3), TellReady()]
 
 
 def test_a_second_unload_may_be_in_more_of_a_hurry():
@@ -126,7 +133,67 @@ def test_a_load_error_while_recovering_is_tried_again():
     assert effects[-1] == BringUp(3, 1.0)
 
 
-@pytest.mark.parametrize("stale", [BroughtUp(0), BringUpFailed(0, "old"), TookDown(0), Downloading(0), Lost("old")])
+def test_to_sleep_and_back():
+    life, effects = play(EnsureAsleep(drain_s=5), FellAsleep(2), EnsureReady(), EnsureReady(), BroughtUp(3), life=READY)
+    assert life.state is ModelState.READY
+    assert effects == [TakeDown(2, 5, park=True), TellAsleep(), Wake(3), TellReady()]
+
+
+@pytest.mark.parametrize(
+    ("before", "happened", "after", "effects"),
+    [
+        # asked to sleep
+        ("ready", [EnsureAsleep(3)], ModelState.UNLOADING, [TakeDown(2, 3, park=True)]),
+        ("asleep", [EnsureAsleep()], ModelState.ASLEEP, [TellAsleep()]),
+        ("cold", [EnsureAsleep()], ModelState.COLD, [TellGone()]),
+        ("failed", [EnsureAsleep()], ModelState.COLD, [TellGone()]),
+        ("loading", [EnsureAsleep(), BringUpFailed(1, "called off")], ModelState.COLD, [CallOff(), TellGone()]),
+        ("ready", [EnsureAsleep(9), EnsureAsleep(1)], ModelState.UNLOADING, [HurryDrain(1)]),
+        # no room for the weights: gone instead
+        ("ready", [EnsureAsleep(), TookDown(2)], ModelState.COLD, [TellGone()]),
+        # changed minds
+        ("ready", [EnsureAsleep(), EnsureReady(), FellAsleep(2)], ModelState.LOADING, [TellAsleep(), Wake(3)]),
+        ("ready", [EnsureAsleep(), EnsureReady(), TookDown(2)], ModelState.LOADING, [TellGone(), BringUp(3)]),
+        ("ready", [EnsureAsleep(), EnsureGone()], ModelState.UNLOADING, [ForgoParking(), HurryDrain(0)]),
+        ("ready", [EnsureGone(), EnsureAsleep(), TookDown(2)], ModelState.COLD, [HurryDrain(0), TellGone()]),
+        # asleep
+        ("asleep", [EnsureGone(7), TookDown(3)], ModelState.COLD, [TakeDown(3, 7), TellGone()]),
+        ("asleep", [EnsureReady()], ModelState.LOADING, [Wake(3)]),
+        ("asleep", [Lost("killed")], ModelState.COLD, []),
+        # waking
+        ("waking", [WakeFailed(3, "no room")], ModelState.ASLEEP, [FailReady("no room")]),
+        ("waking", [WakeFailed(3, "no room"), EnsureReady()], ModelState.LOADING, [Wake(4)]),
+        ("waking", [BringUpFailed(3, "killed", fault=True)], ModelState.RECOVERING, [BringUp(4, 0.0)]),
+        ("waking", [Lost("killed")], ModelState.LOADING, []),
+        ("waking", [EnsureGone(), BroughtUp(3), TookDown(4)], ModelState.COLD, [TakeDown(4), TellGone()]),
+        ("waking", [EnsureGone(), WakeFailed(3, "no"), TookDown(4)], ModelState.COLD, [TakeDown(4), TellGone()]),
+        ("waking", [EnsureAsleep(), BroughtUp(3), TookDown(4)], ModelState.COLD, [TakeDown(4), TellGone()]),
+    ],
+)
+def test_sleep_in_every_state(before, happened, after, effects):
+    start = {
+        "cold": Lifecycle(),
+        "failed": play(EnsureReady(), BringUpFailed(1, "bad files"))[0],
+        "loading": play(EnsureReady())[0],
+        "ready": READY,
+        "asleep": ASLEEP,
+        "waking": play(EnsureReady(), life=ASLEEP)[0],
+    }[before]
+    life, told = play(*happened, life=start)
+    assert life.state is after
+    assert told[-len(effects) :] == effects if effects else told == []
+
+
+def test_a_sleeper_whose_worker_died_says_why_it_is_cold():
+    life, _ = play(Lost("killed by SIGKILL"), life=ASLEEP)
+    assert "lost while it slept: killed by SIGKILL" in life.reason
+    assert play(EnsureReady(), life=life)[1] == [BringUp(3)]
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [BroughtUp(0), BringUpFailed(0, "old"), TookDown(0), Downloading(0), Lost("old"), FellAsleep(0), WakeFailed(0, "")],
+)
 def test_what_an_older_attempt_reports_is_ignored(stale):
     loading = play(EnsureReady())[0]
     assert play(stale, life=loading) == (loading, [])
@@ -140,53 +207,79 @@ class World:
     clock_s: float = 0.0
     work: object = None
     called_off: bool = False
+    parks: bool = False
     ready_waiters: int = 0
+    asleep_waiters: int = 0
     gone_waiters: int = 0
-    loaded: bool = False
+    held: str = "nothing"
+    """`nothing`, `all` or `weights`, those in host memory."""
 
     def post(self, happened):
         self.clock_s += 1
-        if isinstance(happened, EnsureReady):
-            self.ready_waiters += 1
-        if isinstance(happened, EnsureGone):
-            self.gone_waiters += 1
+        self.ready_waiters += isinstance(happened, EnsureReady)
+        self.asleep_waiters += isinstance(happened, EnsureAsleep)
+        self.gone_waiters += isinstance(happened, EnsureGone)
         self.life, effects = transition(self.life, happened, self.clock_s, POLICY)
         for effect in effects:
             match effect:
-                case BringUp() | TakeDown():
+                case BringUp() | TakeDown() | Wake():
                     assert self.work is None, "two pieces of work at once"
+                    assert isinstance(effect, TakeDown) or self.held == (
+                        "weights" if isinstance(effect, Wake) else "nothing"
+                    )
                     self.work, self.called_off = effect, False
+                    self.parks = isinstance(effect, TakeDown) and effect.park
                 case CallOff():
+                    assert isinstance(self.work, BringUp)
                     self.called_off = True
-                case WakeReady() | FailReady():
+                case ForgoParking():
+                    self.parks = False
+                case TellReady():
+                    assert self.held == "all"
                     self.ready_waiters = 0
-                case WakeGone():
-                    self.gone_waiters = 0
+                case FailReady():
+                    self.ready_waiters = 0
+                case TellAsleep():
+                    assert self.held == "weights"
+                    self.asleep_waiters = 0
+                case TellGone():
+                    assert self.held == "nothing"
+                    self.gone_waiters = self.asleep_waiters = 0
 
     def end_work(self, outcome):
         work, self.work = self.work, None
         match work:
+            case TakeDown(attempt) if self.parks and outcome == "up" and self.held != "nothing":
+                self.held = "weights"
+                self.post(FellAsleep(attempt))
             case TakeDown(attempt):
-                self.loaded = False
+                self.held = "nothing"
                 self.post(TookDown(attempt))
-            case BringUp(attempt) if outcome == "up":
-                self.loaded = True
+            case BringUp(attempt) | Wake(attempt) if outcome == "up" and (
+                isinstance(work, BringUp) or self.held == "weights"
+            ):
+                self.held = "all"
                 self.post(BroughtUp(attempt))
+            case Wake(attempt) if outcome == "refused" and self.held == "weights":
+                self.post(WakeFailed(attempt, outcome))
+            case Wake(attempt):
+                self.held = "nothing"
+                self.post(BringUpFailed(attempt, outcome, fault=True))
             case BringUp(attempt):
                 self.post(BringUpFailed(attempt, outcome, fault=outcome == "fault"))
 
     def lose(self):
-        if self.loaded and not isinstance(self.work, TakeDown):
-            self.loaded = False
+        if self.held != "nothing":
+            self.held = "nothing"
             self.post(Lost("killed"))
 
 
 steps = st.lists(
-    st.sampled_from(["ready", "gone", "up", "refused", "fault", "lose", "prove", "downloading"]), max_size=40
+    st.sampled_from(["ready", "gone", "asleep", "up", "refused", "fault", "lose", "prove", "downloading"]), max_size=40
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=600)
 @given(steps)
 def test_whatever_happens_nobody_waits_for_ever_and_the_state_is_true(history):
     world = World()
@@ -196,12 +289,16 @@ def test_whatever_happens_nobody_waits_for_ever_and_the_state_is_true(history):
                 world.post(EnsureReady())
             case "gone":
                 world.post(EnsureGone())
+            case "asleep":
+                world.post(EnsureAsleep())
             case "lose":
                 world.lose()
             case "prove":
                 world.post(Proved())
-            case "downloading":
+            case "downloading" if isinstance(world.work, BringUp):
                 world.post(Downloading(world.life.attempt))
+            case "downloading":
+                pass
             case outcome:
                 world.end_work(outcome)
     for _ in range(20):
@@ -209,7 +306,12 @@ def test_whatever_happens_nobody_waits_for_ever_and_the_state_is_true(history):
             break
         world.end_work("refused" if world.called_off else "up")
     assert world.work is None
-    assert world.ready_waiters == 0
-    assert world.gone_waiters == 0
-    assert world.loaded == (world.life.state is ModelState.READY)
-    assert world.life.state in (ModelState.COLD, ModelState.READY, ModelState.FAILED)
+    assert (world.ready_waiters, world.asleep_waiters, world.gone_waiters) == (0, 0, 0)
+    held = {
+        ModelState.READY: "all",
+        ModelState.ASLEEP: "weights",
+        ModelState.COLD: "nothing",
+        ModelState.FAILED: "nothing",
+    }
+    assert world.held == held[world.life.state]
+    assert world.life.parked == (world.life.state is ModelState.ASLEEP)

@@ -273,12 +273,12 @@ async def test_errors_of_one_request_are_its_own(tmp_path):
     ) as node:
         await load(node)
         other = node.submit("m", request("other", max_tokens=300))
-        await anext(other)
+        first = await anext(other)
         with pytest.raises(InvalidValue, match="top_k"):
             await answer(node.submit("m", request("refused", faulty_engine.REFUSED)))
         with pytest.raises(Overloaded, match="out of memory"):
             await answer(node.submit("m", request("huge", faulty_engine.OUT_OF_MEMORY)))
-        assert len(await answer(other)) == 299
+        assert sum(len(output.tokens) for output in first) + len(await answer(other)) == 300
         with pytest.raises(PromptTooLongForMemory):
             await answer(node.submit("m", request("alone", faulty_engine.OUT_OF_MEMORY)))
         with pytest.raises(GenerationFailed, match="must match"):

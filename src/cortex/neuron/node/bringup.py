@@ -20,7 +20,7 @@ from cortex.neuron.device.supervisor import LoadRefused, Supervisor
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.instance import Instance, ServingLimits
 from cortex.neuron.node.library import Fetch, FindLocal, KnownModel, Library
-from cortex.neuron.node.owner import BringUpObserver
+from cortex.neuron.node.observer import BringUpObserver
 from cortex.neuron.node.preflight import ModelFacts, choose_device, inspect
 from cortex.neuron.text.errors import TextModelError
 from cortex.neuron.text.model import TextModel
@@ -90,6 +90,21 @@ class BringUp:
             # Nothing is awaited from here on: a cancelled bring-up must not leave a loaded model behind.
             instance.loaded(resident)
             return instance
+
+    async def wake(self, instance: Instance) -> None:
+        """Brings a sleeping model back, where it was. Raises InsufficientCapacity or LoadFailed (it sleeps as before),
+        or the supervisor's Damaged or WorkerLost."""
+        loop = asyncio.get_running_loop()
+        async with self._device_locks[instance.supervisor.device.index]:
+            while True:
+                try:
+                    return await instance.wake()
+                except LoadRefused as error:
+                    is_full = error.kind is FaultKind.OUT_OF_MEMORY
+                    if not is_full or loop.time() - instance.supervisor.freed_at_s > _SETTLE_S:
+                        kind = InsufficientCapacity if is_full else LoadFailed
+                        raise kind(f"{instance.model_id}: {error}") from error
+                await asyncio.sleep(_SETTLE_INTERVAL_S)
 
     def _check(self, model: KnownModel) -> None:
         """What a request or a config file may ask for that this node cannot do. Raises LoadFailed."""

@@ -1,6 +1,7 @@
 """A model that is loaded and serving: its requests, who waits for a seat, and how busy it is.
 
-Lives from the end of a load to the unload or to the loss of its worker; the owner makes a new one after that.
+Lives from the end of a load to the unload or to the loss of its worker, through any sleep; the owner makes a new one
+after that.
 """
 
 from __future__ import annotations
@@ -86,6 +87,11 @@ class Instance:
     def resident(self) -> Resident:
         assert self._resident is not None, "the model is still being loaded"
         return self._resident
+
+    @property
+    def host_bytes(self) -> int:
+        """Its weights in host memory while it sleeps or wakes; 0 else."""
+        return self._resident.host_bytes if self._resident is not None else 0
 
     @property
     def stats(self) -> EngineStats:
@@ -228,6 +234,16 @@ class Instance:
         for running in list(self._requests.values()):
             self.supervisor.cancel(self.resident, running.request.id)
             self._end_with_error(running.request.id, error)
+
+    async def sleep(self) -> None:
+        """Parks the weights in host memory and gives the rest back. Raises SleepRefused or WorkerLost."""
+        self.end(ShuttingDown(f"{self.model_id} was put to sleep; try again to have it woken"))
+        self._resident = await self.supervisor.sleep(self.resident)
+
+    async def wake(self) -> None:
+        """Back to serving. Raises LoadRefused (it sleeps as before), Damaged or WorkerLost."""
+        self._resident = await self.supervisor.wake(self.resident)
+        self._closed = None
 
     async def unload(self) -> Reclaimed:
         """Gives the memory back; the instance is dead afterwards."""

@@ -1,8 +1,9 @@
 """The life of one model on this node, as a pure function: state and input in, state and effects out.
 
-The owner (`owner.py`) feeds it one input at a time and carries out what it says. At most one bring-up or
+The owner (`owner.py`) feeds it one input at a time and carries out what it says. At most one bring-up, wake or
 take-down is under way; each has a number, and what an older one still reports is ignored. Whatever
-happens, everyone who waits is told at the next resting state.
+happens, everyone who waits is told at the next resting state. Asleep is such a state: on the way there the
+model is `unloading`, on the way back `loading`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ class Lifecycle:
     state: ModelState = ModelState.COLD
     wanted: Literal["ready", "gone"] = "gone"
     attempt: int = 0
-    """The number of the latest bring-up or take-down."""
+    """The number of the latest bring-up, wake or take-down."""
+    parked: bool = False
+    """Its weights are in host memory: it sleeps, or is just waking."""
     since_s: float = 0.0
     """When `state` began."""
     reason: str | None = None
-    """Why it is failed or recovering."""
+    """Why it is failed or recovering, or cold although nobody asked for that."""
     faults: FaultHistory = field(default_factory=FaultHistory)
 
 
@@ -38,6 +41,16 @@ class EnsureReady:
 @dataclass(frozen=True, slots=True)
 class EnsureGone:
     """Somebody wants its memory back. Running requests get `drain_s`, or nothing when forced."""
+
+    drain_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureAsleep:
+    """Somebody wants its device memory back, but not its weights out of host memory, if there is room for them.
+
+    Running requests get `drain_s`. A model that is not in memory stays so, and one on its way up is called off.
+    """
 
     drain_s: float = 0.0
 
@@ -71,6 +84,14 @@ class BringUpFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WakeFailed:
+    """It did not wake and sleeps as before. A model that was lost on the way is a `BringUpFailed` with `fault`."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The worker that held the model is gone."""
 
@@ -84,10 +105,32 @@ class Proved:
 
 @dataclass(frozen=True, slots=True)
 class TookDown:
+    """Nothing of it is in memory any more."""
+
     attempt: int
 
 
-Input = EnsureReady | EnsureGone | Downloading | FilesAtHand | BroughtUp | BringUpFailed | Lost | Proved | TookDown
+@dataclass(frozen=True, slots=True)
+class FellAsleep:
+    """The take-down has left its weights in host memory."""
+
+    attempt: int
+
+
+Input = (
+    EnsureReady
+    | EnsureGone
+    | EnsureAsleep
+    | Downloading
+    | FilesAtHand
+    | BroughtUp
+    | BringUpFailed
+    | WakeFailed
+    | Lost
+    | Proved
+    | TookDown
+    | FellAsleep
+)
 
 
 # Effects
@@ -102,16 +145,29 @@ class BringUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Wake:
+    """Bring the sleeping model back; ends in `BroughtUp`, `WakeFailed` or `BringUpFailed`. Cannot be called off."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class CallOff:
     """Stop the bring-up; it still ends in `BroughtUp` or `BringUpFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeDown:
-    """Drain and unload; ends in `TookDown`, always."""
+    """Drain and unload; ends in `TookDown`, or with `park` in `FellAsleep` where there is room for the weights."""
 
     attempt: int
     drain_s: float = 0.0
+    park: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForgoParking:
+    """The take-down under way ends in `TookDown` after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +178,7 @@ class HurryDrain:
 
 
 @dataclass(frozen=True, slots=True)
-class WakeReady:
+class TellReady:
     """Those who wait for the model can have it."""
 
 
@@ -134,11 +190,16 @@ class FailReady:
 
 
 @dataclass(frozen=True, slots=True)
-class WakeGone:
-    """Those who wait for the memory can have it."""
+class TellAsleep:
+    """Those who wait for the device memory can have it."""
 
 
-Effect = BringUp | CallOff | TakeDown | HurryDrain | WakeReady | FailReady | WakeGone
+@dataclass(frozen=True, slots=True)
+class TellGone:
+    """Those who wait for the memory, on the device or all of it, can have it."""
+
+
+Effect = BringUp | Wake | CallOff | TakeDown | ForgoParking | HurryDrain | TellReady | FailReady | TellAsleep | TellGone
 
 _COMING_UP = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
 _AT_REST = frozenset({ModelState.COLD, ModelState.FAILED})
@@ -154,6 +215,8 @@ def transition(
             return _ensure_ready(life, now_s)
         case EnsureGone():
             return _ensure_gone(life, happened, now_s)
+        case EnsureAsleep():
+            return _ensure_asleep(life, happened, now_s)
         case Downloading(attempt) if attempt == life.attempt and life.state is ModelState.LOADING:
             return _enter(life, ModelState.DOWNLOADING, now_s), ()
         case FilesAtHand(attempt) if attempt == life.attempt and life.state is ModelState.DOWNLOADING:
@@ -162,12 +225,20 @@ def transition(
             return _brought_up(life, now_s)
         case BringUpFailed(attempt) if attempt == life.attempt:
             return _bring_up_failed(life, happened, now_s, policy)
+        case WakeFailed(attempt) if attempt == life.attempt:
+            return _wake_failed(life, happened.reason, now_s)
         case Lost() if life.state is ModelState.READY:
             return _recover(life, happened.reason, now_s, policy)
+        case Lost() if life.state is ModelState.ASLEEP:
+            # Nobody is served by it, so nobody misses it: the next request loads it.
+            reason = f"its weights were lost while it slept: {happened.reason}"
+            return _enter(replace(life, parked=False), ModelState.COLD, now_s, reason), ()
         case Proved():
             return replace(life, faults=life.faults.proved()), ()
         case TookDown(attempt) if attempt == life.attempt and life.state is ModelState.UNLOADING:
             return _gone(life, now_s)
+        case FellAsleep(attempt) if attempt == life.attempt and life.state is ModelState.UNLOADING:
+            return _fell_asleep(life, now_s)
         case _:
             return life, ()  # from an attempt that is over
 
@@ -175,7 +246,9 @@ def transition(
 def _ensure_ready(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
     life = replace(life, wanted="ready")
     if life.state is ModelState.READY:
-        return life, (WakeReady(),)
+        return life, (TellReady(),)
+    if life.state is ModelState.ASLEEP:
+        return _wake(life, now_s)
     if life.state in _AT_REST:
         # Asked for anew, an earlier failure is forgotten.
         return _start(replace(life, faults=FaultHistory()), now_s)
@@ -185,27 +258,60 @@ def _ensure_ready(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effec
 def _ensure_gone(life: Lifecycle, wish: EnsureGone, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
     life = replace(life, wanted="gone")
     if life.state in _AT_REST:
-        return _enter(life, ModelState.COLD, now_s), (WakeGone(),)
+        return _enter(life, ModelState.COLD, now_s), (TellGone(),)
     if life.state in _COMING_UP:
-        return _enter(life, ModelState.UNLOADING, now_s), (FailReady(_CALLED_OFF), CallOff())
+        return _call_off(life, now_s)
+    if life.state is ModelState.UNLOADING:
+        return life, (FailReady(_CALLED_OFF), ForgoParking(), HurryDrain(wish.drain_s))
+    return _take_down(life, TakeDown(life.attempt + 1, wish.drain_s), now_s)
+
+
+def _ensure_asleep(life: Lifecycle, wish: EnsureAsleep, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+    if life.state is ModelState.ASLEEP:
+        return life, (TellAsleep(),)
+    if life.state in _AT_REST:
+        return _ensure_gone(life, EnsureGone(), now_s)
+    life = replace(life, wanted="gone")
+    if life.state in _COMING_UP:
+        return _call_off(life, now_s)
     if life.state is ModelState.UNLOADING:
         return life, (FailReady(_CALLED_OFF), HurryDrain(wish.drain_s))
-    life = replace(_enter(life, ModelState.UNLOADING, now_s), attempt=life.attempt + 1)
-    return life, (TakeDown(life.attempt, wish.drain_s),)
+    return _take_down(life, TakeDown(life.attempt + 1, wish.drain_s, park=True), now_s)
+
+
+def _call_off(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+    """A load is stopped; a wake is soon over, and then taken down like a load that was called off too late."""
+    effects: tuple[Effect, ...] = (FailReady(_CALLED_OFF),) if life.parked else (FailReady(_CALLED_OFF), CallOff())
+    return _enter(life, ModelState.UNLOADING, now_s), effects
 
 
 def _brought_up(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+    life = replace(life, parked=False)
     if life.state in _COMING_UP:
-        return _enter(life, ModelState.READY, now_s), (WakeReady(),)
+        return _enter(life, ModelState.READY, now_s), (TellReady(),)
     if life.state is ModelState.UNLOADING:  # called off too late
-        life = replace(life, attempt=life.attempt + 1)
-        return life, (TakeDown(life.attempt),)
+        return _take_down(life, TakeDown(life.attempt + 1), now_s)
     return life, ()
+
+
+def _wake_failed(life: Lifecycle, reason: str, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+    if life.state is ModelState.UNLOADING:  # called off meanwhile
+        return _take_down(life, TakeDown(life.attempt + 1), now_s)
+    return _enter(replace(life, wanted="gone"), ModelState.ASLEEP, now_s), (FailReady(reason),)
+
+
+def _fell_asleep(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+    life = _enter(replace(life, parked=True), ModelState.ASLEEP, now_s)
+    if life.wanted == "ready":  # somebody asked again meanwhile
+        life, effects = _wake(life, now_s)
+        return life, (TellAsleep(), *effects)
+    return life, (TellAsleep(),)
 
 
 def _bring_up_failed(
     life: Lifecycle, failed: BringUpFailed, now_s: float, policy: BackoffPolicy
 ) -> tuple[Lifecycle, tuple[Effect, ...]]:
+    life = replace(life, parked=False)
     if life.state is ModelState.UNLOADING:  # called off, or it would have failed anyway
         return _gone(life, now_s)
     if life.state not in _COMING_UP:
@@ -225,12 +331,22 @@ def _recover(life: Lifecycle, reason: str, now_s: float, policy: BackoffPolicy) 
     return life, (BringUp(life.attempt, delay_s),)
 
 
+def _wake(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+    life = replace(_enter(life, ModelState.LOADING, now_s), attempt=life.attempt + 1)
+    return life, (Wake(life.attempt),)
+
+
+def _take_down(life: Lifecycle, effect: TakeDown, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+    life = replace(_enter(life, ModelState.UNLOADING, now_s), attempt=effect.attempt, parked=False)
+    return life, (effect,)
+
+
 def _gone(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
     life = _enter(life, ModelState.COLD, now_s)
     if life.wanted == "ready":  # somebody asked again meanwhile
         life, effects = _start(life, now_s)
-        return life, (WakeGone(), *effects)
-    return life, (WakeGone(),)
+        return life, (TellGone(), *effects)
+    return life, (TellGone(),)
 
 
 def _start(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:

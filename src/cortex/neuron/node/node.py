@@ -21,6 +21,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.backoff import BackoffPolicy
 from cortex.neuron.device.discovery import DeviceReading, Inventory, discover, read_devices
+from cortex.neuron.device.hostmemory import read_host_memory
 from cortex.neuron.device.nursery import ENGINE, Nursery
 from cortex.neuron.device.supervisor import Supervisor
 from cortex.neuron.device.watchdog import Patience
@@ -32,6 +33,7 @@ from cortex.neuron.node.files import fetch, find_local
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.owner import Owner
+from cortex.neuron.node.parking import Parked, Parking, budget_bytes
 from cortex.neuron.node.status import describe
 from cortex.neuron.text.model import TextModel
 from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown
@@ -96,6 +98,7 @@ class Node:
             load_text=parts.load_text,
         )
         self._owners: dict[str, Owner] = {}
+        self._parking = Parking(self._parking_budget, self._parked, lambda model_id: self._owners[model_id].dismiss())
         self._feed = Feed()
         self._unreadable: set[str] = set()
         """Models whose files were looked at in vain; said once."""
@@ -169,9 +172,12 @@ class Node:
         return self.model(request.model_id)
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
-        """Returns when the memory is back. Running requests get `drain_s`, or nothing with `force`."""
+        """Returns when the memory is back, with `park` that of the device. Running requests get `drain_s`, or nothing
+        with `force`."""
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
-        await self._owner(request.model_id).ensure_gone(0.0 if request.force else drain_s)
+        owner = self._owner(request.model_id)
+        take_down = owner.ensure_asleep if request.park else owner.ensure_gone
+        await take_down(0.0 if request.force else drain_s)
         return self.model(request.model_id)
 
     async def text(self, model_id: str) -> TextModel:
@@ -227,8 +233,21 @@ class Node:
         """Raises ModelNotFound."""
         if model_id not in self._owners:
             model = self._library.find(model_id)
-            self._owners[model_id] = Owner(model, self._bring_up, self._model_changed, self._parts.policy)
+            self._owners[model_id] = Owner(
+                model, self._bring_up, self._parking, self._model_changed, self._parts.policy
+            )
         return self._owners[model_id]
+
+    def _parked(self) -> list[Parked]:
+        """The models whose weights are in host memory, asleep or just waking."""
+        return [
+            Parked(model_id, host_bytes, owner.instance.idle_s, may_leave=owner.life.state is ModelState.ASLEEP)
+            for model_id, owner in self._owners.items()
+            if owner.instance is not None and (host_bytes := owner.instance.host_bytes)
+        ]
+
+    def _parking_budget(self, held_bytes: int) -> int:
+        return budget_bytes(self._config.limits.parked_mb, self._devices, read_host_memory(), held_bytes)
 
     def _refuse_when_closing(self) -> None:
         if self._closing:

@@ -1,6 +1,6 @@
-"""The one owner of a model on this node: feeds its lifecycle, carries out the effects, wakes who waits.
+"""The one owner of a model on this node: feeds its lifecycle, carries out the effects, tells who waits.
 
-`ensure_ready` and `ensure_gone` are idempotent and join what is under way. Inputs are handled one at a
+`ensure_ready`, `ensure_asleep` and `ensure_gone` are idempotent and join what is under way. Inputs are handled one at a
 time, in order, on the loop; long work runs in one task, which reports back as an input.
 """
 
@@ -10,11 +10,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Callable
 
 from cortex.neuron.device.backoff import BackoffPolicy
-from cortex.neuron.device.supervisor import WorkerLost
+from cortex.neuron.device.supervisor import Damaged, SleepRefused, WorkerLost
 from cortex.neuron.node.instance import Instance
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.lifecycle import (
@@ -22,41 +21,37 @@ from cortex.neuron.node.lifecycle import (
     BringUpFailed,
     BroughtUp,
     CallOff,
-    Downloading,
     Effect,
+    EnsureAsleep,
     EnsureGone,
     EnsureReady,
     FailReady,
-    FilesAtHand,
+    FellAsleep,
+    ForgoParking,
     HurryDrain,
     Input,
     Lifecycle,
     Lost,
-    Proved,
     TakeDown,
+    TellAsleep,
+    TellGone,
+    TellReady,
     TookDown,
-    WakeGone,
-    WakeReady,
+    Wake,
+    WakeFailed,
     transition,
 )
 from cortex.neuron.node.loadprogress import LoadProgress
+from cortex.neuron.node.observer import BringsUp, Reports
+from cortex.neuron.node.parking import Parking
 from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown
 from cortex.wire.node import ModelState
 
 log = logging.getLogger(__name__)
 
+_ABSENT = {ModelState.COLD: "not loaded", ModelState.ASLEEP: "asleep"}
 _PROGRESS_EVENT_S = 0.25
 """Listeners hear of a load's progress at most this often."""
-
-
-class BringUpObserver(Protocol):
-    """Who is told how a bring-up goes, and later how the instance does."""
-
-    def on_downloading(self) -> None: ...
-    def on_files_at_hand(self) -> None: ...
-    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None: ...
-    def on_lost(self, reason: str) -> None: ...
-    def on_proved(self) -> None: ...
 
 
 class Owner:
@@ -65,20 +60,22 @@ class Owner:
     def __init__(
         self,
         model: KnownModel,
-        bring_up: Callable[[KnownModel, BringUpObserver], Awaitable[Instance]],
+        bring_up: BringsUp,
+        parking: Parking,
         on_changed: Callable[[str], None],
         policy: BackoffPolicy,
     ) -> None:
-        """`bring_up` makes a serving instance; it raises CortexError or WorkerLost, and cleans up when cancelled."""
         self.model_id = model.id
         self.model = model
         """How it is loaded, or was last, or will be next."""
         self.life = Lifecycle(since_s=time.monotonic())
         self.instance: Instance | None = None
+        """What serves, or sleeps; None while nothing of the model is in memory."""
         self.progress: LoadProgress | None = None
         self.last_error: CortexError | None = None
         """Why the latest bring-up failed, as it was raised."""
-        self._make_instance = bring_up
+        self._bring_up = bring_up
+        self._parking = parking
         self._on_changed = on_changed
         self._policy = policy
         self._inputs: deque[Input] = deque()
@@ -87,7 +84,10 @@ class Owner:
         self._work: asyncio.Task[None] | None = None
         self._drain_deadline_s = 0.0
         self._drain_hurried = asyncio.Event()
+        self._parks = False
+        """Whether the take-down under way is to end in sleep."""
         self._ready_waiters: set[asyncio.Future[None]] = set()
+        self._asleep_waiters: set[asyncio.Future[None]] = set()
         self._gone_waiters: set[asyncio.Future[None]] = set()
         self._progress_told_s = 0.0
 
@@ -95,13 +95,23 @@ class Owner:
 
     def want_ready(self, model: KnownModel) -> None:
         """Starts bringing the model up as `model` says; joins a load that is done or under way, however asked."""
-        self._adopt(model)
+        self._prepare(model)
         self._post(EnsureReady())
 
     async def ensure_ready(self, model: KnownModel) -> None:
         """Returns when the model is ready. Raises what kept it from it. Leaving early does not stop the load."""
-        self._adopt(model)
+        self._prepare(model)
         await self._wait(self._ready_waiters, EnsureReady())
+
+    async def ensure_asleep(self, drain_s: float) -> None:
+        """Returns when none of the model's device memory is taken any more; its weights stay in host memory if there
+        is room for them."""
+        await self._wait(self._asleep_waiters, EnsureAsleep(drain_s))
+
+    async def dismiss(self) -> None:
+        """Unloads the model if it sleeps; one that somebody wants is left alone."""
+        if self.life.state is ModelState.ASLEEP:
+            await self.ensure_gone(0.0)
 
     async def ensure_gone(self, drain_s: float) -> None:
         """Returns when nothing of the model is in memory any more."""
@@ -117,8 +127,8 @@ class Owner:
             raise Recovering(message, retry_after_s=self._retry_after_s())
         if state is ModelState.FAILED:
             raise self.last_error or LoadFailed(f"{self.model_id} failed: {self.life.reason}")
-        if state is ModelState.COLD:
-            raise Overloaded(f"{self.model_id} is not loaded; POST /models/load loads it", retry_after_s=1)
+        if state in (ModelState.COLD, ModelState.ASLEEP):
+            raise Overloaded(f"{self.model_id} is {_ABSENT[state]}; POST /models/load brings it up", retry_after_s=1)
         raise Overloaded(f"{self.model_id} is {state.value}; try again", retry_after_s=self._retry_after_s())
 
     def abandon(self) -> None:
@@ -128,6 +138,7 @@ class Owner:
             self._work.cancel()
         for waiter in self._ready_waiters:
             _reject(waiter, ShuttingDown("the node is shutting down"))
+        _release(self._asleep_waiters)
         _release(self._gone_waiters)
 
     async def abandoned(self) -> None:
@@ -135,7 +146,12 @@ class Owner:
         if self._work is not None:
             await asyncio.wait({self._work})
 
-    def _adopt(self, model: KnownModel) -> None:
+    def _prepare(self, model: KnownModel) -> None:
+        """Takes over how the model is to be loaded, unless it is loaded already. A sleeper wakes where it is, however
+        asked; one that is asked for on another device is taken out of its sleep first."""
+        sleeper = self.instance if self.life.state is ModelState.ASLEEP else None
+        if sleeper is not None and model.devices and sleeper.supervisor.device.index not in model.devices:
+            self._post(EnsureGone())
         if self.life.state in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING):
             self.model = model
 
@@ -184,18 +200,27 @@ class Owner:
                 pass
             case BringUp(attempt, delay_s):
                 self.progress = LoadProgress.begin(time.monotonic())
-                self._work = asyncio.create_task(self._bring_up(attempt, delay_s), name=f"bring up {self.model_id}")
+                self._work = asyncio.create_task(self._load(attempt, delay_s), name=f"bring up {self.model_id}")
+                self._work.add_done_callback(lambda work: self._bring_up_ended(work, attempt))
+            case Wake() if self._abandoned:
+                pass
+            case Wake(attempt):
+                self.progress = LoadProgress.begin(time.monotonic())
+                self._work = asyncio.create_task(self._wake(attempt), name=f"wake {self.model_id}")
                 self._work.add_done_callback(lambda work: self._bring_up_ended(work, attempt))
             case CallOff():
                 if self._work is not None:
                     self._work.cancel()
-            case TakeDown(attempt, drain_s):
+            case TakeDown(attempt, drain_s, park):
+                self._parks = park
                 self._drain_deadline_s = time.monotonic() + drain_s
                 self._work = asyncio.create_task(self._take_down(attempt), name=f"take down {self.model_id}")
+            case ForgoParking():
+                self._parks = False
             case HurryDrain(drain_s):
                 self._drain_deadline_s = min(self._drain_deadline_s, time.monotonic() + drain_s)
                 self._drain_hurried.set()
-            case WakeReady():
+            case TellReady():
                 _release(self._ready_waiters)
             case FailReady(reason):
                 error = self.last_error
@@ -203,14 +228,17 @@ class Owner:
                     error = LoadFailed(f"{self.model_id}: {reason}")
                 for waiter in self._ready_waiters:
                     _reject(waiter, error)
-            case WakeGone():
+            case TellAsleep():
+                _release(self._asleep_waiters)
+            case TellGone():
+                _release(self._asleep_waiters)
                 _release(self._gone_waiters)
 
-    async def _bring_up(self, attempt: int, delay_s: float) -> None:
+    async def _load(self, attempt: int, delay_s: float) -> None:
         try:
             if delay_s:
                 await asyncio.sleep(delay_s)
-            self.instance = await self._make_instance(self.model, _Observer(self, attempt))
+            self.instance = await self._bring_up(self.model, Reports(self.happened, self.progressed, attempt))
         except CortexError as error:
             self.last_error = error
             self._post(BringUpFailed(attempt, error.message))
@@ -230,17 +258,56 @@ class Owner:
         if work.cancelled():
             self._post(BringUpFailed(attempt, "called off"))
 
+    async def _wake(self, attempt: int) -> None:
+        try:
+            if self.instance is None:
+                raise WorkerLost("its worker is gone")
+            await self._bring_up.wake(self.instance)
+        except CortexError as error:
+            self.last_error = error
+            self._post(WakeFailed(attempt, error.message))
+        except (Damaged, WorkerLost) as error:
+            self.instance = None
+            self.last_error = LoadFailed(f"{self.model_id}: {error}")
+            self._post(BringUpFailed(attempt, f"it did not survive its sleep: {error}", fault=True))
+        except Exception as error:
+            log.exception("waking %s failed in a way nobody foresaw", self.model_id)
+            self.last_error = LoadFailed(f"{self.model_id}: {type(error).__name__}: {error}; see the node's log")
+            self._post(WakeFailed(attempt, self.last_error.message))
+        else:
+            self.last_error = None
+            self._post(BroughtUp(attempt))
+
     async def _take_down(self, attempt: int) -> None:
-        instance, self.instance = self.instance, None
+        instance = self.instance
+        is_asleep = False
         try:
             if instance is not None:
                 message = f"{self.model_id} is being unloaded; try again to have it loaded"
                 instance.close_admission(Overloaded(message, retry_after_s=2))
                 await self._drain(instance)
-                reclaimed = await instance.unload()
-                log.info("%s: unloaded, %s", self.model_id, reclaimed)
+                is_asleep = self._parks and await self._park(instance)
+                if not is_asleep:
+                    self.instance = None
+                    reclaimed = await instance.unload()
+                    log.info("%s: unloaded, %s", self.model_id, reclaimed)
         finally:
-            self._post(TookDown(attempt))
+            self._post(FellAsleep(attempt) if is_asleep else TookDown(attempt))
+
+    async def _park(self, instance: Instance) -> bool:
+        """Whether it sleeps, and is still meant to; else it has to be unloaded."""
+        need_bytes = instance.resident.info.weight_bytes
+        async with self._parking.room(need_bytes) as has_room:
+            if not has_room:
+                log.info("%s: no room in host memory to park %d MiB", self.model_id, need_bytes >> 20)
+                return False
+            try:
+                await instance.sleep()
+            except (SleepRefused, WorkerLost) as error:
+                log.warning("%s: cannot be put to sleep: %s", self.model_id, error)
+                return False
+        log.info("%s: asleep, %d MiB in host memory", self.model_id, instance.resident.host_bytes >> 20)
+        return self._parks and self.instance is instance  # neither wanted gone nor lost meanwhile
 
     async def _drain(self, instance: Instance) -> None:
         """Until no request is left or the deadline has passed, which may be moved up meanwhile."""
@@ -271,29 +338,6 @@ class Owner:
             if self._abandoned:
                 return  # the node ended the worker itself
         self._post(what)
-
-
-class _Observer:
-    """Ties reports to the attempt they belong to."""
-
-    def __init__(self, owner: Owner, attempt: int) -> None:
-        self._owner = owner
-        self._attempt = attempt
-
-    def on_downloading(self) -> None:
-        self._owner.happened(Downloading(self._attempt))
-
-    def on_files_at_hand(self) -> None:
-        self._owner.happened(FilesAtHand(self._attempt))
-
-    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        self._owner.progressed(stage, done_bytes, total_bytes)
-
-    def on_lost(self, reason: str) -> None:
-        self._owner.happened(Lost(reason))
-
-    def on_proved(self) -> None:
-        self._owner.happened(Proved())
 
 
 def _release(waiters: set[asyncio.Future[None]]) -> None:

@@ -30,6 +30,7 @@ def describe(model: KnownModel, owner: Owner | None, survey: Surveyed | None) ->
         source=model.source,
         estimate_bytes=facts.need_bytes if facts is not None else None,
         measured_bytes=resident.measured_bytes if resident is not None else None,
+        host_bytes=instance.host_bytes if instance is not None else 0,
         context_tokens=context_tokens,
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),

@@ -25,10 +25,6 @@ class Hold(Protocol):
 class Meter(Protocol):
     """Admits requests and books their cost."""
 
-    @property
-    def is_open(self) -> bool:
-        """No keys are asked for."""
-
     def admit(self, request: Request, *, model: str, prompt_bytes: int, completion_limit: int | None) -> Hold:
         """Reserve what the request may cost.
 
@@ -49,7 +45,6 @@ class _OpenHold:
 class OpenMeter:
     """No keys: everybody is welcome and nobody is billed."""
 
-    is_open = True
     _hold = _OpenHold()
 
     def admit(self, request: Request, **estimate: Any) -> Hold:  # noqa: ARG002

@@ -88,6 +88,24 @@ async def test_a_stream_is_passed_on_as_it_comes(stage, keepalive_s):
     assert stage.books[0].tail.endswith(b"data: 19\n\n")
 
 
+async def test_a_client_that_knows_no_chunks_gets_the_events_bare(stage):
+    events = [b"data: %d\n\n" % number for number in range(10)]
+    node = await stage.answering(STREAM_HEAD, *map(chunk, events), END)
+    _, port = await stage.relaying(stage.pool(node.origin))
+    answer = await stage.ask(port, POST.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert answer.partition(b"\r\n\r\n")[2] == b"".join(events)
+
+
+async def test_events_cut_across_chunks_are_passed_on_whole(stage):
+    pieces = [b"data: 1\n\nda", b"ta: 2\n\n", b"data: 3\n\n", b"data: 4", b"\n", b"\n", b"data: 5\n\n"]
+    node = await stage.answering(STREAM_HEAD, *map(chunk, pieces), END)
+    _, port = await stage.relaying(stage.pool(node.origin))
+    reader, _ = await stage.client(port, POST)
+    _, body = await stage.read_message(reader)
+    assert body == b"".join(pieces)
+    assert stage.books[0].tail == body
+
+
 async def test_a_node_without_a_length_is_relayed_in_chunks(stage):
     async def old_style(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)

@@ -399,30 +399,3 @@ async def test_closing_lets_running_answers_end_and_cuts_the_rest(stage):
         await stage.read_message(stuck_reader)
     assert server.num_connections == 0
     assert exchanges[1].left
-
-
-async def test_drain_waits_for_a_slow_reader_and_wakes_when_it_leaves(stage):
-    done = []
-
-    async def pour(exchange: Exchange) -> None:
-        exchange.start(200, (), 20_000_000)
-        for _ in range(200):
-            exchange.write(bytes(100_000))
-            await exchange.drain()
-        exchange.finish()
-        done.append(exchange.left)
-
-    _, port = await stage.server(lambda exchange: done.append(asyncio.create_task(pour(exchange))))
-    reader, _ = await stage.client(port, GET)
-    await asyncio.sleep(0.1)
-    assert len(done) == 1, "it must wait for the reader"
-    _, body = await stage.read_message(reader)
-    assert len(body) == 20_000_000
-    assert done[1:] == [False]
-    reader, writer = await stage.client(port)
-    writer.transport.pause_reading()
-    writer.write(GET)
-    await asyncio.sleep(0.05)
-    stage.reset(writer)
-    await stage.eventually(lambda: len(done) == 4)
-    assert done[3] is True

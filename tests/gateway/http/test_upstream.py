@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
 from cortex.gateway.http.faults import ConnectFailed, ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
 from cortex.gateway.http.request import Headers
+from cortex.gateway.http.upstream_connection import UpstreamConnection
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -18,6 +20,7 @@ class Recorder:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.body = b""
+        self.chunks: list[bytes] = []
         self.fault: UpstreamFault | None = None
         self.over = asyncio.Event()
 
@@ -25,11 +28,13 @@ class Recorder:
         assert self.said == []
         self.said.append(f"head {status} {content_length}")
 
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, chunk: bytes | None) -> None:
         assert data
         assert self.said
         assert not self.over.is_set()
         self.body += data
+        if chunk is not None:
+            self.chunks.append(chunk)
 
     def on_end(self) -> None:
         assert not self.over.is_set()
@@ -381,4 +386,89 @@ async def test_closing_a_pool_lets_calls_end_and_keeps_nothing(stage):
     await sink.over.wait()
     assert sink.body == b"abcd"
     await stage.eventually(lambda: node.num_open == 0)
+    assert pool.num_idle == 0
+
+
+class Wire:
+    """A transport that goes nowhere: what a node sends is handed to the connection by the test."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+BODIES = (b"data: a\n\n", b"\r\n", b"\r\n\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"x" * 17, b"2\r\n", b"data: b\n\n")
+
+
+def spelled(number: int, data: bytes) -> bytes:
+    """`data` as a chunk, framed in one of the many ways that mean the same."""
+    size_lines = (b"%x", b"%X", b"0%x", b"%x;a=b")
+    return size_lines[number % len(size_lines)] % len(data) + b"\r\n" + data + b"\r\n"
+
+
+@pytest.fixture
+async def line(stage):
+    """A free connection of a pool, to which a test speaks as the node."""
+    pool = stage.pool("http://nowhere")
+    connection = UpstreamConnection(pool)
+    connection.connection_made(Wire())
+    pool.keep(connection)
+    yield pool, connection
+    connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_an_answer_in_chunks_is_the_same_wherever_the_reads_fall(line, is_plain):
+    """The parser is not shown whole chunks that come alone, so it must be nowhere else than between two of them."""
+    pool, connection = line
+    chunks = [spelled(0 if is_plain else number, data) for number, data in enumerate(BODIES)]
+    wire = b"".join(chunks) + b"0\r\n\r\n"
+    in_three = list(itertools.combinations_with_replacement(range(len(wire)), 2))
+    for cuts in [*in_three, range(len(wire)), *(range(start, len(wire), 3) for start in range(3))]:
+        recorder = Recorder()
+        pool.send(b"GET", b"/", (), b"", recorder)
+        connection.data_received(CHUNKED_HEAD)
+        for begin, end in itertools.pairwise((0, *cuts, len(wire))):
+            if begin < end:
+                connection.data_received(wire[begin:end])
+        assert recorder.body == b"".join(BODIES), cuts
+        assert recorder.said == ["head 200 None", "end"]
+        assert pool.num_idle == 1, "it can carry the next call"
+
+
+async def test_whole_chunks_that_come_alone_are_handed_on_as_they_came(line):
+    pool, connection = line
+    recorder = Recorder()
+    pool.send(b"GET", b"/", (), b"", recorder)
+    connection.data_received(CHUNKED_HEAD + spelled(0, BODIES[0]))
+    for data in BODIES[1:]:
+        connection.data_received(spelled(0, data))
+    assert recorder.chunks == [spelled(0, data) for data in BODIES[1:]]
+    connection.data_received(b"0\r\n\r\n")
+    assert recorder.body == b"".join(BODIES)
+    assert recorder.said == ["head 200 None", "end"]
+
+
+@pytest.mark.parametrize("nonsense", [b"hello\r\n", b"5\r\nhellohello\r\n", b"\r\n\r\n", b"-5\r\nhello\r\n"])
+async def test_nonsense_is_found_behind_a_chunk_that_was_handed_on(line, nonsense):
+    pool, connection = line
+    recorder = Recorder()
+    pool.send(b"GET", b"/", (), b"", recorder)
+    connection.data_received(CHUNKED_HEAD + spelled(0, b"hello"))
+    connection.data_received(spelled(0, b"again"))
+    assert recorder.chunks == [spelled(0, b"again")]
+    connection.data_received(nonsense)
+    assert isinstance(recorder.fault, MalformedResponse)
     assert pool.num_idle == 0

@@ -18,8 +18,11 @@ class Sink(Protocol):
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:
         """The final head (1xx are skipped). Hop-by-hop headers, the date and the length are not among `headers`."""
 
-    def on_data(self, data: bytes) -> None:
-        """Body bytes: whatever one read brought, chunk framing removed; never empty."""
+    def on_data(self, data: bytes, chunk: bytes | None) -> None:
+        """Body bytes: whatever one read brought, chunk framing removed; never empty.
+
+        Where they came as one whole chunk that was framed as `chunks.frame` does it, `chunk` may be that.
+        """
 
     def on_end(self) -> None:
         """The answer is complete."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
+from cortex.gateway.http import chunks
 from cortex.gateway.http.head import date_line, encode_head, status_line
 from cortex.gateway.http.request import Headers, Request
 
@@ -54,7 +55,6 @@ class Exchange:
         "_on_close",
         "_on_pause",
         "_on_resume",
-        "_waiter",
         "closed",
         "left",
         "paused",
@@ -80,7 +80,6 @@ class Exchange:
         self._on_close: Callable[[], None] | None = None
         self._on_pause: Callable[[], None] | None = None
         self._on_resume: Callable[[], None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """The whole answer at once, with its Content-Length. For HEAD the body is counted but not sent."""
@@ -122,7 +121,7 @@ class Exchange:
         return _CHUNKED, b"transfer-encoding: chunked\r\n"
 
     def write(self, data: bytes) -> None:
-        """Send a piece of the body now. Never blocks; see `paused`, `on_flow` and `drain` for the client's pace."""
+        """Send a piece of the body now. Never blocks; see `paused` and `on_flow` for the client's pace."""
         if self.closed or not data:
             return
         if not self.started:
@@ -130,11 +129,18 @@ class Exchange:
         if framed := self._framed(data):
             self._line.transport.write(framed)
 
+    def write_chunk(self, data: bytes, chunk: bytes) -> None:
+        """`write(data)`, for a caller who has `chunks.frame(data)` at hand."""
+        if self._body is _CHUNKED and not self.closed:
+            self._line.transport.write(chunk)
+        else:
+            self.write(data)
+
     def _framed(self, data: bytes) -> bytes:
         """A piece of the body as it goes on the wire."""
         body = self._body
         if body is _CHUNKED:
-            return b"%x\r\n%b\r\n" % (len(data), data)
+            return chunks.frame(data)
         if body is _LENGTH:
             self._num_bytes_due -= len(data)
             if self._num_bytes_due < 0:
@@ -152,7 +158,7 @@ class Exchange:
         if not self.started:
             raise RuntimeError("start the answer before finishing it")
         if self._body is _CHUNKED:
-            self._line.transport.write(b"0\r\n\r\n")
+            self._line.transport.write(chunks.LAST)
         elif self._body is _LENGTH and self._num_bytes_due:
             self.abort()
             return
@@ -180,12 +186,6 @@ class Exchange:
         self._on_pause = pause
         self._on_resume = resume
 
-    async def drain(self) -> None:
-        """Return when there is room to write, or the exchange is closed. For one task that writes."""
-        if self.paused and not self.closed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-
     def be_the_last(self) -> None:
         """For the connection: it takes no further request after this one."""
         self._keep_alive = False
@@ -208,15 +208,9 @@ class Exchange:
     def client_ready(self) -> None:
         """For the connection: the client's buffer has room again."""
         self.paused = False
-        self._wake()
         if self._on_resume is not None:
             self._on_resume()
 
     def _end(self) -> None:
         self.closed = True
         self._on_close = self._on_pause = self._on_resume = None
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -14,6 +14,8 @@ from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.http.upstream import Pool
 
 TAIL_BYTES = 2048
+_TRIM_BYTES = 4 * TAIL_BYTES
+"""The end of an answer is cut to `TAIL_BYTES` only when it has grown to this: not for each event."""
 _LATE_ANSWER_BYTES = 1024 * 1024
 _EVENT_STREAM = b"text/event-stream"
 _UNBUFFERED = (b"x-accel-buffering", b"no")
@@ -119,16 +121,16 @@ class Relay:
         "_head",
         "_keepalive",
         "_late",
-        "_loop",
         "_mode",
         "_observer",
+        "_spoke",
         "_spoke_at",
+        "_tail",
         "_ticker",
         "_translation",
         "closed",
         "exchange",
         "num_body_bytes",
-        "tail",
     )
 
     def __init__(
@@ -148,8 +150,6 @@ class Relay:
         self.exchange = exchange
         self.closed = False
         """Over; `Observer.on_done` has been or is being called."""
-        self.tail = b""
-        """The last bytes (up to `TAIL_BYTES`) of the node's body, where usage is reported."""
         self.num_body_bytes = 0
         """Bytes of the node's body so far."""
         self._observer = observer
@@ -162,14 +162,21 @@ class Relay:
         self._head: _Head | None = None
         self._mode = _WAITING
         self._late = b""
-        self._loop = ticker.loop
-        self._spoke_at = self._loop.time()
+        self._tail = bytearray()
+        self._spoke = False
+        """Since the last tick; cheaper to note for each event than the time."""
+        self._spoke_at = ticker.loop.time()
         if keepalive is not None:
             ticker.add(self)
         exchange.on_flow(self._pause, self._resume)
         exchange.on_close(self._client_left)
 
     # --- for the caller
+
+    @property
+    def tail(self) -> bytes:
+        """The last bytes (up to `TAIL_BYTES`) of the node's body, where usage is reported."""
+        return bytes(self._tail[-TAIL_BYTES:])
 
     def send(
         self,
@@ -193,7 +200,7 @@ class Relay:
         self._head = None
         self._boundary = None
         self._translation = translation
-        self.tail = b""
+        self._tail.clear()
         self.num_body_bytes = 0
         self._call = pool.send(method, target, headers, body, self, silence_s=silence_s)
         if self.exchange.paused:
@@ -236,12 +243,20 @@ class Relay:
             self._boundary = EventBoundary() if self._translation is None else None
         self._head = _Head(status, headers, content_length, is_stream)
 
-    def on_data(self, data: bytes) -> None:
-        """The node goes on: pass on what is whole."""
+    def on_data(self, data: bytes, chunk: bytes | None) -> None:
+        """The node goes on: pass on what is whole, as it came where that is possible."""
         self.num_body_bytes += len(data)
-        self.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (self.tail + data)[-TAIL_BYTES:]
+        tail = self._tail
+        tail += data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:]
+        if len(tail) > _TRIM_BYTES:
+            del tail[:-TAIL_BYTES]
         if self._boundary is not None:
-            data = self._boundary.push(data)
+            whole = self._boundary.push(data)
+            if whole is data and chunk is not None and self._mode is _EVENTS:
+                self._spoke = True
+                self.exchange.write_chunk(data, chunk)
+                return
+            data = whole
         elif self._translation is not None:
             try:
                 data = self._translation.push(data)
@@ -309,7 +324,7 @@ class Relay:
             if len(self._late) < _LATE_ANSWER_BYTES:
                 self._late += data
         else:
-            self._spoke_at = self._loop.time()
+            self._spoke = True
             self.exchange.write(data)
 
     def _begin(self, data: bytes) -> None:
@@ -324,7 +339,7 @@ class Relay:
             self._pass_on(data)
             return
         self._mode = _EVENTS if head.is_stream else _PLAIN
-        self._spoke_at = self._loop.time()
+        self._spoke = True
         headers = [*head.headers, *self._extra_headers]
         self.exchange.start(head.status, headers, head.content_length, first=data)
 
@@ -335,6 +350,9 @@ class Relay:
 
     def on_tick(self, now: float) -> None:
         """Say that we are still here, if nothing was said for a while and this is a place to say it."""
+        if self._spoke:
+            self._spoke = False
+            self._spoke_at = now
         keepalive = self._keepalive
         if keepalive is None or now - self._spoke_at < keepalive.interval_s or self.exchange.paused:
             return

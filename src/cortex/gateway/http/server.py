@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import socket
 import ssl
 from pathlib import Path
 
@@ -45,24 +44,15 @@ class Server:
         listener = await loop.create_server(
             lambda: Connection(self, loop), host, port, reuse_port=reuse_port or None, ssl=tls, backlog=_BACKLOG
         )
-        return self._bound(listener)
-
-    async def listen_on(self, sock: socket.socket, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Accept on a socket that is already bound."""
-        loop = asyncio.get_running_loop()
-        listener = await loop.create_server(lambda: Connection(self, loop), sock=sock, ssl=tls, backlog=_BACKLOG)
-        return self._bound(listener)
+        self._listeners.append(listener)
+        address = listener.sockets[0].getsockname()
+        return str(address[0]), int(address[1])
 
     async def listen_unix(self, path: Path) -> None:
         """Accept on a Unix socket, for programs of our own."""
         loop = asyncio.get_running_loop()
         factory = functools.partial(Connection, self, loop)
         self._listeners.append(await loop.create_unix_server(factory, str(path), backlog=_BACKLOG))
-
-    def _bound(self, listener: asyncio.Server) -> tuple[str, int]:
-        self._listeners.append(listener)
-        address = listener.sockets[0].getsockname()
-        return str(address[0]), int(address[1])
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop accepting, close idle connections, let running exchanges end within `grace_s`, then cut the rest."""

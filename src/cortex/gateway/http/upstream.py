@@ -143,11 +143,11 @@ class Pool:
             async with asyncio.timeout(self.limits.connect_s):
                 if self._unix_socket is not None:
                     _, connection = await loop.create_unix_connection(
-                        lambda: UpstreamConnection(self, loop), str(self._unix_socket)
+                        lambda: UpstreamConnection(self), str(self._unix_socket)
                     )
                 else:
                     _, connection = await loop.create_connection(
-                        lambda: UpstreamConnection(self, loop), self._host, self._port, ssl=self._tls
+                        lambda: UpstreamConnection(self), self._host, self._port, ssl=self._tls
                     )
         except TimeoutError:
             call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))
@@ -175,7 +175,7 @@ class _Collector:
         self._status = status
         self._headers = headers
 
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, chunk: bytes | None) -> None:  # noqa: ARG002 - Sink's shape
         self._body += data
         if len(self._body) > self._max_body_bytes:
             self.on_fault(MalformedResponse(f"{self._origin} sent more than {self._max_body_bytes} bytes"))

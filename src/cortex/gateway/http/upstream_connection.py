@@ -8,6 +8,7 @@ from typing import Protocol, cast
 import httptools
 
 from cortex.gateway.http.call import Call
+from cortex.gateway.http.chunks import ends_with_chunk, unframe
 from cortex.gateway.http.faults import ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
 from cortex.gateway.http.head import NOT_FOR_CLIENTS, passing
 from cortex.gateway.http.limits import UpstreamLimits
@@ -38,15 +39,16 @@ class House(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """Sends a call's request and feeds the answer to its sink. The parser's callbacks only record."""
 
-    def __init__(self, house: House, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, house: House) -> None:
         self._house = house
-        self._loop = loop
         self._parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport = cast(asyncio.Transport, None)  # until connection_made
         self._call: Call | None = None
         self.kept = False
         """Has lain unused, so the node may have closed it without our knowing; set by the pool."""
         self._reading_paused = False
+        self._heard = True
+        """Since the last tick; cheaper to note for each event than the time."""
         self._heard_at = 0.0
         # The answer being parsed:
         self._received = False
@@ -55,6 +57,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._num_head_bytes = 0
         self._content_length: int | None = None
         self._chunked = False
+        self._between_chunks = False
+        """The parser has seen whole chunks only: another whole one would leave it where it is."""
         self._in_head = True
         self._head_due = False
         """The head is complete and the sink has not seen it."""
@@ -70,8 +74,8 @@ class UpstreamConnection(asyncio.Protocol):
     def carry(self, call: Call) -> None:
         """Send the call's request; the answer goes to its sink. Only on a free connection."""
         self._call = call
-        self._heard_at = self._loop.time()
-        self._received = self._complete = self._surplus = self._head_due = False
+        self._heard = True
+        self._received = self._complete = self._surplus = self._head_due = self._between_chunks = False
         self._status = 0
         self._malformed = None
         body = call.body
@@ -85,7 +89,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Pause or resume the node. Time spent paused does not count as its silence."""
         if wanted and self._reading_paused:
             self._reading_paused = False
-            self._heard_at = self._loop.time()
+            self._heard = True
             self.transport.resume_reading()
         elif not wanted and not self._reading_paused:
             self._reading_paused = True
@@ -100,7 +104,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._heard_at = self._loop.time()
         self._house.connections.add(self)
         self._house.ticker.add(self)
 
@@ -109,7 +112,10 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:
             self.transport.abort()  # nobody asked: whatever this is, it must not become somebody's answer
             return
-        self._heard_at = self._loop.time()
+        self._heard = True
+        if self._between_chunks and (body := unframe(data)):
+            call.sink.on_data(body, data)
+            return
         self._received = True
         if self._in_head:
             self._num_head_bytes += len(data)
@@ -121,6 +127,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._malformed = str(error)
         if self._in_head and self._num_head_bytes > self._house.limits.head_bytes:
             self._malformed = f"its head is over {self._house.limits.head_bytes} bytes"
+        self._between_chunks = self._chunked and bool(self._body) and ends_with_chunk(data, self._body[-1])
         self._deliver(call)
 
     def eof_received(self) -> None:
@@ -190,7 +197,7 @@ class UpstreamConnection(asyncio.Protocol):
             data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body = []
             if not call.done and not self._head_due:
-                call.sink.on_data(data)
+                call.sink.on_data(data, None)
         if call.done:
             return
         if self._complete:
@@ -243,6 +250,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_tick(self, now: float) -> None:
         """Give up a silent node; close a connection that nobody needed for a while."""
+        if self._heard:
+            self._heard = False
+            self._heard_at = now
         silence_s = now - self._heard_at
         call = self._call
         if call is None:

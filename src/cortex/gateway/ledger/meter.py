@@ -38,8 +38,6 @@ class KeyedHold:
 class KeyedMeter:
     """Every request needs a key, and pays with it."""
 
-    is_open = False
-
     def __init__(self, book: Book) -> None:
         self._book = book
 

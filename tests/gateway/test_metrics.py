@@ -31,7 +31,7 @@ def test_everything_listed_is_in_the_exposition():
     traffic.first_token.observe(0.1)
     traffic.speed.observe(50.0)
     metrics.overhead.observe(0.0001)
-    metrics.errors.labels("m", "overloaded").inc()
+    metrics.errors.labels("m", "n", "overloaded").inc()
     metrics.cold_starts.labels("m", "n").inc()
     metrics.evictions.labels("m", "n").inc()
     metrics.spend("m", "alice").add(Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3))

@@ -88,7 +88,7 @@ async def test_all_processes_serve_with_one_view_and_one_set_of_counters(neurons
         return (
             'cortex_requests_total{model="a",node="beast"} 30.0' in text
             and 'cortex_completion_tokens_total{key="anonymous",model="a"} 90.0' in text
-            and 'cortex_request_errors_total{code="model_not_found",model=""} 1.0' in text
+            and 'cortex_request_errors_total{code="model_not_found",model="",node=""} 1.0' in text
         )
 
     async with asyncio.timeout(4):

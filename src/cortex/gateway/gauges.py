@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cortex.fleet.topology import Residency
 from cortex.gateway.metrics import GaugeSample
 from cortex.gateway.state import Dispatcher
 from cortex.wire.node import DeviceHealth, ModelState
@@ -11,7 +12,10 @@ from cortex.wire.node import DeviceHealth, ModelState
 
 def samples(dispatcher: Dispatcher, device_health: dict[str, tuple[DeviceHealth, ...]]) -> Iterator[GaugeSample]:
     """Every gauge of every node, device and model that is not cold."""
-    for model, depth in dispatcher.queue_depths.items():
+    held_somewhere = {
+        held.model_id for node in dispatcher.fleet.nodes for held in node.residencies.values() if _is_held(held)
+    }
+    for model, depth in (dict.fromkeys(held_somewhere, 0) | dispatcher.queue_depths).items():
         yield GaugeSample("cortex_queue_depth", depth, model=model)
     for (node_name, model), count in dispatcher.in_flight.items():
         yield GaugeSample("cortex_in_flight_requests", count, model=model, node=node_name)
@@ -22,7 +26,7 @@ def samples(dispatcher: Dispatcher, device_health: dict[str, tuple[DeviceHealth,
         for report in device_health.get(node.name, ()):
             yield from _device(node.name, report)
         for held in node.residencies.values():
-            if held.state is ModelState.COLD:
+            if not _is_held(held):
                 continue
             seat = {"model": held.model_id, "node": node.name}
             load = held.status.load
@@ -31,6 +35,10 @@ def samples(dispatcher: Dispatcher, device_health: dict[str, tuple[DeviceHealth,
             yield GaugeSample("cortex_model_running_requests", load.running, **seat)
             yield GaugeSample("cortex_model_waiting_requests", load.waiting, **seat)
             yield GaugeSample("cortex_model_kv_used_ratio", load.kv_used_fraction, **seat)
+
+
+def _is_held(held: Residency) -> bool:
+    return held.state is not ModelState.COLD
 
 
 def _device(node: str, report: DeviceHealth) -> Iterator[GaugeSample]:

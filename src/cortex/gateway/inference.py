@@ -68,7 +68,7 @@ class Inference:
 
     def _refuse(self, exchange: Exchange, route: Route, id: bytes, span: Span, error: CortexError) -> None:
         # Without a model: what a stranger calls one must not become a label.
-        self.services.metrics.errors.labels("", error.code).inc()
+        self.services.metrics.errors.labels("", "", error.code).inc()
         answer = error_answer(error, route.family)
         span.end({"cortex.request_id": id.decode(), STATUS_CODE: answer.status}, error=error.code)
         exchange.respond(answer.status, (*answer.headers, (b"x-request-id", id)), answer.body)

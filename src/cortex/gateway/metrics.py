@@ -152,7 +152,7 @@ class _Tallies(Collector):
             traffic.first_token.add_to(first_token, seat)
             traffic.speed.add_to(speed, seat)
         overhead = HistogramMetricFamily(
-            "cortex_overhead_seconds", "Time the gateway itself took before it passed a request on."
+            "cortex_overhead_seconds", "Time the gateway itself took before it passed a request on, waiting aside."
         )
         self.overhead.add_to(overhead, ())
         yield from (requests, duration, first_token, speed, overhead)
@@ -183,7 +183,7 @@ class Metrics:
         self.overhead = self._tallies.overhead
         registry.register(self._tallies)
         self.errors = Counter(
-            "cortex_request_errors", "Requests that ended in an error.", ("model", "code"), registry=registry
+            "cortex_request_errors", "Requests that ended in an error.", (*pair, "code"), registry=registry
         )
         self.cold_starts = Counter("cortex_cold_starts", "Loads begun.", pair, registry=registry)
         self.evictions = Counter("cortex_evictions", "Models unloaded to make room.", pair, registry=registry)

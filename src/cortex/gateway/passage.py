@@ -75,10 +75,10 @@ class Passage:
         "_id",
         "_lease",
         "_model",
+        "_overhead_s",
         "_received",
         "_relay",
         "_route",
-        "_sent_at",
         "_services",
         "_span",
         "_started_at",
@@ -117,7 +117,7 @@ class Passage:
         self._status = 0
         self._error_code: str | None = None
         self._started_at = services.clock()
-        self._sent_at: float | None = None
+        self._overhead_s: float | None = None
         self._first_data_at: float | None = None
         self._translation: ChatTranslation | None = None
         relay = Relay(
@@ -176,8 +176,8 @@ class Passage:
         self._attempt = self._span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
             headers = (*headers, (b"traceparent", traceparent))
-        if self._sent_at is None:
-            self._sent_at = services.clock()
+        if self._overhead_s is None:
+            self._overhead_s = services.clock() - self._started_at - lease.waited_s
         self._attempts += 1
         self._relay.send(
             node.pool,
@@ -298,7 +298,7 @@ class Passage:
         if left:
             services.metrics.disconnects.labels(self._phase()).inc()
         if self._error_code is not None or self._status >= 400:
-            services.metrics.errors.labels(self._model, self._error_code or f"status_{self._status}").inc()
+            services.metrics.errors.labels(self._model, node, self._error_code or f"status_{self._status}").inc()
         if node:
             self._count(node, now, usage)
         self._end_span(node, outcome, usage)
@@ -335,8 +335,8 @@ class Passage:
         traffic = metrics.traffic(self._model, node)
         traffic.num_requests += 1
         traffic.duration.observe(now - self._started_at)
-        if self._sent_at is not None:
-            metrics.overhead.observe(self._sent_at - self._started_at)
+        if self._overhead_s is not None:
+            metrics.overhead.observe(self._overhead_s)
         # A whole answer's first byte is its last token's: only streams show when the first one came.
         first = self._first_data_at if self._stream else None
         if first is not None:

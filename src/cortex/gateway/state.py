@@ -413,7 +413,9 @@ class Dispatcher:
                 lease = self.acquire(model, queue[0].prompt)
                 if lease is None:
                     break
-                queue.popleft().deliver(lease)
+                ticket = queue.popleft()
+                lease.waited_s = self._clock() - ticket.since
+                ticket.deliver(lease)
             self._drop_if_empty(model)
 
     def _decide(self) -> None:

@@ -18,7 +18,7 @@ NOBODY: frozenset[str] = frozenset()
 class Lease:
     """The right to send one request to a model on a node; counted there until released."""
 
-    __slots__ = ("dialects", "has_alternatives", "has_lifecycle", "model", "node")
+    __slots__ = ("dialects", "has_alternatives", "has_lifecycle", "model", "node", "waited_s")
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class Lease:
         *,
         has_lifecycle: bool = True,
         has_alternatives: bool = False,
+        waited_s: float = 0.0,
     ) -> None:
         self.node = node
         self.model = model
@@ -37,6 +38,8 @@ class Lease:
         """The node can be told to load the model, should it be gone."""
         self.has_alternatives = has_alternatives
         """Another node could have taken the request just as well."""
+        self.waited_s = waited_s
+        """How long the request stood in the queue for it."""
 
 
 class Ticket:

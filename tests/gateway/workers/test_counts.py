@@ -14,7 +14,7 @@ def counted(num_requests: int, *gauges: GaugeSample) -> bytes:
         traffic.num_requests += 1
         traffic.duration.observe(0.25)
         metrics.spend("a b", 'a "key"').add(Usage(prompt_tokens=5))
-        metrics.errors.labels("a b", "overloaded").inc()
+        metrics.errors.labels("a b", "n", "overloaded").inc()
     return metrics.exposition()
 
 

@@ -129,6 +129,7 @@ class Guests:
                 result.dialects,
                 result.has_lifecycle,
                 result.has_alternatives,
+                result.waited_s,
             )
         )
 

@@ -137,6 +137,7 @@ class Granted(Message, frozen=True):
     dialects: tuple[Dialect, ...]
     has_lifecycle: bool
     has_alternatives: bool
+    waited_s: float
 
 
 class Close(Message, frozen=True):

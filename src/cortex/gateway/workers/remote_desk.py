@@ -28,6 +28,7 @@ class RemoteLease(Lease):
             granted.dialects,
             has_lifecycle=granted.has_lifecycle,
             has_alternatives=granted.has_alternatives,
+            waited_s=granted.waited_s,
         )
         self.number = granted.number
 

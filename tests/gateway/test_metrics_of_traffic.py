@@ -1,0 +1,123 @@
+"""Everything the design lists is there after real traffic, with its labels and with the right numbers."""
+
+import asyncio
+import contextlib
+
+import msgspec
+import pytest
+from fake_neuron import GB, USAGE, begin_stream, chunk, plain_answer, until
+from prometheus_client.parser import text_string_to_metric_families
+
+from cortex.gateway.ledger import generate
+from cortex.wire.node import DeviceHealth, ModelLoad, ModelState
+
+READY = ModelState.READY
+SEAT = {"node": "beast", "model": "a"}
+SPEND = {"key": "alice", "model": "a"}
+DEVICE = {"node": "beast", "device": "0"}
+
+
+async def answer(node, request, body):
+    """A stream takes a moment after its first token, and in `messages` speaks Anthropic."""
+    if not body.get("stream"):
+        return await plain_answer(node, request, body)
+    response = await begin_stream(request)
+    anthropic = request.path == "/v1/messages"
+    first = b'event: message_start\ndata: {"type":"message_start"}\n\n' if anthropic else chunk("a", {"content": "x"})
+    await response.write(b": node\n\n" + first)
+    await asyncio.sleep(0.05)
+    await response.write(b': usage {"prompt_tokens":7,"completion_tokens":3}\n\ndata: [DONE]\n\n')
+    return response
+
+
+def scraped(client) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(client.metrics()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value(found, name: str, labels: dict[str, str]) -> float:
+    values = [number for have, number in found[name] if have == labels]
+    assert len(values) == 1, (name, labels, found[name])
+    return values[0]
+
+
+@pytest.fixture
+async def measured(neurons, start_gateway):
+    """A gateway after some of everything: answers, streams, a refusal, a cold start that evicts, one who waits."""
+    key = generate("alice")
+    beast = await neurons("beast", sizes={"a": GB, "b": 20 * GB, "c": 20 * GB}, states={"a": READY, "b": READY})
+    beast.answer = answer
+    beast.loads["a"] = ModelLoad(running=2, waiting=1, kv_used_fraction=0.25)
+    plain = beast.health
+    device = DeviceHealth(
+        index=0, total_bytes=24 * GB, free_bytes=3 * GB, utilisation=0.5, temperature_c=61.0, worker="running"
+    )
+    beast.health = lambda: msgspec.structs.replace(plain(), devices=(device,))
+    client = await start_gateway(beast, keys=(key.section,))
+    headers = {"Authorization": f"Bearer {key.text}"}
+    body = {"model": "a", "messages": [], "max_tokens": 5}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        assert (await client.post(path, body, **headers))[0] == 200
+        async with client.session.post(client.url + path, json=body | {"stream": True}, headers=headers) as response:
+            await response.read()
+    assert (await client.post("/v1/chat/completions", body | {"model": "nobody"}, **headers))[0] == 404
+    beast.load_gate = asyncio.Event()
+    waiting = asyncio.create_task(client.post("/v1/chat/completions", body | {"model": "c"}, **headers))
+    await until(lambda: client.gateway.dispatcher.queue_depths.get("c") == 1 and beast.load_requests)
+    yield client, beast, waiting
+    if not waiting.done():
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+
+
+async def test_counters_and_histograms_of_requests(measured):
+    client, _, _ = measured
+    found = scraped(client)
+    assert value(found, "cortex_requests_total", SEAT) == 4
+    assert value(found, "cortex_request_errors_total", {"model": "", "node": "", "code": "model_not_found"}) == 1
+    assert value(found, "cortex_request_duration_seconds_count", SEAT) == 4
+    assert value(found, "cortex_request_duration_seconds_sum", SEAT) > 0.1
+    assert value(found, "cortex_request_duration_seconds_bucket", SEAT | {"le": "+Inf"}) == 4
+    assert value(found, "cortex_time_to_first_token_seconds_count", SEAT) == 2, "one stream in each dialect"
+    assert value(found, "cortex_time_to_first_token_seconds_bucket", SEAT | {"le": "300.0"}) == 2
+    assert value(found, "cortex_tokens_per_second_count", SEAT) == 2
+    assert 0 < value(found, "cortex_tokens_per_second_sum", SEAT) / 2 < 2 / 0.05
+    assert value(found, "cortex_prompt_tokens_total", SPEND) == 4 * USAGE["prompt_tokens"]
+    assert value(found, "cortex_completion_tokens_total", SPEND) == 4 * USAGE["completion_tokens"]
+    assert value(found, "cortex_cached_prompt_tokens_total", SPEND) == 2 * 4, "the streams told of none"
+    assert value(found, "cortex_overhead_seconds_count", {}) == 4
+
+
+async def test_gauges_of_nodes_devices_and_models(measured):
+    client, _, _ = measured
+    found = scraped(client)
+    assert value(found, "cortex_node_up", {"node": "beast"}) == 1
+    assert value(found, "cortex_queue_depth", {"model": "c"}) == 1
+    assert value(found, "cortex_queue_depth", {"model": "a"}) == 0
+    assert value(found, "cortex_device_memory_total_bytes", DEVICE) == 24 * GB
+    assert value(found, "cortex_device_memory_free_bytes", DEVICE) == 3 * GB
+    assert value(found, "cortex_device_utilisation_ratio", DEVICE) == 0.5
+    assert value(found, "cortex_device_temperature_celsius", DEVICE) == 61
+    assert value(found, "cortex_model_loaded", SEAT) == 1
+    assert value(found, "cortex_model_memory_bytes", SEAT) == GB
+    assert value(found, "cortex_model_running_requests", SEAT) == 2
+    assert value(found, "cortex_model_waiting_requests", SEAT) == 1
+    assert value(found, "cortex_model_kv_used_ratio", SEAT) == 0.25
+
+
+async def test_loads_evictions_and_waiting_that_is_no_overhead(measured):
+    client, beast, waiting = measured
+    await asyncio.sleep(0.3)
+    beast.load_gate.set()
+    assert (await waiting)[0] == 200
+    found = scraped(client)
+    assert value(found, "cortex_evictions_total", {"node": "beast", "model": "b"}) == 1
+    assert value(found, "cortex_cold_starts_total", {"node": "beast", "model": "c"}) == 1
+    load_s = value(found, "cortex_load_duration_seconds_sum", {"node": "beast", "model": "c"})
+    assert value(found, "cortex_request_duration_seconds_sum", {"node": "beast", "model": "c"}) > load_s > 0.3
+    assert value(found, "cortex_overhead_seconds_sum", {}) < load_s, "the wait for it is not the gateway's own time"
+    assert value(found, "cortex_queue_depth", {"model": "c"}) == 0

@@ -12,11 +12,12 @@ from cortex.neuron.api.backend import Backend, Generation
 from cortex.neuron.api.choice import Answer, Choice
 from cortex.neuron.api.doors import Doors
 from cortex.neuron.api.job import engine_requests
+from cortex.neuron.api.thought_budget import submit
 from cortex.neuron.engine.request import StepOutput
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.prompt import Rendered
-from cortex.wire.errors import CortexError
 from cortex.wire.answer import summed
+from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Timing, Usage
 from cortex.wire.node import LoadRequest, ModelState, ModelStatus
 from cortex.wire.requests import GenerateRequest
@@ -72,7 +73,7 @@ class Session:
         choices = self._choices = [Choice(answer, index) for index in range(len(jobs))]
         try:
             for job in jobs:
-                generations.append(self._backend.submit(request.model, job))
+                generations.append(submit(self._backend, text, request, rendered, job))
             async with aclosing(_merged(generations)) as outputs:
                 async for index, batch in outputs:
                     now_s = time.monotonic()

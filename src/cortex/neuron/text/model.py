@@ -27,6 +27,7 @@ from cortex.neuron.text.reasoning import ReasoningSplitter, closes_thought, open
 from cortex.neuron.text.segments import SegmentEncoder
 from cortex.neuron.text.template import CHATML, ChatTemplate
 from cortex.neuron.text.template_source import TemplateSources
+from cortex.neuron.text.thought_watch import ThoughtWatch
 from cortex.neuron.text.tokenizer import Tokenizer, gguf_file, read_json
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.weights.gguf.metadata import read_metadata
@@ -126,7 +127,7 @@ class TextModel:
             return OutputParser(None, None, index)
         splitter = scanner = None
         if self._thought_markers is not None:
-            splitter = ReasoningSplitter(self._thought_markers, starts_in_thought=rendered.starts_in_reasoning)
+            splitter = self._splitter(rendered)
         if request.tools and request.tool_choice.mode != "none" and self._tool_syntax is not None:
             scanner = CallScanner(call_syntax(self._tool_syntax, request.tools), new_call_id, index)
         return OutputParser(splitter, scanner, index)
@@ -138,6 +139,28 @@ class TextModel:
         return build_grammar(
             request, self.tokenizer, self._tool_syntax, self._thought_markers, self._thought_before(request)
         )
+
+    def answer_grammar(self, request: GenerateRequest) -> str | None:
+        """What constrains the output once the thought is over. Raises InvalidValue."""
+        return build_grammar(request, self.tokenizer, self._tool_syntax, self._thought_markers, Thought.ABSENT)
+
+    def may_think(self, request: GenerateRequest) -> bool:
+        """Whether an answer to `request` may begin with a thought."""
+        return self._thought_markers is not None and request.prompt is None and request.thinking.enabled is not False
+
+    def thought_watch(self, rendered: Rendered) -> ThoughtWatch:
+        """For one choice of an answer that may begin with a thought."""
+        return ThoughtWatch(self.detokenizer(), self._splitter(rendered))
+
+    @cached_property
+    def thought_end(self) -> tuple[int, ...]:
+        """The tokens that end a thought, laid out as templates write it; none for a model that does not think."""
+        markers = self._thought_markers
+        return () if markers is None else tuple(self.encode(f"\n{markers.close}\n\n"))
+
+    def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
+        assert self._thought_markers is not None, "only a model that thinks aloud has thoughts to tell apart"
+        return ReasoningSplitter(self._thought_markers, starts_in_thought=rendered.starts_in_reasoning)
 
     def _thought_before(self, request: GenerateRequest) -> Thought:
         markers = self._thought_markers

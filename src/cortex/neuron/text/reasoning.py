@@ -44,6 +44,15 @@ class ReasoningSplitter:
         self._state = _State.OPENED if starts_in_thought else _State.BEGINNING
         self._held = ""
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._state in (_State.OPENED, _State.THINKING)
+
+    @property
+    def is_over(self) -> bool:
+        """No thought can come any more."""
+        return self._state in (_State.CLOSED, _State.ANSWERING)
+
     def push(self, text: str) -> list[Piece]:
         self._held += text
         pieces: list[Piece] = []
@@ -63,7 +72,7 @@ class ReasoningSplitter:
                 held = held.rstrip(_BREAKS)
             case _:
                 pass
-        return [Piece(self._state in (_State.OPENED, _State.THINKING), held)] if held else []
+        return [Piece(self.is_thinking, held)] if held else []
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Take what is clear from what is held; True if the state changed and there may be more."""

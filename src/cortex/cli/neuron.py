@@ -80,7 +80,7 @@ def discover(as_json: bool) -> None:
     if inventory.driver:
         console().print(f"driver {inventory.driver}")
     if inventory.driver_problem:
-        console().print(f"no GPU is used: {inventory.driver_problem}")
+        console().print(f"problem: {inventory.driver_problem}")
 
 
 @neuron.command()

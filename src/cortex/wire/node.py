@@ -7,9 +7,10 @@ Unknown fields are ignored on decode, so that nodes of different ages can share 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
 DeviceKind = Literal["cuda", "cpu"]
@@ -158,8 +159,9 @@ class LoadRequest(NodeValue, frozen=True):
     quant: str | None = None
     devices: tuple[int, ...] = ()
     """Empty: the node picks."""
-    tensor_parallel: int = 1
-    context_tokens: int | None = None
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    context_tokens: Annotated[int, Meta(ge=2)] | None = None
+    """A token to read and one to say, at the least."""
 
 
 class UnloadRequest(NodeValue, frozen=True):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -14,7 +15,9 @@ import msgspec
 
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.nursery import Nursery
-from cortex.neuron.device.protocol import Exit
+from cortex.neuron.device.protocol import PACKET_BYTES, Ended, Exit, Fork, Notice
+from cortex.neuron.device.worker import EXIT_FAULTED
+from cortex.neuron.device.zygote import Zygote
 from cortex.telemetry import logs
 
 CPU = DeviceAddress("cpu", 0)
@@ -125,6 +128,40 @@ async def test_the_waiting_of_threads_is_short_unless_told_otherwise(monkeypatch
         worker, channel = await born(made)
         assert b"GOMP_SPINCOUNT" not in Path(f"/proc/{worker.process_id}/environ").read_bytes()
         channel.close()
+
+
+def test_born_to_a_daemon_that_is_gone_it_ends_before_it_imports_anything(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        (tmp_path / "marked.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "cortex.neuron.device.zygote"),
+                *("--control", str(theirs.fileno()), "--parent", str(gone.pid), "--engine", "marked:load"),
+            ],
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 0
+    assert not (tmp_path / "imported").exists()
+
+
+def test_where_no_process_can_be_made_the_order_fails_and_the_rest_goes_on(monkeypatch):
+    def fork():
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(os, "fork", fork)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        channel, other = socket.socketpair()
+        Zygote(theirs, "faulty_engine:load")._fork(Fork(7, "cpu", 0, None), channel.detach())
+        assert msgspec.msgpack.decode(ours.recv(PACKET_BYTES), type=Notice) == Ended(7, EXIT_FAULTED)
+        assert other.recv(1) == b""  # its end of the channel is closed: nobody waits for it
+        other.close()
 
 
 def test_importing_the_engine_touches_no_device():

@@ -86,7 +86,17 @@ def test_retry_after_follows_the_measured_rate():
         callers.enter("a", 10.0)
     # Ten in ten seconds, four ahead of the newcomer.
     assert callers.admission.retry_after_s(10.0) == pytest.approx(5.0)
-    assert callers.admission.retry_after_s(1000.0) == 5.0
+    # After a long pause: as before it.
+    assert callers.admission.retry_after_s(1000.0) == pytest.approx(5.0, rel=0.2)
+
+
+def test_retry_after_knows_long_answers_from_no_answers():
+    callers = Callers(seats=1, max_queue=10)
+    assert callers.admission.retry_after_s(0.0) == 5.0
+    for end_s in (40.0, 80.0, 120.0):
+        callers.finish(callers.enter("a", end_s - 40), end_s)
+    callers.enter("a", 150.0)
+    assert callers.admission.retry_after_s(155.0) == pytest.approx(27.0, rel=0.1)
 
 
 actions = st.lists(

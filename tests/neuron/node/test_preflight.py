@@ -73,8 +73,9 @@ def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(tmp_path, config, quant, reason):
-    with pytest.raises(LoadFailed, match=reason):
-        inspect(write_model(tmp_path / "m", config=config), quant)
+    with pytest.raises(LoadFailed, match=reason) as refused:
+        inspect(write_model(tmp_path / "0a1b2c", config=config), quant, name="org/model")
+    assert "org/model" in str(refused.value)
 
 
 def test_damaged_files_are_refused(tmp_path):
@@ -95,7 +96,7 @@ def test_damaged_files_are_refused(tmp_path):
     ],
 )
 def test_a_gguf_of_the_quantisation_asked_for_is_taken(name, stored, asked):
-    check_quant(replace(FACTS, path=Path(name), quant=stored), asked)
+    check_quant(replace(FACTS, path=Path(name), quant=stored), name, asked)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_a_gguf_of_the_quantisation_asked_for_is_taken(name, stored, asked):
 )
 def test_weights_of_another_quantisation_are_refused_with_what_to_do(name, stored, reason):
     with pytest.raises(LoadFailed, match=reason):
-        check_quant(replace(FACTS, path=Path(name), quant=stored), "q8_0")
+        check_quant(replace(FACTS, path=Path(name), quant=stored), name, "q8_0")
 
 
 @pytest.mark.parametrize(

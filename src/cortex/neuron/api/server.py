@@ -62,6 +62,8 @@ async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> N
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         node = await Node.start(config)
+        if node.discovery.driver_problem is not None:
+            log.warning("%s", node.discovery.driver_problem)
         try:
             await _serve_node(node, config, listener, tracer, stop)
         finally:

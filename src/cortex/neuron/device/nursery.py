@@ -102,6 +102,7 @@ class _Stock:
                     sys.executable,
                     *("-m", "cortex.neuron.device.zygote"),
                     *("--control", str(theirs.fileno())),
+                    *("--parent", str(os.getpid())),
                     *("--engine", engine),
                     *("--log-format", log_format),
                     *("--log-level", log_level),

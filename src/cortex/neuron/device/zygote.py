@@ -34,13 +34,14 @@ log = logging.getLogger(__name__)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="cortex.neuron.device.zygote", description=__doc__)
     parser.add_argument("--control", type=int, required=True, help="file descriptor of the socket to the daemon")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the daemon")
     parser.add_argument("--engine", required=True, help="module:attribute of the engine's load function")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--log-level", default="INFO")
     arguments = parser.parse_args()
     logs.configure(arguments.log_format, arguments.log_level)
     faulthandler.enable()
-    die_with_parent(os.getppid())
+    die_with_parent(arguments.parent)
     # A terminal or a service manager signals the whole group: the daemon decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -97,7 +98,13 @@ class Zygote:
 
     def _fork(self, fork: Fork, channel: int) -> None:
         parent_id = os.getpid()
-        process_id = os.fork()
+        try:
+            process_id = os.fork()
+        except OSError as error:  # no memory or no process ids left: the workers that there are go on
+            log.error("no worker can be forked: %s", error)
+            os.close(channel)
+            self._tell(Ended(fork.birth, worker.EXIT_FAULTED))
+            return
         if process_id == 0:
             die_with_parent(parent_id)
             self._become_worker(DeviceAddress(fork.kind, fork.index, fork.uuid), channel)

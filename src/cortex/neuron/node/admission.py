@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 ANONYMOUS = ""
 _RATE_WINDOW_S = 30.0
+_FEW_ENDS = 8
+_UNKNOWN_RETRY_S = 5.0
 _NAMED_MEMORY_S = 600.0
 """Seats are kept clear of anonymous callers for this long after a named one was last seen."""
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
@@ -89,9 +91,14 @@ class Admission:
     def retry_after_s(self, now_s: float) -> float:
         """When a newcomer should find a place: the queue over the rate at which requests ended lately."""
         recent = [at_s for at_s in self._finished_s if now_s - at_s <= _RATE_WINDOW_S]
+        since_s = now_s
         if len(recent) < 2:
-            return 5.0
-        rate = len(recent) / max(now_s - recent[0], 0.001)
+            # Answers are long, or nobody asked for a while: the last few tell more than the last few seconds.
+            recent = list(self._finished_s)[-_FEW_ENDS:]
+            since_s = recent[-1] if recent else now_s
+        if len(recent) < 2:
+            return _UNKNOWN_RETRY_S
+        rate = len(recent) / max(since_s - recent[0], 0.001)
         return min(max((len(self._queue) + 1) / rate, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def _fill(self, now_s: float) -> None:

@@ -128,7 +128,7 @@ class BringUp:
         return survey
 
     def _survey(self, model: KnownModel, path: Path) -> Surveyed:
-        facts = inspect(path, model.quant)
+        facts = inspect(path, model.quant, name=model.id)
         try:
             return Surveyed(facts, self._load_text(path), model.quant)
         except (OSError, TextModelError, CheckpointError) as error:

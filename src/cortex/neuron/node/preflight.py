@@ -57,8 +57,9 @@ class ModelFacts:
         return int(self.most_weight_bytes * 1.02) + CACHED_CONTEXTS * context_tokens * self.kv_token_bytes
 
 
-def inspect(path: Path, quant: str | None = None) -> ModelFacts:
-    """Opens the files at `path` and judges them; with `quant`, they must be quantised that way already.
+def inspect(path: Path, quant: str | None = None, *, name: str | None = None) -> ModelFacts:
+    """Opens the files at `path` and judges them; with `quant`, they must be quantised that way already. `name` is what
+    people call the model: a snapshot's folder is named by a digest.
 
     Raises LoadFailed with the reason and what to do about it.
     """
@@ -66,16 +67,17 @@ def inspect(path: Path, quant: str | None = None) -> ModelFacts:
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
         raise LoadFailed(str(error)) from error
+    name = name or path.name
     try:
-        facts = _judge(path, checkpoint.config, list(checkpoint.tensors.items()))
+        facts = _judge(path, name, checkpoint.config, list(checkpoint.tensors.items()))
     finally:
         checkpoint.close()
     if quant is not None:
-        check_quant(facts, quant)
+        check_quant(facts, name, quant)
     return facts
 
 
-def check_quant(facts: ModelFacts, quant: str) -> None:
+def check_quant(facts: ModelFacts, name: str, quant: str) -> None:
     """Raises LoadFailed unless the files are quantised as asked: nothing is quantised at load."""
     wanted = quant.upper()
     is_gguf = facts.path.suffix == ".gguf"
@@ -83,24 +85,25 @@ def check_quant(facts: ModelFacts, quant: str) -> None:
         return
     if not is_gguf:
         raise LoadFailed(
-            f"{facts.path.name} is not quantised at load; for {quant} name a GGUF of it as the source (a file, or "
+            f"{name} is not quantised at load; for {quant} name a GGUF of it as the source (a file, or "
             f"owner/name-GGUF:{quant} on the hub), or leave `quant` out"
         )
     raise LoadFailed(
-        f"{facts.path.name} is quantised as {facts.quant or 'plain numbers'}, not as {quant}; name the GGUF of {quant} "
+        f"{name} is quantised as {facts.quant or 'plain numbers'}, not as {quant}; name the GGUF of {quant} "
         "as the source, or leave `quant` out"
     )
 
 
-def _judge(path: Path, config: Mapping[str, Any], tensors: Sequence[tuple[str, TensorInfo]]) -> ModelFacts:
+def _judge(path: Path, name: str, config: Mapping[str, Any], tensors: Sequence[tuple[str, TensorInfo]]) -> ModelFacts:
     family = config.get("model_type")
     if family not in SUPPORTED:
         raise LoadFailed(
-            f"{path.name} is of family {family!r}, which is not supported; supported are {', '.join(SUPPORTED)}"
+            f"{name} is of family {family!r}, which is not supported; supported are {', '.join(SUPPORTED)} "
+            "(docs/adding-a-model.md shows how to add one)"
         )
     # Models with more than text keep the text part's sizes one level down.
     sizes: Mapping[str, Any] = config.get("text_config") or config
-    kept = [tensor for name, tensor in tensors if not name.startswith(_LEFT_OUT)]
+    kept = [tensor for source, tensor in tensors if not source.startswith(_LEFT_OUT)]
     try:
         return ModelFacts(
             path=path,
@@ -112,7 +115,7 @@ def _judge(path: Path, config: Mapping[str, Any], tensors: Sequence[tuple[str, T
             kv_token_bytes=_kv_token_bytes(sizes),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise LoadFailed(f"the config of {path.name} is not usable: {error!r}; download the model again") from error
+        raise LoadFailed(f"the config of {name} is not usable: {error!r}; download the model again") from error
 
 
 def _stored_quant(tensors: Sequence[TensorInfo]) -> str | None:

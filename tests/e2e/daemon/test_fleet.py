@@ -1,0 +1,302 @@
+"""A real gateway over two real neurons: what passes through both, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cortex.gateway.ledger.keys import as_toml, generate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .conftest import Daemon, StartDaemon
+
+pytestmark = pytest.mark.e2e
+
+SOURCE = Path(__file__).parents[3] / "src"
+sys.path.insert(0, str(Path(__file__).parents[2] / "telemetry"))  # tests are not packages
+
+from otlp_collector import Collector, ReceivedSpan  # noqa: E402
+
+DEMO = "demo"
+KEY = generate("anna")
+TRACE_ID, SPAN_ID = "1" * 32, "2" * 16
+LONG_PROMPT = "one two three four five six seven eight nine ten " * 150
+
+
+@dataclass
+class Fleet:
+    """`python -m cortex.gateway` over daemons; started again after it was killed."""
+
+    folder: Path
+    port: int
+    nodes: dict[str, Daemon]
+    process: subprocess.Popen[bytes] | None = None
+    num_asked: int = 0
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cortex.gateway", "--config", str(self.folder / "cortex.toml")],
+                stdin=subprocess.DEVNULL,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            )
+        until(lambda: all(self.is_ready(name) for name in self.nodes), 30)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def get(self, path: str) -> Any:
+        headers = {"authorization": f"Bearer {KEY.text}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return json.load(response)
+
+    def is_ready(self, name: str) -> bool:
+        try:
+            nodes = self.get("/fleet/status")["nodes"]
+        except OSError:
+            return False
+        return any(
+            node["name"] == name and node["up"] and any(model["state"] == "ready" for model in node["models"])
+            for node in nodes
+        )
+
+    def in_flight(self) -> int:
+        return sum(model["in_flight"] for node in self.get("/fleet/status")["nodes"] for model in node["models"])
+
+    def ask(self, path: str, **fields: Any) -> Conversation:
+        self.num_asked += 1
+        body = {"model": DEMO, "max_tokens": 4, "temperature": 0, **fields}
+        return Conversation(self.port, path, json.dumps(body).encode())
+
+    def usage(self) -> dict[str, int]:
+        """What the books hold, as `cortex usage` prints it."""
+        command = [sys.executable, "-m", "cortex.cli.cortex", "usage", "--json"]
+        shown = subprocess.run(
+            [*command, "--config", str(self.folder / "cortex.toml")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        )
+        rows = json.loads(shown.stdout or "[]")
+        return rows[0] if rows else {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
+
+
+class Conversation:
+    """One request on a connection of its own, read as it comes and left when the test says so."""
+
+    def __init__(self, port: int, path: str, body: bytes) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        head = (
+            f"POST {path} HTTP/1.1",
+            "host: x",
+            f"authorization: Bearer {KEY.text}",
+            "x-request-id: e2e/1",
+            f"traceparent: 00-{TRACE_ID}-{SPAN_ID}-01",
+            "connection: close",
+            f"content-length: {len(body)}",
+        )
+        self._socket.sendall("\r\n".join((*head, "", "")).encode() + body)
+        self.received = b""
+
+    def read_until(self, mark: bytes) -> bytes:
+        while mark not in self.received:
+            data = self._socket.recv(1 << 16)
+            assert data, self.received
+            self.received += data
+        return self.received
+
+    def read(self) -> bytes:
+        """Everything, to the end."""
+        while data := self._socket.recv(1 << 16):
+            self.received += data
+        return self.received
+
+    def leave(self) -> None:
+        self._socket.close()
+
+
+def until(condition: Callable[[], Any], timeout_s: float) -> float:
+    """Seconds until it held."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < timeout_s, "it did not happen in time"
+        time.sleep(0.01)
+    return time.monotonic() - began_s
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    start_daemon: StartDaemon,
+    tmp_path_factory: pytest.TempPathFactory,
+    free_ports: Callable[[int], list[int]],
+    collector: Collector,
+) -> Iterator[Fleet]:
+    telemetry = f'telemetry = {{ endpoint = "{collector.endpoint}" }}'
+    settings = ('log_format = "json"', "keepalive_s = 0.3", telemetry, "[limits]", "prefill_chunk_tokens = 64")
+    nodes = {name: start_daemon(*settings) for name in ("one", "two")}
+    folder = tmp_path_factory.mktemp("fleet")
+    (port,) = free_ports(1)
+    lines = [
+        f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nkeepalive_s = 0.2',
+        'log_format = "json"\naccess_log = true',
+        "[ledger]\nflush_s = 0.2",
+        f'[telemetry]\nendpoint = "{collector.endpoint}"',
+        *(f'[[neurons]]\nname = "{name}"\nendpoint = "{node.url}"' for name, node in nodes.items()),
+        as_toml(KEY.section),
+    ]
+    (folder / "cortex.toml").write_text("\n".join(lines))
+    fleet = Fleet(folder, port, nodes)
+    fleet.start()
+    yield fleet
+    fleet.kill()
+
+
+def busy(fleet: Fleet) -> int:
+    """Requests that the engines of all living nodes run or queue."""
+    count = 0
+    for node in fleet.nodes.values():
+        if node.process.poll() is None:
+            load = node.model(DEMO)["load"]
+            count += load["running"] + load["waiting"]
+    return count
+
+
+def num_produced(fleet: Fleet) -> float:
+    """Tokens, as the nodes themselves count them."""
+    total = 0.0
+    for node in fleet.nodes.values():
+        with urllib.request.urlopen(f"{node.url}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        total += sum(float(line.split()[-1]) for line in lines if line.startswith("neuron_completion_tokens_total{"))
+    return total
+
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+
+
+def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collector: Collector) -> None:
+    answer = fleet.ask(CHAT, messages=[{"role": "user", "content": "hi"}], max_tokens=4)
+    assert b"\r\nx-request-id: e2e/1\r\n" in answer.read()
+
+    def trace() -> list[ReceivedSpan]:
+        return [span for span in collector.spans if span.trace_id == TRACE_ID]
+
+    until(lambda: {"prefill", "decode", f"POST {CHAT}"} <= {span.name for span in trace()}, 15)
+    by_id = {span.span_id: span for span in trace()}
+    decode = next(span for span in trace() if span.name == "decode")
+    path = [decode]
+    while path[-1].parent_id in by_id:
+        path.append(by_id[path[-1].parent_id])
+    assert [span.service for span in path] == ["neuron", "neuron", "cortex", "cortex"]
+    assert path[-1].parent_id == SPAN_ID, "the client's own span is the root"
+    for log in (fleet.log, *(node.log.read_text() for node in fleet.nodes.values())):
+        lines = [json.loads(line) for line in log.splitlines()]
+        assert lines, "every line of every program is JSON"
+    wanted = [json.loads(line) for line in fleet.log.splitlines() if '"e2e/1"' in line]
+    assert [(line["message"], line["request_id"], line["completion_tokens"]) for line in wanted] == [
+        ("request", "e2e/1", 4)
+    ]
+    served = [line for node in fleet.nodes.values() for line in node.log.read_text().splitlines() if '"e2e/1"' in line]
+    assert any(CHAT in json.loads(line)["message"] for line in served)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_client_that_leaves_the_gateway_frees_the_engine_within_a_second(
+    fleet: Fleet, phase: str, stream: bool
+) -> None:
+    took_s = []
+    for _ in range(3):  # on a crowded machine one of them may be late
+        prompt = LONG_PROMPT if phase == "prefill" else "Once upon a time"
+        max_tokens = 1 if phase == "prefill" else 1500
+        asked = fleet.ask("/v1/completions", prompt=prompt, max_tokens=max_tokens, ignore_eos=True, stream=stream)
+        until(lambda: busy(fleet) == 1, 30)
+        if phase == "decode" and stream:
+            asked.read_until(b"data: ")
+        asked.leave()
+        took_s.append(until(lambda: busy(fleet) == 0, 30))
+        if took_s[-1] < 1.0:
+            break
+    assert min(took_s) < 1.0, took_s
+    until(lambda: fleet.in_flight() == 0, 5)
+
+
+def test_who_leaves_in_the_middle_pays_what_the_node_had_done_and_the_books_outlive_a_kill(fleet: Fleet) -> None:
+    fields = {"prompt": "Once upon a time there was", "ignore_eos": True}
+    whole = json.loads(fleet.ask("/v1/completions", **fields).read().partition(b"\r\n\r\n")[2])
+    until(lambda: fleet.usage()["requests"] == fleet.num_asked, 15)
+    before, tokens_before = fleet.usage(), num_produced(fleet)
+    asked = fleet.ask("/v1/completions", **fields, max_tokens=1500, stream=True)
+    asked.read_until(b"data: ")
+    asked.leave()
+    until(lambda: fleet.usage()["requests"] == fleet.num_asked, 15)
+    after = fleet.usage()
+    assert after["prompt_tokens"] - before["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert after["completion_tokens"] - before["completion_tokens"] == num_produced(fleet) - tokens_before > 0
+    fleet.kill()
+    fleet.start()
+    assert fleet.usage() == after
+
+
+def test_a_node_killed_before_its_first_token_is_replaced_and_one_killed_after_it_is_told(fleet: Fleet) -> None:
+    until(lambda: busy(fleet) == 0, 30)
+    asked = fleet.ask("/v1/completions", prompt=LONG_PROMPT + "!", max_tokens=2, stream=True)
+
+    def working() -> list[Daemon]:
+        alive = [node for node in fleet.nodes.values() if node.process.poll() is None]
+        return [node for node in alive if node.model(DEMO)["load"]["running"]]
+
+    until(working, 30)
+    (first,) = working()
+    first.process.send_signal(signal.SIGSTOP)  # it holds the request and says nothing
+    asked.read_until(b": keepalive")
+    first.process.send_signal(signal.SIGKILL)
+    answer = asked.read()
+    assert b"data: [DONE]" in answer, answer
+    assert b"error" not in answer
+
+    streams = [
+        fleet.ask(CHAT, messages=[{"role": "user", "content": "Tell me a story."}], max_tokens=1500, stream=True),
+        fleet.ask(MESSAGES, messages=[{"role": "user", "content": "Tell me a story."}], max_tokens=1500, stream=True),
+    ]
+    for stream in streams:
+        stream.read_until(b'"content":"' if stream is streams[0] else b"content_block_delta")
+    (second,) = [node for node in fleet.nodes.values() if node.process.poll() is None]
+    second.process.send_signal(signal.SIGKILL)
+    chat, messages = (stream.read() for stream in streams)
+    assert b'"code":"upstream_interrupted"' in chat
+    assert b"[DONE]" not in chat.partition(b"upstream_interrupted")[0]
+    assert b"event: error\ndata: " in messages
+    assert b"message_stop" not in messages
+    until(lambda: not any(node["up"] for node in fleet.get("/fleet/status")["nodes"]), 20)
+    refused = fleet.ask(CHAT, messages=[{"role": "user", "content": "hi"}]).read()
+    assert refused.startswith(b"HTTP/1.1 50"), refused

@@ -77,6 +77,7 @@ LOADING = {
         (("load", "small"), "/fleet/models/small/load", {}),
         (("load", "small", "--node", "beast"), "/fleet/models/small/load", {"node": "beast"}),
         (("unload", "small", "--no-wait", "--force"), "/fleet/models/small/unload", {"force": True}),
+        (("unload", "small", "--no-wait", "--park"), "/fleet/models/small/unload", {"force": False, "park": True}),
         (("pin", "owner/name"), "/fleet/models/owner%2Fname/pin", {}),
         (("unpin", "small"), "/fleet/models/small/unpin", {}),
     ],

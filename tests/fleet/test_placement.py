@@ -51,6 +51,32 @@ def test_the_order_of_verdicts(model: Make, node: Make, fleet: Make, spec: Make)
     assert actions == ["route", "join", "wake", "load", "load", "wait", "refuse"]
 
 
+def test_a_sleeper_wakes_on_its_own_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    asleep = model("m", 8, state=ModelState.ASLEEP, devices=(1,))
+    picture = fleet(node("n", [12, 24], asleep), specs=[spec("m")])
+    decision = place("m", picture, NOW)
+    assert (decision.action, decision.devices) == ("wake", (1,))
+    assert decision.assessments[0].reason.startswith("asleep there; needs 8.0 GiB")
+
+
+def test_a_sleeper_wakes_after_an_eviction_and_is_preferred_for_it(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    asleep = model("m", 8, state=ModelState.ASLEEP)
+    nodes = node("a", [12], model("x", 10)), node("b", [12], model("y", 10), asleep)
+    decision = place("m", fleet(*nodes, specs=[spec("m", 8)]), NOW)
+    assert (decision.action, decision.node, decision.victims) == ("wake", "b", ("y",))
+
+
+def test_a_sleeper_whose_device_is_taken_for_good_loads_on_another(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    asleep = model("m", 8, state=ModelState.ASLEEP, devices=(0,))
+    here = node("n", [12, 12], model("x", 10, devices=(0,), pinned=True), asleep)
+    decision = place("m", fleet(here, specs=[spec("m", 8)]), NOW)
+    assert (decision.action, decision.devices) == ("load", (1,))
+
+
 def test_a_pinned_node_comes_first_among_equals(node: Make, fleet: Make, spec: Make) -> None:
     picture = fleet(node("a", [12]), node("z", [80]), specs=[spec("m", pinned_on=("z",))])
     assert place("m", picture, NOW).node == "z"

@@ -63,6 +63,8 @@ class FakeNeuron:
     states: dict[str, ModelState] = field(default_factory=dict)
     load_gate: asyncio.Event | None = None
     """Loads wait for it."""
+    parks: bool = False
+    """Whether it has host memory for the weights of models that may sleep."""
     load_faults: list[tuple[int, str, str]] = field(default_factory=list)
     """(status, code, message) for the next loads, in order."""
     loads: dict[str, ModelLoad] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class FakeNeuron:
         return f"http://127.0.0.1:{self.port}"
 
     def used_bytes(self) -> int:
-        gone = (ModelState.COLD, ModelState.FAILED)
+        gone = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
         return sum(self.sizes[m] for m, state in self.states.items() if state not in gone)
 
     def status(self, model: str) -> ModelStatus:
@@ -94,9 +96,10 @@ class FakeNeuron:
         return ModelStatus(
             id=model,
             state=state,
-            devices=(0,) if state is ModelState.READY else (),
+            devices=(0,) if state in (ModelState.READY, ModelState.ASLEEP) else (),
             estimate_bytes=self.estimates.get(model, self.sizes[model]),
-            measured_bytes=self.sizes[model] if state is ModelState.READY else None,
+            measured_bytes=self.sizes[model] if state in (ModelState.READY, ModelState.ASLEEP) else None,
+            host_bytes=self.sizes[model] // 2 if state is ModelState.ASLEEP else 0,
             context_tokens=32768,
             max_output_tokens=8192,
             capabilities=Capabilities(tools=True, reasoning=True),
@@ -171,7 +174,8 @@ class FakeNeuron:
     async def _unload(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=UnloadRequest)
         self.unload_requests.append(wanted)
-        self.states[wanted.model_id] = ModelState.COLD
+        is_parked = wanted.park and self.parks and self.states.get(wanted.model_id) is not None
+        self.states[wanted.model_id] = ModelState.ASLEEP if is_parked else ModelState.COLD
         return _json(self.status(wanted.model_id))
 
     async def _usage(self, request: web.Request) -> web.Response:

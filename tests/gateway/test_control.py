@@ -170,6 +170,40 @@ async def test_load_and_unload_by_hand_answer_when_done(neurons, start_gateway):
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_a_parked_model_is_seen_everywhere_and_wakes_for_a_request(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, parks=True)
+    client = await start_gateway(beast)
+    status, body = await client.post("/fleet/models/a/unload", {"park": True})
+    assert (status, body["nodes"]) == (200, ["beast"])
+    assert beast.unload_requests[0].park
+    _, listed = await client.get("/v1/models")
+    (entry,) = listed["data"]
+    assert entry["loaded"] is False
+    assert entry["locations"] == [{"node": "beast", "status": "asleep", "vram_mb": 0, "host_mb": 1024}]
+    _, fleet = await client.get("/fleet/status")
+    (held,) = fleet["nodes"][0]["models"]
+    assert (held["state"], held["host_bytes"]) == ("asleep", GB)
+    _, why = await client.get("/fleet/explain/a")
+    assert (why["action"], why["outcome"]) == ("wake", "wake a on beast (device 0).")
+    assert 'cortex_model_parked_bytes{model="a",node="beast"} 1.073741824e+09' in client.metrics()
+    assert 'cortex_model_memory_bytes{model="a",node="beast"} 0.0' in client.metrics()
+    status, _ = await client.post(
+        "/v1/chat/completions", {"model": "a", "messages": [{"role": "user", "content": "x"}]}
+    )
+    assert status == 200
+    assert beast.load_requests[0].devices == (0,)
+
+
+async def test_eviction_parks_where_the_node_has_room_and_unloads_where_not(neurons, start_gateway):
+    for parks, left in ((True, ModelState.ASLEEP), (False, ModelState.COLD)):
+        beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY}, parks=parks)
+        client = await start_gateway(beast)
+        body = {"model": "b", "messages": [{"role": "user", "content": "x"}]}
+        assert (await client.post("/v1/chat/completions", body))[0] == 200
+        assert beast.unload_requests[0].park
+        assert beast.states == {"a": left, "b": READY}
+
+
 async def test_a_load_by_hand_that_fails_says_why(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
     client = await start_gateway(beast)

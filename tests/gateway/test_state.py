@@ -30,6 +30,10 @@ class Bench:
     def __post_init__(self) -> None:
         self.loads: list[tuple[str, str]] = []
         self.unloads: list[tuple[str, str, str]] = []
+        self.parks: list[bool] = []
+        """Of each of `unloads`, whether the model may sleep."""
+        self.asleep: dict[tuple[str, str], float] = {}
+        """Since when."""
         self.recycled: list[tuple[str, tuple[int, ...]]] = []
         self.abandoned: list[str] = []
         self.looks: list[str] = []
@@ -54,6 +58,7 @@ class Bench:
 
     def unload(self, node, request, cause):
         self.unloads.append((node, request.model_id, cause))
+        self.parks.append(request.park)
 
     def recycle(self, node, devices):
         self.recycled.append((node, devices))
@@ -66,6 +71,16 @@ class Bench:
 
     # the world
     def status(self, node: str, model: str) -> ModelStatus:
+        if (slept := self.asleep.get((node, model))) is not None:
+            return ModelStatus(
+                id=model,
+                state=ModelState.ASLEEP,
+                devices=(0,),
+                measured_bytes=self.sizes[node][model],
+                host_bytes=self.sizes[node][model],
+                state_age_s=self.now - slept,
+                idle_s=self.now - slept,
+            )
         since = self.ready[node].get(model)
         return ModelStatus(
             id=model,
@@ -92,12 +107,16 @@ class Bench:
 
     def finish_load(self) -> None:
         node, model = self.loads[-1]
+        self.asleep.pop((node, model), None)
         self.ready[node][model] = self.now
         self.dispatcher.load_ended(node, model, self.status(node, model))
 
-    def finish_unload(self) -> None:
+    def finish_unload(self, *, asleep: bool = False) -> None:
         node, model, _ = self.unloads[-1]
         self.ready[node].pop(model, None)
+        self.asleep.pop((node, model), None)
+        if asleep:
+            self.asleep[node, model] = self.now
         self.poll(node)
         self.dispatcher.unload_ended(node, model, None)
 
@@ -325,6 +344,79 @@ def test_idle_models_with_a_ttl_are_unloaded():
     bench.dispatcher.tick()
     bench.dispatcher.tick()
     assert bench.unloads == [("n", "a", "ttl")]
+
+
+def test_who_makes_room_is_parked_and_wakes_when_asked_for():
+    bench = Bench({"n": {"a": 20 * GB, "b": 20 * GB}})
+    events = []
+    bench.journal.subscribe(events.append)
+    bench.ready["n"]["a"] = 900.0
+    bench.poll()
+    for newcomer, victim in (("b", "a"), ("a", "b"), ("b", "a")):
+        got = bench.ask(newcomer)
+        assert (bench.unloads[-1], bench.parks[-1]) == (("n", victim, "evicted"), True)
+        bench.finish_unload(asleep=True)
+        assert bench.loads[-1] == ("n", newcomer), "the bytes of a sleeper are free"
+        bench.finish_load()
+        assert node_of(got) == "n"
+        bench.dispatcher.release(got[0])
+        bench.now += 1
+        bench.poll()
+    kinds = [event["kind"] for event in events]
+    assert "model_parked" in kinds
+    assert "model_unloaded" not in kinds
+
+
+def test_a_sleeper_with_room_is_woken_where_it_sleeps():
+    bench = Bench({"n": {"a": GB}, "m": {"a": GB}})
+    bench.asleep["m", "a"] = 900.0
+    bench.poll()
+    assert bench.dispatcher.explain("a").action == "wake"
+    got = bench.ask("a")
+    assert bench.loads == [("m", "a")]
+    bench.finish_load()
+    assert node_of(got) == "m"
+
+
+def test_a_ttl_puts_to_sleep_first_and_unloads_a_sleeper_for_good_after_as_long_again():
+    bench = Bench({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", ttl_s=60),)))
+    bench.ready["n"]["a"] = bench.now
+    bench.now += 61
+    bench.poll()
+    bench.dispatcher.tick()
+    bench.finish_unload(asleep=True)
+    bench.now += 59
+    bench.poll()
+    bench.dispatcher.tick()
+    assert bench.parks == [True]
+    bench.now += 2
+    bench.poll()
+    bench.dispatcher.tick()
+    assert (bench.unloads, bench.parks) == ([("n", "a", "ttl")] * 2, [True, False])
+    bench.finish_unload()
+    assert bench.status("n", "a").state is ModelState.COLD
+
+
+def test_an_operator_parks_or_unloads_a_sleeper():
+    bench = Bench({"n": {"a": GB}})
+    bench.ready["n"]["a"] = 900.0
+    bench.poll()
+    assert bench.dispatcher.unload("a", park=True) == ("n",)
+    bench.finish_unload(asleep=True)
+    assert bench.dispatcher.unload("a") == ("n",)
+    assert bench.parks == [True, False]
+
+
+def test_workers_with_sleepers_are_not_recycled():
+    bench = Bench({"n": {"a": GB}}, rules=EvictionRules(defrag_after_cycles=1))
+    bench.poll()
+    bench.ask("a")
+    bench.finish_load()
+    bench.ready["n"].clear()
+    bench.asleep["n", "a"] = bench.now
+    bench.poll()
+    bench.dispatcher.tick()
+    assert bench.recycled == []
 
 
 def test_pinned_models_are_loaded_without_being_asked_for():

@@ -42,19 +42,19 @@ def load(model: str, node: str | None, wait: bool, gateway: Gateway, as_json: bo
 @click.argument("model")
 @node_option
 @click.option("--force", is_flag=True, help="End its running answers instead of waiting for them.")
+@click.option("--park", is_flag=True, help="Keep its weights in host memory if the node has room: it is back sooner.")
 @wait_option
 @gateway_options
 @json_option
-def unload(model: str, node: str | None, force: bool, wait: bool, gateway: Gateway, as_json: bool) -> None:
-    """Free the memory a model takes.
+def unload(model: str, node: str | None, force: bool, park: bool, wait: bool, gateway: Gateway, as_json: bool) -> None:
+    """Free the device memory a model takes.
 
     Everywhere, or on one node; waits for running answers unless forced.
     """
-    answer = gateway.post(model_path(model, "unload"), _body(node=node, force=force))
-    if wait:
-        _wait_gone(gateway, answer["model"], answer["nodes"])
-    places = ", ".join(answer["nodes"]) or "nowhere: it was not loaded"
-    _report(answer, as_json, f"{answer['model']} unloaded: {places}")
+    answer = gateway.post(model_path(model, "unload"), _body(node=node, force=force, park=park or None))
+    asleep = _wait_gone(gateway, answer["model"], answer["nodes"], park) if wait else ()
+    places = ", ".join(f"{name} (asleep)" if name in asleep else name for name in answer["nodes"])
+    _report(answer, as_json, f"{answer['model']} unloaded: {places or 'nowhere: it was not loaded'}")
 
 
 @click.command(cls=Command)
@@ -100,13 +100,14 @@ def _wait_ready(gateway: Gateway, model: str, node: str | None) -> None:
             time.sleep(POLL_S)
 
 
-def _wait_gone(gateway: Gateway, model: str, nodes: Collection[str]) -> None:
-    absent = (ModelState.COLD, ModelState.FAILED)
+def _wait_gone(gateway: Gateway, model: str, nodes: Collection[str], park: bool) -> Collection[str]:
+    """Wait until no device of `nodes` holds the model; the nodes where it sleeps then."""
+    absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if park else set())
     with console().status(f"unloading {model}"):
         while True:
-            left = [place for place, held in fleetview.look(gateway).places(model) if held.state not in absent]
-            if not any(place.name in nodes for place in left):
-                return
+            held = {place.name: status.state for place, status in fleetview.look(gateway).places(model)}
+            if all(held.get(name, ModelState.COLD) in absent for name in nodes):
+                return [name for name in nodes if held.get(name) is ModelState.ASLEEP]
             time.sleep(POLL_S)
 
 

@@ -148,6 +148,8 @@ def _requests(model: HeldModel, waiting_here: int) -> str:
 
 
 def _memory(model: HeldModel) -> str:
+    if model.state is ModelState.ASLEEP:
+        return f"{size(model.host_bytes)} in RAM"
     if model.measured_bytes is not None:
         return size(model.measured_bytes)
     return f"~{size(model.estimate_bytes)}" if model.estimate_bytes is not None else ""

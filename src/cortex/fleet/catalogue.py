@@ -57,7 +57,8 @@ class ModelSpec(Section, frozen=True):
     priority: int = 0
     """A model never displaces one of higher priority."""
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Unloaded after this long without a request; kept until room is needed when absent."""
+    """After this long without a request it is put to sleep where its node has room for that, and unloaded after as long
+    again; unloaded at once where not. Kept until room is needed when absent."""
     context: Count | None = None
     """Context length to load with, in tokens; as much as the model and memory allow when absent."""
     cost: Cost = Cost()

@@ -25,6 +25,7 @@ class Verdict(StrEnum):
     RESIDENT = "resident"
     STARTING = "starting"
     ASLEEP = "asleep"
+    """Its weights are in the node's host memory, and their device has room for them."""
     FITS = "fits"
     FITS_AFTER_EVICTION = "fits_after_eviction"
     BLOCKED = "blocked"
@@ -70,6 +71,8 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     pinned: bool = False
     """The catalogue pins the model on this node."""
+    asleep: bool = False
+    """Its weights are in this node's host memory, beside the devices chosen: it wakes rather than loads."""
     need_bytes: int | None = None
     """Over all its devices."""
     devices: tuple[int, ...] = ()

@@ -111,7 +111,11 @@ def choose(
 
 
 def expired(fleet: Fleet, now: float) -> tuple[tuple[str, str], ...]:
-    """The (node, model) pairs whose `ttl_s` has run out: idle on-demand models that nobody pinned."""
+    """The (node, model) pairs whose `ttl_s` has run out: idle on-demand models that nobody pinned.
+
+    A ready one has been unused for that long and is put to sleep, where its node has room for that; a sleeper has slept
+    for that long again, and is unloaded for good.
+    """
     found = []
     for node in fleet.nodes:
         if not (node.healthy and node.has_lifecycle):

@@ -7,6 +7,8 @@ from itertools import combinations
 
 import msgspec
 
+from cortex.wire.node import ModelState
+
 from .catalogue import MEBIBYTE, ModelSpec
 from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection, choose, occupies, protection
@@ -23,25 +25,41 @@ class _Room(msgspec.Struct, frozen=True):
 
 
 def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, size: int | None, origin: Origin) -> Assessment:
-    """The verdict of `node`'s memory on `spec`, of `size` bytes over all devices (`None`: not known)."""
+    """The verdict of `node`'s memory on `spec`, of `size` bytes over all devices (`None`: not known).
+
+    A sleeping model wakes on the devices where it was; where those give it no room, the others are looked at.
+    """
     books = ledger(node)
     occupants = _occupants(spec, node, books, fleet, now, origin)
     eligible = _eligible(spec, books)
-    count = _device_count(spec, eligible, size)
-    share = None if size is None else -(-size // (count or spec.min_devices))
-    verdict, reason, room = _judge(spec, node, eligible, occupants, fleet, count=count, share=share)
-    chosen = frozenset(device.index for device in room.devices)
-    return Assessment(
-        node=node.name,
-        verdict=verdict,
-        reason=reason,
-        pinned=node.name in spec.pinned_on,
-        need_bytes=size,
-        devices=tuple(sorted(chosen)),
-        victims=room.victims,
-        rows=_rows(books, share, chosen),
-        occupants=occupants,
-    )
+    held = node.residencies.get(spec.id)
+
+    def assess(devices: Sequence[DeviceLedger], *, asleep: bool) -> Assessment:
+        count = _device_count(spec, devices, size)
+        share = None if size is None else -(-size // (count or spec.min_devices))
+        verdict, reason, room = _judge(spec, node, devices, occupants, fleet, count=count, share=share)
+        if asleep and verdict is Verdict.FITS:
+            verdict, reason = Verdict.ASLEEP, f"asleep there; {reason}"
+        chosen = frozenset(device.index for device in room.devices)
+        return Assessment(
+            node=node.name,
+            verdict=verdict,
+            reason=reason,
+            pinned=node.name in spec.pinned_on,
+            asleep=asleep,
+            need_bytes=size,
+            devices=tuple(sorted(chosen)),
+            victims=room.victims,
+            rows=_rows(books, share, chosen),
+            occupants=occupants,
+        )
+
+    if held is not None and held.state is ModelState.ASLEEP:
+        home = [device for device in eligible if device.index in held.status.devices] or eligible
+        waking = assess(home, asleep=True)
+        if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_AFTER_EVICTION):
+            return waking
+    return assess(eligible, asleep=False)
 
 
 def need_and_have(node: Node, size: int | None, count: int) -> tuple[DeviceRow, ...]:
@@ -67,9 +85,9 @@ def _judge(
         return Verdict.TOO_SMALL, f"needs {gib(share)} per device, the largest has {gib(largest)}", nowhere
     if share is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
-        return _awake(spec, node), "size not known, the node will see", _Room(tuple(emptiest))
+        return Verdict.FITS, "size not known, the node will see", _Room(tuple(emptiest))
     if devices := _tightest(eligible, count, share):
-        return _awake(spec, node), f"needs {gib(share)} per device, and has it", _Room(devices)
+        return Verdict.FITS, f"needs {gib(share)} per device, and has it", _Room(devices)
 
     wide_enough = [device for device in eligible if device.total_bytes >= share]
     sets = list(combinations(wide_enough, count))
@@ -181,11 +199,6 @@ def _waits_for(victims: Sequence[Occupant], occupants: Sequence[Occupant]) -> st
     reasons = {occupant.model_id: occupant.reason for occupant in occupants}
     waited_for = [victim.model_id for victim in victims if reasons[victim.model_id]]
     return "; ".join(f"waits for {model_id}: {reasons[model_id]}" for model_id in waited_for)
-
-
-def _awake(spec: ModelSpec, node: Node) -> Verdict:
-    held = node.residencies.get(spec.id)
-    return Verdict.ASLEEP if held is not None and held.state == "asleep" else Verdict.FITS
 
 
 def _too_few(spec: ModelSpec, node: Node, count: int) -> str:

@@ -36,8 +36,9 @@ def place(
     """Decide where `model_id` runs.
 
     Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes,
-    coldest, lowest priority). Nodes the model is pinned on come first within each. `excluded` are nodes that
-    were just tried in vain; `at_least_bytes` is what a failed load has shown the model to need.
+    coldest, lowest priority). Within each come first the nodes the model is pinned on, then those where it sleeps.
+    `excluded` are nodes that were just tried in vain; `at_least_bytes` is what a failed load has shown the model to
+    need.
     """
     spec = fleet.catalogue.spec(model_id)
     tried = frozenset(excluded)
@@ -48,7 +49,7 @@ def place(
         for node in fleet.nodes
     ]
     assessments.sort(key=_preference)
-    action = _ACTIONS.get(assessments[0].verdict, "refuse") if assessments else "refuse"
+    action = _action(assessments[0]) if assessments else "refuse"
     return Decision(model_id=model_id, at=now, origin=origin, action=action, assessments=tuple(assessments))
 
 
@@ -148,6 +149,11 @@ def _load(held: Residency) -> float:
     return max(held.in_flight, reported.running + reported.waiting) + min(reported.kv_used_fraction, 0.99)
 
 
+def _action(assessment: Assessment) -> Action:
+    action = _ACTIONS.get(assessment.verdict, "refuse")
+    return "wake" if action == "load" and assessment.asleep else action
+
+
 def _preference(assessment: Assessment) -> tuple[float | str, ...]:
     chosen = [row for row in assessment.rows if row.chosen]
     left_over = sum(row.available_bytes - (row.need_bytes or 0) for row in chosen)
@@ -155,6 +161,7 @@ def _preference(assessment: Assessment) -> tuple[float | str, ...]:
     return (
         _ORDER[assessment.verdict],
         not assessment.pinned,
+        not assessment.asleep,
         assessment.load,
         sum(victim.num_bytes for victim in assessment.victims),
         max((victim.last_used for victim in assessment.victims), default=0.0),

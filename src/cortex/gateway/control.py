@@ -39,6 +39,7 @@ class _Order(msgspec.Struct, frozen=True):
 
     node: str | None = None
     force: bool = False
+    park: bool = False
     pinned: bool = True
 
 
@@ -139,7 +140,7 @@ class Control:
         details = _read_order(exchange.request.body)
         model = self._dispatcher.resolve(name).model_id
         if order == "unload":
-            places = self._dispatcher.unload(model, details.node, force=details.force)
+            places = self._dispatcher.unload(model, details.node, force=details.force, park=details.park)
             self._answer_when_done(exchange, model, places)
         elif order == "load":
             decision = self._dispatcher.load(model, details.node)
@@ -192,7 +193,7 @@ def _read_order(body: bytes) -> _Order:
     try:
         return msgspec.json.decode(body, type=_Order) if body.strip() else _Order()
     except msgspec.ValidationError as problem:
-        raise InvalidValue(f'The body may hold "node", "force" and "pinned": {problem}.') from problem
+        raise InvalidValue(f'The body may hold "node", "force", "park" and "pinned": {problem}.') from problem
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {problem}") from problem
 

@@ -31,7 +31,9 @@ def samples(dispatcher: Dispatcher, device_health: dict[str, tuple[DeviceHealth,
             seat = {"model": held.model_id, "node": node.name}
             load = held.status.load
             yield GaugeSample("cortex_model_loaded", float(held.state is ModelState.READY), **seat)
-            yield GaugeSample("cortex_model_memory_bytes", held.status.measured_bytes or 0, **seat)
+            on_device = 0 if held.state is ModelState.ASLEEP else held.status.measured_bytes or 0
+            yield GaugeSample("cortex_model_memory_bytes", on_device, **seat)
+            yield GaugeSample("cortex_model_parked_bytes", held.status.host_bytes, **seat)
             yield GaugeSample("cortex_model_running_requests", load.running, **seat)
             yield GaugeSample("cortex_model_waiting_requests", load.waiting, **seat)
             yield GaugeSample("cortex_model_kv_used_ratio", load.kv_used_fraction, **seat)

@@ -18,7 +18,7 @@ from cortex.wire.node import Capabilities, ModelState
 FeasibleOn = Callable[[ModelSpec], tuple[str, ...]]
 """The nodes that could serve a model now or after making room."""
 
-_ABSENT = (ModelState.COLD, ModelState.FAILED)
+_ABSENT = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
 
 
 def listing(fleet: Fleet, feasible_on: FeasibleOn, created: int) -> dict[str, Any]:
@@ -77,6 +77,8 @@ def _location(node: Node, residency: Residency) -> dict[str, Any]:
         "status": str(status.state) if node.healthy else "unreachable",
         "vram_mb": 0 if status.state in _ABSENT else (residency.num_bytes or 0) // MEBIBYTE,
     }
+    if status.host_bytes:
+        place["host_mb"] = status.host_bytes // MEBIBYTE
     if status.progress is not None:
         place["progress"] = msgspec.to_builtins(status.progress)
     if status.reason is not None:

@@ -40,12 +40,22 @@ WATCH_INTERVAL_S = 0.25
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
 
 
-class _ForeignModel(msgspec.Struct, frozen=True):
+class ForeignModel(msgspec.Struct, frozen=True):
+    """What an OpenAI-compatible server says of a model. Beyond the id, every server has its own words."""
+
     id: str
+    max_model_len: Any = None
+    context_length: Any = None
+    context_window: Any = None
+
+    @property
+    def context_tokens(self) -> int | None:
+        said = (self.max_model_len, self.context_length, self.context_window)
+        return next((value for value in said if type(value) is int and value > 0), None)
 
 
 class _ForeignList(msgspec.Struct, frozen=True):
-    data: tuple[_ForeignModel, ...] = ()
+    data: tuple[ForeignModel, ...] = ()
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
@@ -121,10 +131,9 @@ class NodeClient:
     async def health(self) -> Health:
         return await self._get(b"/health", Health)
 
-    async def foreign_models(self) -> tuple[str, ...]:
+    async def foreign_models(self) -> tuple[ForeignModel, ...]:
         """What an OpenAI-compatible server offers."""
-        listed = await self._get(b"/v1/models", _ForeignList)
-        return tuple(model.id for model in listed.data)
+        return (await self._get(b"/v1/models", _ForeignList)).data
 
     async def load(self, request: LoadRequest) -> ModelStatus:
         """Ensure the model is ready on this node; returns when it is. Raises the node's reason when it cannot be.
@@ -140,12 +149,13 @@ class NodeClient:
         return status
 
     async def unload(self, request: UnloadRequest, *, timeout_s: float) -> ModelStatus:
-        """Ensure the model is gone from this node's devices; returns when it is."""
+        """Ensure the model is gone from this node's devices; returns when it is. With `park` it may sleep then."""
         status = await self._post(b"/models/unload", request, ModelStatus, timeout_s)
         while status.state is ModelState.UNLOADING:
             await asyncio.sleep(WATCH_INTERVAL_S)
             status = await self._status(request.model_id)
-        if status.state not in (ModelState.COLD, ModelState.FAILED):
+        absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if request.park else set())
+        if status.state not in absent:
             raise LoadFailed(f"the node says the model is {status.state} after it was told to unload it")
         return status
 

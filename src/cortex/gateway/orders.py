@@ -29,7 +29,8 @@ class Effects(Protocol):
         """Ends in `load_ended`."""
 
     def unload(self, node: str, request: UnloadRequest, cause: str) -> None:
-        """`cause` is `evicted`, `ttl` or `operator`. Ends in `unload_ended`, after a fresh poll of the node."""
+        """`cause` is `evicted`, `ttl` or `operator`. Ends in `unload_ended`, after a fresh poll of the node: with
+        `park` in the request the model may sleep there then."""
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
@@ -71,17 +72,26 @@ class Orders:
         )
         self._picture.loads[node, model] = job
         for victim in decision.victims:
-            self.unload(node, victim, cause="evicted", for_model=model)
+            self.unload(node, victim, cause="evicted", for_model=model, park=True)
         if not job.victims:
             self._load(job)
 
-    def unload(self, node: str, model: str, *, cause: str, for_model: str | None = None, force: bool = False) -> None:
-        """Order an unload, unless one is under way."""
+    def unload(
+        self,
+        node: str,
+        model: str,
+        *,
+        cause: str,
+        for_model: str | None = None,
+        force: bool = False,
+        park: bool = False,
+    ) -> None:
+        """Order an unload, unless one is under way. `park`: the node may keep the weights in host memory."""
         if (node, model) in self._picture.unloads:
             return
         self._picture.unloads[node, model] = self._clock()
         self._journal.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
-        self._effects.unload(node, UnloadRequest(model_id=model, force=force), cause)
+        self._effects.unload(node, UnloadRequest(model_id=model, force=force, park=park), cause)
 
     def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> LoadJob | None:
         """Note how a load ended; the job it was, so that a failed one may be tried again."""
@@ -108,7 +118,8 @@ class Orders:
         self._journal.settled(model)
         if error is None:
             self._picture.forget_ready(node, model, self._clock())
-            self._journal.happened("model_unloaded", node=node, model=model)
+            is_asleep = self._picture.is_asleep(node, model)
+            self._journal.happened("model_parked" if is_asleep else "model_unloaded", node=node, model=model)
         else:
             self._journal.happened("unload_failed", node=node, model=model, why=error.message)
         for job in [job for job in self._picture.loads.values() if job.node == node and model in job.victims]:
@@ -121,8 +132,10 @@ class Orders:
 
     def recycle(self, node: Node) -> None:
         """Order new workers for the devices of `node` that hold no model and still have their old one."""
+        # A sleeper holds no device memory, but its weights are its worker's.
+        in_worker = ON_DEVICE | {ModelState.ASLEEP}
         occupied = {
-            index for held in node.residencies.values() if held.state in ON_DEVICE for index in held.status.devices
+            index for held in node.residencies.values() if held.state in in_worker for index in held.status.devices
         }
         old = {device.index for device in node.devices} - self._recycled.get(node.name, set())
         devices = tuple(sorted(old - occupied))

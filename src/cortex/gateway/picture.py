@@ -80,10 +80,15 @@ class Picture:
                 reported, residencies={**reported.residencies, status.id: held}
             )
 
+    def is_asleep(self, node: str, model: str) -> bool:
+        """By the node's last report."""
+        held = self._reported[node].residencies.get(model) if node in self._reported else None
+        return held is not None and held.state is ModelState.ASLEEP
+
     def forget_ready(self, node: str, model: str, now: float) -> None:
-        """The node has denied having the model ready."""
+        """The node has denied having the model ready. Where it sleeps is not in question."""
         held = self._reported[node].residencies.get(model)
-        if held is not None:
+        if held is not None and held.state is not ModelState.ASLEEP:
             self.put(node, msgspec.structs.replace(held.status, state=ModelState.COLD, state_age_s=0.0), now)
 
     def count_load(self, node: str) -> None:

@@ -257,7 +257,7 @@ class Dispatcher:
         decision = place(
             job.model, self.fleet, self._clock(), excluded=others, at_least_bytes=max(have, job.num_bytes) + 1
         )
-        if decision.action != "load" or not decision.victims:
+        if decision.action not in ("load", "wake") or not decision.victims:
             return False
         self._journal.decided(decision)
         self._orders.begin(decision, is_retry=True)
@@ -298,8 +298,13 @@ class Dispatcher:
             raise explain.refusal(decision)
         return decision
 
-    def unload(self, model: str, node: str | None = None, *, force: bool = False) -> tuple[str, ...]:
-        """Unload by order of the operator, everywhere or on one node; returns where. Raises when it is nowhere."""
+    def unload(
+        self, model: str, node: str | None = None, *, force: bool = False, park: bool = False
+    ) -> tuple[str, ...]:
+        """Unload by order of the operator, everywhere or on one node; returns where. Raises when it is nowhere.
+
+        `park`: keep the weights in the node's host memory if there is room.
+        """
         places = [
             here.name
             for here in self._picture.fleet.nodes
@@ -312,7 +317,7 @@ class Dispatcher:
             raise ModelNotFound(f"{model} is loaded on no node{f' called {node}' if node else ''}.", param="model")
         for name in places:
             self._picture.pins.discard((name, model))
-            self._orders.unload(name, model, cause="operator", force=force)
+            self._orders.unload(name, model, cause="operator", force=force, park=park)
         self._changed()
         return tuple(places)
 
@@ -348,7 +353,7 @@ class Dispatcher:
                 queue.popleft().deliver(self._waited_too_long(model))
             self._drop_if_empty(model)
         for node, model in expired(self.fleet, now):
-            self._orders.unload(node, model, cause="ttl")
+            self._orders.unload(node, model, cause="ttl", park=not self._picture.is_asleep(node, model))
         self._changed()
         for here in self.fleet.nodes:
             if due_for_recycling(here, self._picture.rules):

@@ -159,8 +159,10 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     yield _gauge("kv_used_fraction", "Share of the cache pages in use.", "model", used)
     speeds = {m: load.tokens_per_s for m, load in loads.items()}
     yield _gauge("tokens_per_second", "Completion tokens over the last few seconds.", "model", speeds)
-    sizes = {model.id: model.measured_bytes for model in models}
+    sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
+    parked = {model.id: model.host_bytes for model in models if model.host_bytes}
+    yield _gauge("model_parked_bytes", "Host memory that a sleeping model's weights take.", "model", parked)
     states = GaugeMetricFamily("neuron_model_state", "1 for the state a model is in.", labels=["model", "state"])
     for model in models:
         for state in ModelState:

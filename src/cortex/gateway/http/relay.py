@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -128,6 +129,7 @@ class Relay:
         "_tail",
         "_ticker",
         "_translation",
+        "_write_chunk",
         "closed",
         "exchange",
         "num_body_bytes",
@@ -163,6 +165,8 @@ class Relay:
         self._mode = _WAITING
         self._late = b""
         self._tail = bytearray()
+        self._write_chunk: Callable[[bytes], None] | None = None
+        """Set while events flow to a client that takes chunks: whole events in one chunk go on as they came."""
         self._spoke = False
         """Since the last tick; cheaper to note for each event than the time."""
         self._spoke_at = ticker.loop.time()
@@ -252,9 +256,9 @@ class Relay:
             del tail[:-TAIL_BYTES]
         if self._boundary is not None:
             whole = self._boundary.push(data)
-            if whole is data and chunk is not None and self._mode is _EVENTS:
+            if whole is data and chunk is not None and self._write_chunk is not None:
                 self._spoke = True
-                self.exchange.write_chunk(data, chunk)
+                self._write_chunk(chunk)
                 return
             data = whole
         elif self._translation is not None:
@@ -337,11 +341,13 @@ class Relay:
         if self.exchange.started:
             self._mode = _EVENTS if head.is_stream and head.status == 200 else _LATE
             self._pass_on(data)
-            return
-        self._mode = _EVENTS if head.is_stream else _PLAIN
-        self._spoke = True
-        headers = [*head.headers, *self._extra_headers]
-        self.exchange.start(head.status, headers, head.content_length, first=data)
+        else:
+            self._mode = _EVENTS if head.is_stream else _PLAIN
+            self._spoke = True
+            headers = [*head.headers, *self._extra_headers]
+            self.exchange.start(head.status, headers, head.content_length, first=data)
+        if self._mode is _EVENTS:
+            self._write_chunk = self.exchange.chunk_writer()
 
     def _give_up_on_node(self, fault: UpstreamFault) -> None:
         if self._call is not None:
@@ -383,6 +389,7 @@ class Relay:
 
     def _done(self, outcome: Outcome) -> None:
         self.closed = True
+        self._write_chunk = None
         if self._keepalive is not None:
             self._ticker.discard(self)
         self._observer.on_done(self, outcome)

@@ -78,6 +78,24 @@ def test_the_scrape_configuration_uses_the_default_ports() -> None:
     assert ports == {metrics.port, NeuronConfig().address.port}
 
 
+@pytest.mark.parametrize(
+    ("name", "ports"),
+    [("Containerfile.cortex", [31313, 31314]), ("Containerfile.neuron", [NeuronConfig().address.port])],
+)
+def test_a_container_copies_what_is_there_and_is_asked_for_its_health_where_it_listens(
+    name: str, ports: list[int]
+) -> None:
+    text = (ROOT / "packaging" / "container" / name).read_text().replace("\\\n", " ")
+    copied = [path for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for path in line.split()]
+    assert copied
+    assert all((ROOT / path).exists() for path in copied)
+    exposed = re.findall(r"^EXPOSE (.*)$", text, re.M)
+    assert exposed
+    assert all([int(port) for port in line.split()] == ports for line in exposed)
+    asked = re.findall(rf"^HEALTHCHECK .*127\.0\.0\.1:{ports[0]}/health", text, re.M)
+    assert len(asked) == len(re.findall(r"^ENTRYPOINT", text, re.M))
+
+
 def test_every_command_in_the_readme_exists() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     groups = {"cortex": cortex, "neuron": neuron}

@@ -1,7 +1,7 @@
 import pytest
 
 from cortex.neuron.device.faults import FaultKind, chain, classify, explain
-from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.errors import LoadError, NoRoomError, RequestError
 
 
 class OutOfMemoryError(RuntimeError):
@@ -24,6 +24,8 @@ ADVICE = (
         (RequestError("too long"), FaultKind.REQUEST),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), FaultKind.OUT_OF_MEMORY),
         (MemoryError(), FaultKind.OUT_OF_MEMORY),
+        (NoRoomError("the model needs 8.00 GB on cuda:0 but 2.00 GB can be used"), FaultKind.OUT_OF_MEMORY),
+        (LoadError("this is no model"), FaultKind.BUG),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), FaultKind.OUT_OF_MEMORY),
         (AcceleratorError("CUDA error: out of memory" + ADVICE), FaultKind.OUT_OF_MEMORY),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), FaultKind.OUT_OF_MEMORY),

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
-from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.errors import NoRoomError, RequestError
 
 
 class FaultKind(StrEnum):
     REQUEST = "request"
     """The request can never be served; it fails alone."""
     OUT_OF_MEMORY = "out_of_memory"
-    """There was not enough memory for this step; one request fails, the model goes on."""
+    """There was not enough memory for this step or load; one request or load fails, what is loaded goes on."""
     DEVICE = "device"
     """The device context is unusable; the worker must be replaced."""
     BUG = "bug"
@@ -113,6 +113,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def _classify_one(error: BaseException) -> FaultKind:
     if isinstance(error, RequestError):
         return FaultKind.REQUEST
+    if isinstance(error, NoRoomError):
+        return FaultKind.OUT_OF_MEMORY
     type_names = {cls.__name__ for cls in type(error).__mro__}
     message = str(error).lower()
     if type_names & _OUT_OF_MEMORY_TYPES or any(words in message for words in _OUT_OF_MEMORY_WORDS):

@@ -9,6 +9,10 @@ class LoadError(EngineError):
     """The model cannot be loaded: bad files, unsupported architecture, or it does not fit."""
 
 
+class NoRoomError(LoadError):
+    """It does not fit into what the device has free now; with others gone it may."""
+
+
 class LoadCancelled(EngineError):
     """The load was called off before it finished; nothing of it is left."""
 

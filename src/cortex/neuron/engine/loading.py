@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cortex.neuron.engine.errors import LoadCancelled, LoadError
+from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.kv import page_bytes
 from cortex.neuron.engine.memory import device_memory, numeric_format
 from cortex.neuron.engine.request import LoadSpec
@@ -105,7 +105,7 @@ def usable_bytes(min_free_bytes: int, device: torch.device) -> int:
 def _plan_pages(
     model: Decoder, spec: LoadSpec, device: torch.device, dtype: torch.dtype, have: int
 ) -> tuple[int, int, tuple[str, ...]]:
-    """How long a sequence may be and how many pages there are, given what is free. Raises LoadError."""
+    """How long a sequence may be and how many pages there are, given what is free. Raises NoRoomError."""
     own_context = min(spec.context_tokens or model.config.context_tokens, model.config.context_tokens)
     cost = page_bytes(model.attentions, PAGE_TOKENS, dtype)
     for_pages = have - model.parameters.num_bytes
@@ -114,7 +114,9 @@ def _plan_pages(
         num_pages = min(num_pages, MAX_CACHED_CONTEXTS * -(-own_context // PAGE_TOKENS) + 1)
     if num_pages < 2:
         need = model.parameters.num_bytes + 2 * cost
-        raise LoadError(
+        # Room that others leave does not help a model that is not allowed to take it.
+        forbidden = spec.memory_bytes is not None and need > spec.memory_bytes
+        raise (LoadError if forbidden else NoRoomError)(
             f"the model needs {need / 1e9:.2f} GB on {device} (weights {model.parameters.num_bytes / 1e9:.2f} GB and "
             f"at least one page of KV) but {max(have, 0) / 1e9:.2f} GB can be used; unload something, "
             "or choose a smaller or more strongly quantised model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cortex.neuron.engine.errors import DamagedError, LoadError
+from cortex.neuron.engine.errors import DamagedError, NoRoomError
 from cortex.neuron.engine.loading import LoadedModel, usable_bytes
 from cortex.neuron.engine.parked_weights import ParkedWeights
 from cortex.neuron.engine.request import LoadSpec
@@ -47,11 +47,11 @@ class Sleep:
             self._parked.release()
 
     def refuse_without_room(self, spec: LoadSpec, device: torch.device) -> None:
-        """Raises LoadError where waking would not leave the device what a load has to leave."""
+        """Raises NoRoomError where waking would not leave the device what a load has to leave."""
         need = self._loaded.memory.num_bytes + self.moved_bytes
         have = usable_bytes(spec.min_free_bytes, device)
         if need > have:
-            raise LoadError(
+            raise NoRoomError(
                 f"the model needs {need / 1e9:.2f} GB on {device} to wake up, "
                 f"but {max(have, 0) / 1e9:.2f} GB can be used; unload something"
             )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import targets
-from targets import HERE, SOURCE, TOOLS_CPU, Target
+from targets import CONTENDERS, HERE, TOOLS_CPUS, Target
 
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 NUM_IDLE_STREAMS = 1000
@@ -117,7 +117,7 @@ class Bench:
     def _start(self, target: Target, connections: int, seconds: float, *options: str) -> subprocess.Popen[bytes]:
         address = f"127.0.0.1:{target.port}"
         command = [self._load_tool, "-address", address, "-connections", connections, "-seconds", seconds, *options]
-        return targets.spawn([str(part) for part in command], TOOLS_CPU, stdout=subprocess.PIPE)
+        return targets.spawn([str(part) for part in command], TOOLS_CPUS, stdout=subprocess.PIPE)
 
     def measure(self, target: Target) -> Row:
         """One line of the table, in about five times `seconds`."""
@@ -182,25 +182,25 @@ def print_table(rows: list[Row]) -> None:
 def main() -> None:
     """Build, start, measure, print."""
     parser = argparse.ArgumentParser(description="Measure the gateway side by side with its limits.")
-    parser.add_argument("--only", nargs="*", choices=targets.COMMANDS, default=list(targets.COMMANDS))
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each load (five loads per row)")
     options = parser.parse_args()
-    sys.path.insert(0, str(SOURCE))
     print(f"load average before the run: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="cortex-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         upstream_tool, load_tool = build_tools(folder)
-        upstream = targets.spawn([str(upstream_tool)], TOOLS_CPU, stdout=subprocess.PIPE)
+        upstream = targets.spawn([str(upstream_tool)], TOOLS_CPUS, stdout=subprocess.PIPE)
         stack.callback(targets.stop, upstream)
         bench = Bench(upstream, load_tool, options.seconds)
         rows = [bench.measure(Target("(direct)", bench.port, None))]
         for target_name in options.only:
             port = targets.free_port()
-            command = targets.COMMANDS[target_name](folder, bench.port, port)
+            contender = CONTENDERS[target_name]
+            command = contender.command(folder, bench.port, port)
             if command is None:
                 print(f"{target_name}: not installed here, left out", file=sys.stderr)
                 continue
-            with targets.running(target_name, command, port) as target:
+            with targets.running(target_name, command, port, contender.num_processes) as target:
                 rows.append(bench.measure(target))
     print_table(rows)
 

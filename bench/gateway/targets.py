@@ -9,16 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent / "src"
-TOOLS_CPU = 0
-GATEWAY_CPU = max(os.sched_getaffinity(0))
+CPUS = sorted(os.sched_getaffinity(0))
+TOOLS_CPUS = CPUS[:1]
 START_S = 15.0
 
 
@@ -30,11 +29,11 @@ class Target(NamedTuple):
     process: subprocess.Popen[bytes] | None
 
 
-def spawn(command: list[str], cpu: int, *, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """Start `command` pinned to one CPU, with room for a few thousand connections."""
+def spawn(command: list[str], cpus: list[int], *, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Start `command` pinned to `cpus`, with room for a few thousand connections."""
 
     def prepare() -> None:
-        os.sched_setaffinity(0, {cpu})
+        os.sched_setaffinity(0, cpus)
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(16384, hard) if hard > 0 else 16384, hard))
 
@@ -80,9 +79,9 @@ def wait_for_answer(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def running(name: str, command: list[str], port: int) -> Iterator[Target]:
-    """A gateway for the duration of the block."""
-    process = spawn(command, GATEWAY_CPU)
+def running(name: str, command: list[str], port: int, num_processes: int) -> Iterator[Target]:
+    """A gateway for the duration of the block, on the last CPUs: one for each of its processes as far as they go."""
+    process = spawn(command, CPUS[-num_processes:])
     try:
         wait_for_answer(port, process)
         yield Target(name, port, process)
@@ -131,9 +130,7 @@ def bare_command(folder: Path, upstream_port: int, port: int) -> list[str] | Non
 
 
 def cortex_command(folder: Path, upstream_port: int, port: int) -> list[str] | None:
-    """The whole gateway: routing, metrics and accounting on. None where it is not part of this checkout."""
-    if find_spec("cortex.gateway.__main__") is None:
-        return None
+    """The whole gateway in one process: routing, metrics and accounting on."""
     configuration = folder / "cortex.toml"
     configuration.write_text(f"""
 [gateway]
@@ -148,5 +145,23 @@ endpoint = "http://127.0.0.1:{upstream_port}"
     return [sys.executable, "-m", "cortex.gateway", "--config", str(configuration)]
 
 
-COMMANDS = {"nginx": nginx_command, "bare": bare_command, "cortex": cortex_command}
-"""(scratch folder, upstream's port, port to listen on) -> command, or None where it cannot be measured."""
+def cortex_pair_command(folder: Path, upstream_port: int, port: int) -> list[str] | None:
+    """The whole gateway in two processes that share the port; one of them keeps the desk for both."""
+    command = cortex_command(folder, upstream_port, port)
+    return command and [*command, "--workers", "2"]
+
+
+class Contender(NamedTuple):
+    """What a row measures."""
+
+    command: Callable[[Path, int, int], list[str] | None]
+    """(scratch folder, upstream's port, port to listen on) -> command, or None where it cannot be measured."""
+    num_processes: int
+
+
+CONTENDERS = {
+    "nginx": Contender(nginx_command, 1),
+    "bare": Contender(bare_command, 1),
+    "cortex": Contender(cortex_command, 1),
+    "cortex ×2": Contender(cortex_pair_command, 2),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -279,6 +280,9 @@ async def serve(config: Config, path: Path | None = None) -> None:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     host, port = await gateway.start()
+    # What the imports made lives as long as the process: no collection between two events need look at it.
+    gc.collect()
+    gc.freeze()
     log.info(
         "cortex listens on http://%s:%s with %d nodes and %d workers",
         host,

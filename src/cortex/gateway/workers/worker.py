@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import shutil
@@ -157,6 +158,8 @@ async def run(channel_socket: Path, api_socket: Path) -> None:
         return
     worker = Worker(setups[-1], channel, api_socket)
     await worker.start()
+    gc.collect()
+    gc.freeze()  # as in the main process
     while not ending.done():
         await asyncio.wait({ending}, timeout=COUNT_EVERY_S)
         worker.count()

@@ -1,4 +1,7 @@
+import errno
+
 import pytest
+import torch
 
 from cortex.neuron.device.faults import FaultKind, chain, classify, explain
 from cortex.neuron.engine.errors import LoadError, NoRoomError, RequestError
@@ -28,12 +31,16 @@ ADVICE = (
         (LoadError("this is no model"), FaultKind.BUG),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), FaultKind.OUT_OF_MEMORY),
         (AcceleratorError("CUDA error: out of memory" + ADVICE), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("CUDA driver error: out of memory"), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("std::bad_alloc"), FaultKind.OUT_OF_MEMORY),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), FaultKind.OUT_OF_MEMORY),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), FaultKind.OUT_OF_MEMORY),
         (AcceleratorError("CUDA error: an illegal memory access was encountered" + ADVICE), FaultKind.DEVICE),
         (RuntimeError("CUDA error: device-side assert triggered" + ADVICE), FaultKind.DEVICE),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), FaultKind.DEVICE),
         (RuntimeError("CUDA error: unspecified launch failure"), FaultKind.DEVICE),
         (RuntimeError("CUDA error: unknown error"), FaultKind.DEVICE),
+        (RuntimeError("CUDA driver error: unknown error"), FaultKind.DEVICE),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), FaultKind.DEVICE),
         (RuntimeError("NCCL error: unhandled system error"), FaultKind.DEVICE),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), FaultKind.DEVICE),
@@ -41,11 +48,19 @@ ADVICE = (
         (RuntimeError("CUDA error: no kernel image is available for execution on the device" + ADVICE), FaultKind.BUG),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), FaultKind.BUG),
         (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), FaultKind.BUG),
+        (RuntimeError("CUDA error: device kernel image is invalid" + ADVICE), FaultKind.BUG),
+        (RuntimeError("CUDA driver error: invalid argument"), FaultKind.BUG),
         (KeyError("weight"), FaultKind.BUG),
     ],
 )
 def test_kind_of_fault(error, kind):
     assert classify(error) is kind
+
+
+def test_torch_itself_without_memory_is_out_of_memory():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 46)
+    assert classify(raised.value) is FaultKind.OUT_OF_MEMORY
 
 
 def _raised(outer, inner, *, explicit):

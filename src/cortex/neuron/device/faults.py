@@ -27,11 +27,14 @@ _OUT_OF_MEMORY_TYPES = frozenset({"OutOfMemoryError", "MemoryError"})
 _OUT_OF_MEMORY_WORDS = (
     "cuda out of memory",
     "cuda error: out of memory",
+    "cuda driver error: out of memory",
     "triton error [cuda]: out of memory",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
+    "std::bad_alloc",
+    "cannot allocate memory",
 )
 _HARMLESS_WORDS = (
     # The driver refused a call; nothing ran, the context is as good as before.
@@ -39,12 +42,15 @@ _HARMLESS_WORDS = (
     "invalid configuration argument",
     "invalid device function",
     "no kernel image is available",
+    "device kernel image is invalid",
+    "compiled with an unsupported toolchain",
     "too many resources requested for launch",
     "invalid device ordinal",
 )
 _DEVICE_TYPES = frozenset({"DistBackendError"})
 _DEVICE_WORDS = (
     "cuda error:",
+    "cuda driver error:",
     "triton error [cuda]:",
     "illegal memory access",
     "illegal instruction was encountered",

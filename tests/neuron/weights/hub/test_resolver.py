@@ -236,6 +236,19 @@ def test_a_missing_shard_is_named(start_hub: StartHub, client: Client) -> None:
         client.resolve(None)
 
 
+def test_shards_without_their_index_are_no_model(start_hub: StartHub, client: Client) -> None:
+    shards = {f"model-0000{n}-of-00002.safetensors": b"%d" % n for n in (1, 2)}
+    index = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    hub = start_hub({"config.json": b"{}", "model.safetensors.index.json": index, **shards})
+    path = client.resolve(hub)
+    (path / "model.safetensors.index.json").unlink()
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(HubUnreachable, match=r"index\.json"):
+        client.resolve(None)
+    assert client.resolve(hub) == path
+    assert (path / "model-00002-of-00002.safetensors").exists()
+
+
 def test_nothing_is_asked_of_the_network_when_offline(start_hub: StartHub, client: Client) -> None:
     hub = start_hub(MODEL)
     with pytest.raises(HubUnreachable, match="offline"):

@@ -15,7 +15,7 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError, DiskFull, H
 from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory, hub_home
 from cortex.neuron.weights.hub.download import FileDownload
 from cortex.neuron.weights.hub.listing import Listing, RemoteFile, fetch_listing
-from cortex.neuron.weights.hub.selection import Selection, missing_parts, select
+from cortex.neuron.weights.hub.selection import SHARD, Selection, missing_parts, select
 from cortex.neuron.weights.hub.source import HubSource, parse_source
 from cortex.neuron.weights.hub.transport import Transport
 
@@ -183,6 +183,9 @@ def _missing_shards(snapshot: Path, selection: Selection) -> list[str]:
         weight_map = read_json(snapshot, "model.safetensors.index.json").get("weight_map")
         if isinstance(weight_map, dict):
             needed |= {str(shard) for shard in weight_map.values()}
+    elif any(SHARD.fullmatch(path) for path in selection.paths):
+        # Other tools note the commit before they have its files; several shards never come without their index.
+        needed.add("model.safetensors.index.json")
     return sorted(needed - set(selection.paths))
 
 

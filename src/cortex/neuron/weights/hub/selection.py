@@ -10,7 +10,7 @@ from typing import Final
 
 from cortex.neuron.weights.errors import NotOnHub
 
-_SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _COMPANION: Final = re.compile(r"[^/]+\.(?:json|jinja)|merges\.txt|tokenizer\.model")
 _GGUF_PART: Final = re.compile(r"(?P<stem>.*?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.gguf", re.IGNORECASE)
 _QUANT: Final = re.compile(r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)+|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32)", re.IGNORECASE)
@@ -55,7 +55,7 @@ def missing_parts(selection: Selection) -> list[str]:
 def _safetensors(paths: list[str]) -> list[str]:
     """The root's weights: shards or the single file, not other layouts of the same weights beside them."""
     found = [path for path in paths if path.endswith(".safetensors") and "/" not in path]
-    if "model.safetensors.index.json" in paths and (shards := [path for path in found if _SHARD.fullmatch(path)]):
+    if "model.safetensors.index.json" in paths and (shards := [path for path in found if SHARD.fullmatch(path)]):
         return shards
     if "model.safetensors" in found:
         return ["model.safetensors"]

@@ -170,3 +170,14 @@ async def test_the_billing_line_is_removed_or_kept_as_the_gateway_is_told(neuron
     assert (await client.post("/v1/messages", body))[0] == 200
     kept = [] if strip else [{"role": "system", "content": line["text"]}]
     assert node.seen[-1].body["messages"] == [*kept, {"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tools_that_no_model_here_can_use_are_left_out_and_named(foreign, stream):
+    node, client = foreign
+    sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
+    tools = [ANTHROPIC_TOOL, {"type": "web_search_20250305", "name": "web_search"}]
+    fields = {"model": "m", "max_tokens": 9, "tools": tools, "messages": [{"role": "user", "content": "x"}]}
+    answer = await sdk.messages.with_raw_response.create(**fields, stream=stream)
+    assert answer.headers["x-cortex-dropped-tools"] == "web_search_20250305"
+    assert [tool["function"]["name"] for tool in node.seen[-1].body["tools"]] == ["weather"]

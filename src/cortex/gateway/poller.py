@@ -86,7 +86,10 @@ class Poller:
         """A foreign server looks like a node without devices whose models are always ready."""
         models = await self._client.foreign_models()
         capable = Capabilities(tools=True, embeddings=True)
-        statuses = tuple(ModelStatus(id=model, state=ModelState.READY, capabilities=capable) for model in models)
+        statuses = tuple(
+            ModelStatus(id=model.id, state=ModelState.READY, context_tokens=model.context_tokens, capabilities=capable)
+            for model in models
+        )
         discovery = Discovery(
             host=self._client.name, os="", version="", devices=(), harnesses=(), dialects=FOREIGN_DIALECTS
         )

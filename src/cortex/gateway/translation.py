@@ -14,6 +14,7 @@ from cortex.gateway.http.faults import MalformedResponse
 from cortex.gateway.http.request import Headers
 from cortex.gateway.nodes import told_message
 from cortex.wire import errors, openai_chat, sse
+from cortex.wire import headers as our_headers
 from cortex.wire.answer import total_usage
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Usage
@@ -62,10 +63,12 @@ class ChatTranslation:
         self._status = status
         if status >= 400:
             return errors.status(foreign_error(status, b""), self._route.family), _JSON
+        dropped = self._request.dropped_tools
+        told: Headers = ((our_headers.DROPPED_TOOLS.encode(), our_headers.listed(dropped).encode()),) if dropped else ()
         if self._request.stream:
             self._decoder = openai_chat.Decoder()
-            return 200, _EVENT_STREAM
-        return 200, _JSON
+            return 200, (*_EVENT_STREAM, *told)
+        return 200, (*_JSON, *told)
 
     def push(self, data: bytes) -> bytes:
         """What the client gets for these bytes: nothing while a whole body is being collected."""

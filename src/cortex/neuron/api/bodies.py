@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from cortex.wire import headers
 from cortex.wire.anthropic_messages import strip_billing_header
 from cortex.wire.errors import BodyTooLarge
-
-PRINCIPAL_HEADER = "x-cortex-principal"
-"""Who asks, by the word of a gateway; only what came through one carries it."""
 
 
 async def body_of(request: web.Request) -> bytes:
@@ -22,4 +20,4 @@ async def body_of(request: web.Request) -> bytes:
 async def messages_body_of(request: web.Request, *, strip_billing: bool) -> bytes:
     """A body of the messages dialect. A gateway has already decided about the billing line. Raises `BodyTooLarge`."""
     body = await body_of(request)
-    return strip_billing_header(body) if strip_billing and PRINCIPAL_HEADER not in request.headers else body
+    return strip_billing_header(body) if strip_billing and headers.PRINCIPAL not in request.headers else body

@@ -23,12 +23,11 @@ from cortex.neuron.api.session import Session
 from cortex.neuron.api.stream import EventStream
 from cortex.neuron.api.traced import traced
 from cortex.telemetry import Tracer
+from cortex.wire import headers as our_headers
 from cortex.wire.dialects import DIALECTS, Dialect, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.node import Dialect as DialectName
 from cortex.wire.requests import GenerateRequest
-
-DROPPED_TOOLS_HEADER = "x-cortex-dropped-tools"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +67,13 @@ class Inference:
         id = dialect.ID_PREFIX + uuid.uuid4().hex
         created = int(time.time())
         # Headers may hold bytes that are no text.
-        principal = http.headers.get(bodies.PRINCIPAL_HEADER, "").encode("utf-8", "backslashreplace").decode()
+        principal = http.headers.get(our_headers.PRINCIPAL, "").encode("utf-8", "backslashreplace").decode()
         session = Session(self.backend, self.doors, request, id=id, created=created, principal=principal)
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
-        headers = {DROPPED_TOOLS_HEADER: _header_list(request.dropped_tools)} if request.dropped_tools else {}
+        headers = (
+            {our_headers.DROPPED_TOOLS: our_headers.listed(request.dropped_tools)} if request.dropped_tools else {}
+        )
         if not request.stream:
             events: list[AnyEvent] = []
             async with aclosing(session.events()) as batches:
@@ -104,9 +105,3 @@ class Inference:
                 await stream.write(encoder.encode(Failure(code=error.code, message=error.message)))
         await stream.response.write_eof()
         return stream.response
-
-
-def _header_list(values: tuple[str, ...]) -> str:
-    """As one header value: what a client wrote must not break out of it."""
-    kept = ["".join(c for c in value if c.isascii() and c.isprintable() and c != ",") for value in values]
-    return ", ".join(dict.fromkeys(kept))[:1000]

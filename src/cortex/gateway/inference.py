@@ -10,7 +10,9 @@ from cortex.gateway import envelope as envelopes
 from cortex.gateway.desk import Admission
 from cortex.gateway.dialects import Route, error_answer
 from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.passage import STATUS_CODE, Passage, Services
+from cortex.gateway.passage import Passage
+from cortex.gateway.record import STATUS_CODE
+from cortex.gateway.services import Services
 from cortex.telemetry import Span
 from cortex.wire.anthropic_messages import strip_billing_header
 from cortex.wire.errors import CortexError, ShuttingDown

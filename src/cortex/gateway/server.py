@@ -30,8 +30,8 @@ from cortex.gateway.lifecycle import Lifecycle
 from cortex.gateway.metering import Metering
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics
 from cortex.gateway.nodes import NodeClient
-from cortex.gateway.passage import Services
 from cortex.gateway.poller import Poller
+from cortex.gateway.services import Services
 from cortex.gateway.sizes import Sizes
 from cortex.gateway.state import Dispatcher
 from cortex.gateway.workers.counts import merged

@@ -23,7 +23,7 @@ from cortex.gateway.http.upstream import Pool
 from cortex.gateway.inference import Inference
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.nodes import NodeClient
-from cortex.gateway.passage import Services
+from cortex.gateway.services import Services
 from cortex.gateway.workers import messages
 from cortex.gateway.workers.channel import Channel
 from cortex.gateway.workers.forward import Forward

@@ -131,6 +131,7 @@ class ScriptedNode:
                 state=self.state,
                 context_tokens=self.context_tokens,
                 measured_bytes=6,
+                host_bytes=5 if self.state is ModelState.ASLEEP else 0,
                 load=ModelLoad(running=2, waiting=3, kv_used_fraction=0.25),
             ),
         )
@@ -159,7 +160,7 @@ class ScriptedNode:
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         self.model(request.model_id)
-        self.state = ModelState.COLD
+        self.state = ModelState.ASLEEP if request.park else ModelState.COLD
         return self.model(request.model_id)
 
     async def subscribe(self) -> AsyncIterator[NodeEvent]:

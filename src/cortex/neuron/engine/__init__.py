@@ -14,6 +14,9 @@ The contract the device worker relies on (`engine.Engine`, every method on the e
     engine.step() -> list[StepOutput]
         When it raises (out of memory, a bug) every request is still in the engine and will be computed as if the
         step had not been: the worker cancels the ones to blame and steps on.
+    engine.prepare() -> bool
+        One more thing that later steps may want is built, within a second or so as a rule; false: nothing is left.
+        To be called when no engine has work. Steps run without it, too, only slower.
     engine.stats() -> EngineStats
     engine.sleep() -> int        device memory given back, weights in so many bytes of host memory; only when idle.
                                  The prefix cache is gone afterwards. Raises SleepError, and then is awake as before.

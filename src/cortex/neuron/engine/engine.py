@@ -114,9 +114,13 @@ class Engine:
         return engine
 
     def warm_up(self) -> None:
-        """Runs one short prompt and captures graphs, so that the first request does not pay for what is built once."""
+        """Runs one short prompt and captures the smallest graph: what the first answer needs, and no more of it."""
         self._ask()
-        self._runner.capture()
+        self._runner.prepare()
+
+    def prepare(self) -> bool:
+        """Builds one more thing that later steps may want, while there are none; false when nothing is left."""
+        return self._asleep is None and self._runner.prepare()
 
     def _ask(self) -> tuple[int, ...]:
         """The greedy answer to a fixed short prompt; not counted. The engine must be idle."""

@@ -1,13 +1,17 @@
 """Whole single-token steps as CUDA graphs: one replay instead of hundreds of launches.
 
-A graph is captured for each of a few batch sizes; a step takes the next larger one and pads. Everything a graph reads
-is at a fixed address: its input buffer, the page table, the rows' latest tokens.
+There is a graph for each of a few batch sizes; a step takes the smallest that holds it and pads. Everything a graph
+reads is at a fixed address: its input buffer, the page table, the rows' latest tokens. Graphs are captured one at a
+time: the smallest when the model is loaded, the others when there is nothing else to do, or once steps have often run
+without the one they wanted.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,56 +23,134 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.models.decoder import Decoder
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+OFTEN = 8
+"""Steps without a graph after which one is captured between them; that takes as long as about two such steps."""
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+"""Logits, likeliest tokens and health of each row."""
+
+
+class GraphSizes:
+    """Which batch sizes have a graph and which get one next. Pure."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._missing = sorted({size for size in SIZES if size < max_rows} | {max_rows})
+        self._captured: list[int] = []
+        self._missed: Counter[int] = Counter()
+
+    def serving(self, num_rows: int) -> int | None:
+        """The smallest captured size that holds so many rows."""
+        return _smallest(self._captured, num_rows)
+
+    @property
+    def next_missing(self) -> int | None:
+        """What to capture when there is time: few rows are what comes first, and most often."""
+        return self._missing[0] if self._missing else None
+
+    def missed(self, num_rows: int) -> int | None:
+        """Counts a step that no captured size holds. The size to capture for it, once that was often."""
+        size = _smallest(self._missing, num_rows)
+        if size is None:
+            return None
+        self._missed[size] += 1
+        return size if self._missed[size] >= OFTEN else None
+
+    def add(self, size: int) -> None:
+        self._missing.remove(size)
+        self._captured = sorted([*self._captured, size])
+
+    def give_up(self) -> None:
+        """No more graphs: what is captured stays."""
+        self._missing.clear()
+
+
+def _smallest(sizes: list[int], num_rows: int) -> int | None:
+    """`sizes` in ascending order."""
+    return next((size for size in sizes if size >= num_rows), None)
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], Outputs]], tuple[Graph, Outputs]]
+"""Captures a step; each replay computes it anew, into the outputs given with it."""
+
+
+class CudaCapture:
+    """Captures graphs that share one memory pool, as no two of them run at once."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()  # compiles kernels and makes the libraries allocate what they keep
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = step()
+        self._pool = self._pool or graph.pool()
+        torch.cuda.synchronize()
+        return graph, outputs
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     inputs: Tensor
     """[3, size] int64: rows, positions, slots"""
-    logits: Tensor
-    tokens: Tensor
-    healthy: Tensor
+    outputs: Outputs
 
 
 class StepGraphs:
-    """The captured graphs of one model, sharing one memory pool."""
+    """The graphs of one model. Belongs to the engine thread."""
 
     def __init__(
-        self, model: Decoder, page_table: Tensor, last_tokens: Tensor, padding_row: int, context_tokens: int
+        self,
+        model: Decoder,
+        page_table: Tensor,
+        last_tokens: Tensor,
+        padding_row: int,
+        context_tokens: int,
+        capture: Capture,
     ) -> None:
         self._model = model
         self._page_table = page_table
         self._last_tokens = last_tokens
         self._padding_row = padding_row
         self._context_tokens = context_tokens
-        self._sizes = [size for size in SIZES if size < padding_row] + [padding_row]
+        self._capture = capture
+        self._sizes = GraphSizes(padding_row)
         self._captured: dict[int, _Captured] = {}
-        self._pool: Any = None
 
-    @property
-    def largest(self) -> int:
-        """Rows a graph can take; 0 until something is captured."""
-        return max(self._captured, default=0)
+    def prepare(self) -> bool:
+        """Captures the next graph; false when none is left to capture."""
+        size = self._sizes.next_missing
+        return size is not None and self._add(size)
 
-    def capture(self) -> None:
-        """Captures every size, the largest first so that the smaller ones reuse its memory."""
-        for size in reversed(self._sizes):
-            self._captured[size] = self._capture(size)
-        torch.cuda.synchronize()
+    def takes(self, num_rows: int) -> bool:
+        """Whether the next step, of so many rows, can be replayed. May capture a graph for it."""
+        if self._sizes.serving(num_rows) is not None:
+            return True
+        size = self._sizes.missed(num_rows)
+        return size is not None and self._add(size)
 
-    def replay(
-        self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, likeliest tokens and health of each row; valid until the next replay, in stream order."""
+    def replay(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> Outputs:
+        """Of a step that `takes` said yes to; valid until the next replay, in stream order."""
         count = len(rows)
-        size = next(size for size in self._sizes if size >= count)
+        size = self._sizes.serving(count)
+        assert size is not None
         captured = self._captured[size]
         inputs = self._padding(size)
         inputs[0, :count], inputs[1, :count], inputs[2, :count] = rows, positions, slots
-        captured.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
+        host = torch.from_numpy(inputs)
+        captured.inputs.copy_(host.pin_memory() if captured.inputs.is_cuda else host, non_blocking=True)
         captured.graph.replay()
-        return captured.logits[:count], captured.tokens[:count], captured.healthy[:count]
+        logits, tokens, healthy = captured.outputs
+        return logits[:count], tokens[:count], healthy[:count]
 
     def _padding(self, size: int) -> NDArray[np.int64]:
         inputs = np.zeros((3, size), dtype=np.int64)
@@ -76,20 +158,18 @@ class StepGraphs:
         inputs[2] = PADDING_PAGE
         return inputs
 
-    def _capture(self, size: int) -> _Captured:
+    def _add(self, size: int) -> bool:
         inputs = torch.from_numpy(self._padding(size)).to(self._page_table.device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._step(inputs)  # compiles kernels and makes the libraries allocate what they keep
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits, tokens, healthy = self._step(inputs)
-        self._pool = self._pool or graph.pool()
-        return _Captured(graph, inputs, logits, tokens, healthy)
+        try:
+            graph, outputs = self._capture(lambda: self._step(inputs))
+        except torch.OutOfMemoryError:
+            self._sizes.give_up()  # steps run without graphs, too, and need the memory more
+            return False
+        self._captured[size] = _Captured(graph, inputs, outputs)
+        self._sizes.add(size)
+        return True
 
-    def _step(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, inputs: Tensor) -> Outputs:
         rows, positions, slots = inputs
         batch = Batch(
             tokens=self._last_tokens[rows],

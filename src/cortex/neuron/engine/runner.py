@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cortex.neuron.engine.graphs import StepGraphs
+from cortex.neuron.engine.graphs import Capture, CudaCapture, StepGraphs
 from cortex.neuron.engine.inputs import StepInputs
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import TokenLogprobs
@@ -69,9 +69,16 @@ class Runner:
     """Owns the rows' state on the device. Belongs to the engine thread."""
 
     def __init__(
-        self, model: Decoder, page_tokens: int, max_rows: int, context_tokens: int, states: StateMemory | None = None
+        self,
+        model: Decoder,
+        page_tokens: int,
+        max_rows: int,
+        context_tokens: int,
+        states: StateMemory | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        """`states`: where a model with recurrent layers keeps them; the row's number is its slot."""
+        """`states`: where a model with recurrent layers keeps them; the row's number is its slot. `capture`: how
+        single-token steps become graphs; a GPU has its own way, a CPU runs them launch by launch."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
@@ -83,14 +90,17 @@ class Runner:
         self._page_table = torch.from_numpy(self._pages).to(self.device)  # on the CPU: the same memory
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._graphs: StepGraphs | None = None
-        if self.device.type == "cuda":
-            self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens)
+        if capture is None and self.device.type == "cuda":
+            capture = CudaCapture()
+        if capture is not None:
+            self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens, capture)
 
-    def capture(self) -> None:
-        """Captures the graphs of single-token steps, where the device has them."""
-        if self._graphs is not None:
-            with torch.inference_mode():
-                self._graphs.capture()
+    def prepare(self) -> bool:
+        """Captures the graph of one more batch size, the smallest first; false when none is left to capture."""
+        if self._graphs is None:
+            return False
+        with torch.inference_mode():
+            return self._graphs.prepare()
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
         """Starts a step. `draws` are the plan's drawing rows in order; `mask` forbids tokens to them."""
@@ -101,7 +111,8 @@ class Runner:
             if self._states is not None:
                 self._states.copy(plan.restores)
             inputs = StepInputs.of(plan, self._pages, self.page_tokens)
-            if self._graphs is not None and plan.num_singles == len(plan.rows) <= self._graphs.largest:
+            is_single = plan.num_singles == len(plan.rows)
+            if self._graphs is not None and is_single and self._graphs.takes(len(plan.rows)):
                 drawn = self._replay(plan, inputs, draws, mask)
             else:
                 drawn = self._forward(plan, inputs, draws, mask)

@@ -8,7 +8,6 @@ order is "ensure ready" or "ensure gone", and is harmless when that is already s
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from cortex.fleet import explain
@@ -16,13 +15,14 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec, Resolution
 from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
 from cortex.fleet.eviction import due_for_recycling, expired
 from cortex.fleet.placement import place, unmet_pins
-from cortex.fleet.queueing import Seat, Waiting, plan
+from cortex.fleet.queueing import Seat, plan
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.journal import Journal
 from cortex.gateway.orders import Effects, Orders, Watcher
 from cortex.gateway.picture import LoadJob, Picture
+from cortex.gateway.queues import Queues
 from cortex.gateway.seats import Seats
 from cortex.gateway.sizes import Measured
 from cortex.gateway.tickets import Lease, Ticket
@@ -74,7 +74,7 @@ class Dispatcher:
         self._picture = Picture(catalogue, rules, Fleet(measured=dict(measured or {})))
         self._seats = Seats(self._picture)
         self._orders = Orders(self._picture, effects, journal, clock)
-        self._queues: dict[str, deque[Ticket]] = {}
+        self._queues = Queues()
         self._names: dict[str, Resolution] = {}
         self._advancing = False
         self._advance_again = False
@@ -93,7 +93,7 @@ class Dispatcher:
 
     @property
     def queue_depths(self) -> dict[str, int]:
-        return {model: len(queue) for model, queue in self._queues.items()}
+        return self._queues.depths
 
     @property
     def in_flight(self) -> dict[Seat, int]:
@@ -111,8 +111,8 @@ class Dispatcher:
         missed_polls: int,
     ) -> None:
         """Take over a new configuration; what runs and waits goes on under it."""
-        self._max_wait_s = max_wait_s
-        self._max_waiting = max_waiting
+        self._queues.max_wait_s = max_wait_s
+        self._queues.max_waiting = max_waiting
         self._missed_polls = missed_polls
         self._lifecycle = {neuron.name: neuron.kind == "neuron" for neuron in neurons}
         self._picture.catalogue = catalogue
@@ -162,24 +162,12 @@ class Dispatcher:
         """Queue a request that `acquire` could not serve. Raises Overloaded when too many wait already."""
         if self._closing:
             raise _shutting_down()
-        model = ticket.model
-        queue = self._queues.setdefault(model, deque())
-        if len(queue) >= self._max_waiting:
-            raise Overloaded(
-                f"{len(queue)} requests already wait for {model}; try again later, or raise max_waiting.",
-                retry_after_s=10.0,
-            )
-        is_news = not queue or all(other.origin == "background" for other in queue)
-        queue.append(ticket)
-        if is_news:
+        if self._queues.join(ticket):
             self._advance()
 
     def cancel(self, ticket: Ticket) -> None:
         """The client has left. A load under way goes on: others may want it, and it is cheap to keep."""
-        queue = self._queues.get(ticket.model)
-        if queue is not None and ticket in queue:
-            queue.remove(ticket)
-            self._drop_if_empty(ticket.model)
+        self._queues.leave(ticket)
 
     def release(self, lease: Lease) -> None:
         """The request has ended, however it did."""
@@ -348,10 +336,8 @@ class Dispatcher:
     def tick(self) -> None:
         """Called about once a second: overdue requests, expired models, worn workers, missing pinned models."""
         now = self._clock()
-        for model, queue in list(self._queues.items()):
-            while queue and now - queue[0].since >= self._max_wait_s:
-                queue.popleft().deliver(self._waited_too_long(model))
-            self._drop_if_empty(model)
+        for ticket in self._queues.overdue(now):
+            ticket.deliver(self._waited_too_long(ticket.model))
         for node, model in expired(self.fleet, now):
             self._orders.unload(node, model, cause="ttl", park=not self._picture.is_asleep(node, model))
         self._changed()
@@ -370,13 +356,13 @@ class Dispatcher:
     def close(self) -> None:
         """Shutting down: everybody who waits is told so at once."""
         self._closing = True
-        for model in list(self._queues):
+        for model in self._queues.models:
             self._fail_all(model, _shutting_down())
 
     def _waited_too_long(self, model: str) -> CortexError:
         decision = self.explain(model)
         return Overloaded(
-            f"{model} did not become ready within {self._max_wait_s:.0f} s. {explain.outcome(decision)}",
+            f"{model} did not become ready within {self._queues.max_wait_s:.0f} s. {explain.outcome(decision)}",
             retry_after_s=30.0,
             details={"decision": explain.as_json(decision)},
         )
@@ -388,10 +374,6 @@ class Dispatcher:
         self._picture.redraw(self._clock())
         self._seats.redrawn()
         self._names.clear()
-
-    def _drop_if_empty(self, model: str) -> None:
-        if model in self._queues and not self._queues[model]:
-            del self._queues[model]
 
     def _advance(self) -> None:
         """Serve who can be served and decide for the rest, until nothing changes. Not reentrant: a nested call,
@@ -413,18 +395,17 @@ class Dispatcher:
             self._advancing = False
 
     def _serve(self) -> None:
-        for model in list(self._queues):
-            while queue := self._queues.get(model):
-                lease = self.acquire(model, queue[0].prompt)
+        for model in self._queues.models:
+            while (ticket := self._queues.first(model)) is not None:
+                lease = self.acquire(model, ticket.prompt)
                 if lease is None:
                     break
-                ticket = queue.popleft()
                 lease.waited_s = self._clock() - ticket.since
+                self._queues.leave(ticket)
                 ticket.deliver(lease)
-            self._drop_if_empty(model)
 
     def _decide(self) -> None:
-        decided = plan([_waiting(model, queue) for model, queue in self._queues.items()], self.fleet, self._clock())
+        decided = plan(self._queues.waiting(), self.fleet, self._clock())
         if self._seats.closed - decided.closed:
             self._advance_again = True  # somebody may pass again
         self._seats.closed = decided.closed
@@ -444,16 +425,9 @@ class Dispatcher:
         return node is not None and not node.healthy and node.missed_polls < self._missed_polls
 
     def _fail_all(self, model: str, error: CortexError) -> None:
-        queue = self._queues.pop(model, None)
-        while queue:
-            queue.popleft().deliver(error)
+        for ticket in self._queues.dismiss(model):
+            ticket.deliver(error)
 
 
 def _shutting_down() -> ShuttingDown:
     return ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
-
-
-def _waiting(model: str, queue: deque[Ticket]) -> Waiting:
-    origins: set[Origin] = {ticket.origin for ticket in queue}
-    origin: Origin = "operator" if "operator" in origins else "request" if "request" in origins else "background"
-    return Waiting(model_id=model, since=queue[0].since, count=len(queue), origin=origin)

@@ -15,12 +15,15 @@ from cortex.neuron.engine.memory import device_memory, numeric_format
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.engine.sequence_memory import SequenceMemory
 from cortex.neuron.engine.state_memory import StateSlots
-from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.kernels.four_bit import ROW_BLOCK, rows_worth_it
+from cortex.neuron.layers.parameters import NO_FOUR_BITS, FourBitOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import UnsupportedModel, family_of
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
-from cortex.neuron.weights.transfer import Placement, load_into
+from cortex.neuron.weights.gguf.quants import QUANTISATIONS
+from cortex.neuron.weights.stored import TensorInfo
+from cortex.neuron.weights.transfer import Placement, group_runs, load_into
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, bytes in all)."""
@@ -56,10 +59,15 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
         load_into(
             checkpoint, placements, progress=lambda done, total: progress("read", done, total), cancelled=cancelled
         )
+        for binding in parameters.four_bit_bindings:
+            if cancelled():
+                raise Cancelled("the load was called off")
+            for first_row, groups in group_runs(checkpoint, binding.source, ROW_BLOCK):
+                binding.matrix.put(binding.first_row + first_row, groups.q, groups.scale, groups.minimum)
         progress("place", 0, 0)
 
     try:
-        return build_model(checkpoint.config, spec, device, fill)
+        return build_model(checkpoint.config, spec, device, fill, four_bit_offer(checkpoint.tensors, spec, device))
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
     except Cancelled as error:
@@ -70,20 +78,33 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
         checkpoint.close()
 
 
+def four_bit_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> FourBitOffer:
+    """What a checkpoint and a CPU make of a second form of quantised matrices; nothing for who asked for a dtype."""
+    if device.type != "cpu" or spec.dtype != "auto":
+        return NO_FOUR_BITS
+    formats = {name: QUANTISATIONS.get(info.dtype) for name, info in tensors.items() if len(info.shape) == 2}
+    bits = {name: found.bits for name, found in formats.items() if found is not None and found.groups is not None}
+    return FourBitOffer(bits, rows_worth_it(numeric_format(spec.dtype, device))) if bits else NO_FOUR_BITS
+
+
 def build_model(
-    config: Mapping[str, Any], spec: LoadSpec, device: torch.device, fill: Callable[[Parameters], None]
+    config: Mapping[str, Any],
+    spec: LoadSpec,
+    device: torch.device,
+    fill: Callable[[Parameters], None],
+    four_bits: FourBitOffer = NO_FOUR_BITS,
 ) -> LoadedModel:
     """Sizes the model, refuses what does not fit, allocates it, has `fill` give it its weights, and adds the pages."""
     family = family_of(config)
     dtype = numeric_format(spec.dtype, device)
-    sized = family(config, Parameters(torch.device("meta"), dtype), num_positions=1)
+    sized = family(config, Parameters(torch.device("meta"), dtype, four_bits), num_positions=1)
     have_bytes = usable_bytes(spec.min_free_bytes, device)
     if spec.memory_bytes is not None:
         have_bytes = min(have_bytes, spec.memory_bytes)
     spare_bytes = have_bytes - sized.parameters.num_bytes
     slots = StateSlots.plan(sized.gated_deltas, spec.max_num_seqs, spare_bytes, dtype, device)
     context, num_pages, notes = _plan_pages(sized, spec, device, dtype, have_bytes - slots.num_bytes)
-    parameters = Parameters(device, dtype)
+    parameters = Parameters(device, dtype, four_bits)
     model = family(config, parameters, num_positions=context)
     fill(parameters)
     return LoadedModel(

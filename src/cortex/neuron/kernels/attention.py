@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.kernels.jit import has_kernels
-from cortex.neuron.kernels.rotate import rotate_and_store, rotate_and_store_reference
+from cortex.neuron.kernels.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.rules import AttentionRules
 
 
@@ -47,7 +49,10 @@ def attention(
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
-    q = rotate_and_store_reference(q, k, v, rules, batch.positions, batch.slots, key_pages, value_pages)
+    rotation = batch.once(
+        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype)
+    )
+    q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
     parts = []
     if batch.num_decodes:
         parts.append(_decode(q[: batch.num_decodes], rules, batch, key_pages, value_pages))
@@ -64,22 +69,38 @@ def _gather(pages: Tensor, table: Tensor, length: int) -> Tensor:
     return rows.narrow(-3, 0, length).transpose(-3, -2)
 
 
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Which positions the decode rows of a step see."""
+
+    longest: int
+    table: Tensor
+    """[rows, pages]: as many as the longest row has"""
+    mask: Tensor | None
+    """[rows, 1, 1, longest] bool; None: one row, and all of it"""
+
+    @classmethod
+    def of(cls, batch: Batch, page_tokens: int, window: int | None) -> _Decodes:
+        lengths = batch.lengths[: batch.num_decodes]
+        longest = int(lengths.max())
+        table = batch.page_table[batch.rows[: batch.num_decodes], : -(-longest // page_tokens)]
+        if batch.num_decodes == 1 and window is None:
+            return cls(longest, table, None)
+        positions = torch.arange(longest, device=lengths.device)
+        visible = positions < lengths[:, None]
+        if window is not None:
+            visible &= positions >= lengths[:, None] - window
+        return cls(longest, table, visible[:, None, None])
+
+
 def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
     """All decode rows at once, padded to the longest. The query heads that share a kv head are its queries."""
     rows, heads, dim = q.shape
-    lengths = batch.lengths[:rows]
-    longest = int(lengths.max())
-    table = batch.page_table[batch.rows[:rows], : -(-longest // key_pages.shape[1])]
-    k, v = _gather(key_pages, table, longest), _gather(value_pages, table, longest)
-    mask = None
-    if rows > 1 or rules.window is not None:
-        positions = torch.arange(longest, device=q.device)
-        visible = positions < lengths[:, None]
-        if rules.window is not None:
-            visible &= positions >= lengths[:, None] - rules.window
-        mask = visible[:, None, None]
+    page_tokens = key_pages.shape[1]
+    seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
+    k, v = (_gather(pages, seen.table, seen.longest) for pages in (key_pages, value_pages))
     grouped = q.view(rows, k.shape[1], -1, dim)
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rules.scale)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=rules.scale)
     return out.reshape(rows, heads, dim)
 
 

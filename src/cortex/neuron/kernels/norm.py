@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
+
+FEW_NUMBERS = 1 << 14
+"""On a CPU up to so many numbers cost less than the operations on them."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., size], any strides but the last dimension dense → same shape, contiguous."""
     if not has_kernels(x):
-        return rms_norm_reference(x, weight, eps)
+        is_small = x.numel() <= FEW_NUMBERS and not x.is_cuda
+        return _rms_norm_of_few(x, weight, eps) if is_small else rms_norm_reference(x, weight, eps)
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -35,6 +40,13 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.rsqrt(length.square_().div_(x.shape[-1]).add_(eps))
     return (x * scale).mul_(weight).to(x.dtype)
+
+
+def _rms_norm_of_few(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """By way of torch's layer norm, one operation for five: numbers beside their negatives have the mean zero."""
+    size = x.shape[-1]
+    normed = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), eps=eps).narrow(-1, 0, size)
+    return (normed * weight).to(x.dtype)
 
 
 @jit

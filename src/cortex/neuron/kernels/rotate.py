@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -70,25 +72,49 @@ def rotate_and_store_reference(
     key_pages: Tensor,
     value_pages: Tensor,
 ) -> Tensor:
+    rotation = Rotation.at(positions, rules.rope, q.dtype)
+    return rotate_and_store_by(rotation, q, k, v, rules, slots, key_pages, value_pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What the tokens of a step are rotated by: the same in all layers that share a table."""
+
+    cosines: Tensor
+    """[tokens, 1, rotated dims]"""
+    sines: Tensor
+    """[tokens, 1, rotated dims]: negative in the first half, where the second half is taken away"""
+
+    @classmethod
+    def at(cls, positions: Tensor, rope: Tensor, dtype: torch.dtype) -> Rotation:
+        cosine, sine = rope[positions].to(dtype)[:, None].chunk(2, dim=-1)
+        return cls(torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, heads, dim] → the same, rotated; in few operations, because on a CPU each has its price."""
+        dims = self.cosines.shape[-1]
+        if dims < x.shape[-1]:
+            return torch.cat((self(x[..., :dims]), x[..., dims:]), dim=-1)
+        return (x * self.cosines).addcmul_(x.roll(dims // 2, -1), self.sines)
+
+
+def rotate_and_store_by(
+    rotation: Rotation,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: AttentionRules,
+    slots: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+) -> Tensor:
+    """`rotate_and_store_reference` with a rotation at hand."""
     if rules.q_scale is not None and rules.k_scale is not None:
         q = rms_norm_reference(q, rules.q_scale, rules.eps)
         k = rms_norm_reference(k, rules.k_scale, rules.eps)
-    cosine, sine = rules.rope[positions].to(q.dtype)[:, None].chunk(2, dim=-1)
-    key_pages.flatten(0, 1).index_copy_(0, slots, _rotate(k, cosine, sine))
+    key_pages.flatten(0, 1).index_copy_(0, slots, rotation(k))
     value_pages.flatten(0, 1).index_copy_(0, slots, v)
-    return _rotate(q, cosine, sine)
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x: [tokens, heads, dim]; cosine and sine: [tokens, 1, rotated dims / 2]"""
-    half = cosine.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    first, second = x[..., :half], x[..., half : 2 * half]
-    torch.mul(first, cosine, out=out[..., :half]).addcmul_(second, sine, value=-1)
-    torch.mul(second, cosine, out=out[..., half : 2 * half]).addcmul_(first, sine)
-    if 2 * half < x.shape[-1]:
-        out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    return rotation(q)
 
 
 @jit

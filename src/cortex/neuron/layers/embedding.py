@@ -11,6 +11,7 @@ from cortex.neuron.layers.parameters import Parameters
 
 class Embedding:
     def __init__(self, parameters: Parameters, vocab: int, size: int, source: str) -> None:
+        self.source = source
         self.weight = parameters.load(source, vocab, size)
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -26,3 +27,4 @@ class Head(Linear):
             super().__init__(parameters, size, {source: vocab})
         else:
             self.inputs, self.splits, self.weight, self.bias = size, [vocab], tied.weight, None
+            self.four_bit = parameters.four_bit_matrix({tied.source: vocab}, size)

@@ -1,4 +1,5 @@
-"""Matrices. A linear layer knows which rows of which checkpoint tensors it holds, and how they are stored.
+"""Matrices. A linear layer knows which rows of which checkpoint tensors it holds, and how they are stored: dense in the
+model's dtype, and on a CPU that is faster that way also in the four bits of a quantised checkpoint, for few rows.
 
 Several projections of the same input are one matrix here (q, k and v; gate and up): one read of the input, one launch.
 The norm before a matrix and the addition after it are arguments rather than layers of their own, so that the
@@ -9,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.four_bit import dense_product
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matvec import MATVEC_ROWS, gated_matvec, matvec
 from cortex.neuron.kernels.silu import silu_mul
@@ -21,7 +22,7 @@ from cortex.neuron.layers.parameters import Parameters
 
 
 class Linear:
-    """`y = norm(x) Wᵀ + b + residual`, each part but the matrix optional. Stored dense, in the model's dtype."""
+    """`y = norm(x) Wᵀ + b + residual`, each part but the matrix optional."""
 
     def __init__(
         self,
@@ -41,6 +42,10 @@ class Linear:
         self.splits = list(outputs.values())
         self.weight = parameters.empty(sum(self.splits), inputs)  # [out, in]
         self.bias = parameters.empty(sum(self.splits)) if bias else None
+        self.four_bit = None
+        if not arrange:
+            sources = {f"{prefix}.weight": rows for prefix, rows in outputs.items()}
+            self.four_bit = parameters.four_bit_matrix(sources, inputs)
         row = 0
         for prefix, rows in outputs.items():
             parameters.bind(f"{prefix}.weight", self.weight[row : row + rows], arrange.get(prefix))
@@ -56,11 +61,17 @@ class Linear:
             x = norm(x)
         if residual is not None and self.bias is None and x.is_cuda:
             return residual.addmm_(x, self.weight.t())
-        if len(x) == 1 and self.bias is None:
-            y = torch.mv(self.weight, x[0])[None]  # a product with one row would repack the matrix every time
-        else:
-            y = F.linear(x, self.weight, self.bias)
+        y = self._product(x)
         return y if residual is None else y.add_(residual)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.four_bit is not None and len(x) <= self.four_bit.max_rows:
+            y = self.four_bit.product(x)
+        elif len(x) == 1:
+            y = dense_product(x, self.weight)
+        else:
+            return F.linear(x, self.weight, self.bias)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 class GatedLinear:

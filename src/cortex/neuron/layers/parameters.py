@@ -6,11 +6,13 @@ model is sized before a byte of memory is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from cortex.neuron.kernels.four_bit import GROUP, ROW_BLOCK, FourBitMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,38 @@ class Binding:
     """What fills the same memory where the checkpoint has no `source` but its pieces."""
 
 
+@dataclass(frozen=True, slots=True)
+class FourBitOffer:
+    """Which tensors of a checkpoint a matrix in four bits can hold as they are stored, and for what it is faster."""
+
+    bits: Mapping[str, int]
+    """By the tensor's name: 4, or 8 for two planes of four."""
+    max_rows: int
+    """Products with so many rows are faster that way; 0: none is."""
+
+
+NO_FOUR_BITS = FourBitOffer({}, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitBinding:
+    """A tensor of the checkpoint whose groups fill a matrix from `first_row` on."""
+
+    source: str
+    matrix: FourBitMatrix
+    first_row: int
+
+
 class Parameters:
     """Allocates a model's tensors on one device and keeps the list of what fills them."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, four_bits: FourBitOffer = NO_FOUR_BITS) -> None:
         self.device = device
         self.dtype = dtype
         self.bindings: list[Binding] = []
+        self.four_bit_bindings: list[FourBitBinding] = []
         self.num_bytes = 0
+        self._four_bits = four_bits
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for a parameter, contents undefined until its bindings are loaded."""
@@ -64,6 +90,29 @@ class Parameters:
         tensor = self.empty(*shape, dtype=dtype)
         self.bind(source, tensor)
         return tensor
+
+    def four_bit_matrix(self, sources: Mapping[str, int], inputs: int) -> FourBitMatrix | None:
+        """A second form of the matrix whose rows are those of `sources` (name → rows), for products with few rows.
+
+        None where the checkpoint stores them otherwise, or where it would not be faster.
+        """
+        bits = {self._four_bits.bits.get(source, 0) for source in sources}
+        if not self._four_bits.max_rows or len(bits) > 1 or 0 in bits:
+            return None
+        if inputs % GROUP or any(rows % ROW_BLOCK for rows in sources.values()):
+            return None
+        planes, outputs = bits.pop() // 4, sum(sources.values())
+        matrix = FourBitMatrix(
+            self.empty(outputs, planes * inputs // 2, dtype=torch.uint8),
+            self.empty(planes * inputs // GROUP, outputs, 2, dtype=torch.bfloat16),
+            planes,
+            self._four_bits.max_rows,
+        )
+        first_row = 0
+        for source, rows in sources.items():
+            self.four_bit_bindings.append(FourBitBinding(source, matrix, first_row))
+            first_row += rows
+        return matrix
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory behind all parameters, each piece once however many tensors share it."""

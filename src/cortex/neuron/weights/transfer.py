@@ -5,17 +5,22 @@ A tensor of any size moves in pieces, so that progress is steady and a cancelled
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import torch
 
 from cortex.neuron.weights.checkpoint import Checkpoint
-from cortex.neuron.weights.decode import mapped_bytes
+from cortex.neuron.weights.decode import decode_groups, mapped_bytes
 from cortex.neuron.weights.errors import Cancelled
+from cortex.neuron.weights.gguf.quants import Groups
 from cortex.neuron.weights.placement import Piece, Placement, Target, checked
 from cortex.neuron.weights.staging import staged
 
-__all__ = ["Placement", "Progress", "load_into"]
+__all__ = ["Placement", "Progress", "group_runs", "load_into"]
+
+_RUN_NUMBERS: Final = 1 << 20
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), on the calling thread; never goes back."""
@@ -57,3 +62,16 @@ def _mapped(pieces: Sequence[Piece], cancelled: Callable[[], bool]) -> Iterator[
             raise Cancelled("the load was called off")
         piece.target.settle(piece, mapped_bytes(piece.stored, piece.start_group, piece.num_groups))
         yield piece
+
+
+def group_runs(checkpoint: Checkpoint, name: str, row_multiple: int) -> Iterator[tuple[int, Groups]]:
+    """A quantised matrix as its groups, in runs of rows that `row_multiple` divides: (first row, [rows, groups, 32]).
+
+    The matrix must have such a number of rows. Raises TensorMissing, or Unsupported for a format without groups.
+    """
+    stored = checkpoint.stored(name)
+    run_groups = math.lcm(row_multiple, stored.group_rows) // stored.group_rows
+    run_groups *= max(1, _RUN_NUMBERS // (run_groups * stored.group_rows * stored.shape[1]))
+    for start in range(0, stored.num_groups, run_groups):
+        raw = mapped_bytes(stored, start, min(run_groups, stored.num_groups - start))
+        yield start * stored.group_rows, decode_groups(stored, raw)

@@ -20,12 +20,32 @@ _IQ4_LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """Numbers as `scale · q + minimum`, with one scale and one minimum for every 32 of them."""
+
+    q: Tensor
+    """[..., 32] uint8"""
+    scale: Tensor
+    """[..., 1] float32"""
+    minimum: Tensor
+    """[..., 1] float32"""
+
+    def numbers(self) -> Tensor:
+        """[..., 32] float32"""
+        return self.q.float().mul_(self.scale).add_(self.minimum)
+
+
+@dataclass(frozen=True, slots=True)
 class Quantisation:
     """One block format and its way back to numbers."""
 
     block_elements: int
     block_bytes: int
     dequantise: Callable[[Tensor], Tensor]
+    groups: Callable[[Tensor], Groups] | None = None
+    """The same numbers in groups of 32, where the format is made of such groups: q is [groups, 32]."""
+    bits: int = 0
+    """Of a group's q."""
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
@@ -54,14 +74,13 @@ def _bits(packed: Tensor) -> Tensor:
     return (packed.unsqueeze(-2) >> _shifts(packed.device, 0, 1, 2, 3, 4, 5, 6, 7)) & 1
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    q = _nibbles(blocks[:, 2:]).view(-1, 32)
-    return q.float().sub_(8).mul_(_halves(blocks, 0))
+def _q4_0(blocks: Tensor) -> Groups:
+    d = _halves(blocks, 0)
+    return Groups(_nibbles(blocks[:, 2:]).view(-1, 32), d, d * -8)
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    q = _nibbles(blocks[:, 4:]).view(-1, 32)
-    return q.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+def _q4_1(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[:, 4:]).view(-1, 32), _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
@@ -80,8 +99,10 @@ def _q5_1(blocks: Tensor) -> Tensor:
     return q.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(_halves(blocks, 0))
+def _q8_0(blocks: Tensor) -> Groups:
+    """The file's numbers run from -128 to 127; here they begin at 0."""
+    d = _halves(blocks, 0)
+    return Groups(blocks[:, 2:] ^ 0x80, d, d * -128)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
@@ -113,12 +134,12 @@ def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float(), minimums.float()
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
+def _q4_k(blocks: Tensor) -> Groups:
     """8 runs of 32 numbers; low nibbles of 32 bytes make one run, high nibbles the next."""
     scales, minimums = _six_bit_scales(blocks[:, 4:16])
     run_scale, run_minimum = _halves(blocks, 0) * scales, _halves(blocks, 2) * minimums
-    q = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32).float()
-    return q.mul_(run_scale.unsqueeze(-1)).sub_(run_minimum.unsqueeze(-1)).view(-1, 256)
+    q = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 32)
+    return Groups(q, run_scale.view(-1, 1), run_minimum.view(-1, 1).neg_())
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
@@ -157,20 +178,31 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _iq4_levels(blocks.device)[q.int()].mul_(run_scale.unsqueeze(-1)).view(-1, 256)
 
 
+def _grouped(kind: GGMLType, bits: int, groups: Callable[[Tensor], Groups]) -> Quantisation:
+    def dequantise(blocks: Tensor) -> Tensor:
+        return groups(blocks).numbers().view(-1, kind.block_elements)
+
+    return Quantisation(kind.block_elements, kind.block_bytes, dequantise, groups, bits)
+
+
 QUANTISATIONS: Final[dict[str, Quantisation]] = {
     kind.name: Quantisation(kind.block_elements, kind.block_bytes, dequantise)
     for kind, dequantise in {
-        GGMLType.Q4_0: _q4_0,
-        GGMLType.Q4_1: _q4_1,
         GGMLType.Q5_0: _q5_0,
         GGMLType.Q5_1: _q5_1,
-        GGMLType.Q8_0: _q8_0,
         GGMLType.Q2_K: _q2_k,
         GGMLType.Q3_K: _q3_k,
-        GGMLType.Q4_K: _q4_k,
         GGMLType.Q5_K: _q5_k,
         GGMLType.Q6_K: _q6_k,
         GGMLType.IQ4_NL: _iq4_nl,
         GGMLType.IQ4_XS: _iq4_xs,
     }.items()
+} | {
+    kind.name: _grouped(kind, bits, groups)
+    for kind, bits, groups in (
+        (GGMLType.Q4_0, 4, _q4_0),
+        (GGMLType.Q4_1, 4, _q4_1),
+        (GGMLType.Q4_K, 4, _q4_k),
+        (GGMLType.Q8_0, 8, _q8_0),
+    )
 }

@@ -1,0 +1,150 @@
+"""A quantised checkpoint on a CPU: its matrices are kept in four bits too, and answer as the dense ones do."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from cortex.neuron.engine import loading
+from cortex.neuron.engine.loading import LoadedModel, load_model
+from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.weights import transfer
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 128, 192, 4, 2, 320
+TYPES = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34), "F32": (0, 4)}
+"""Name → the id in files, and the bytes of a block of 32 (of one number for F32)."""
+
+
+def blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> bytes:
+    """Random numbers of about the size that keeps activations at theirs."""
+    if kind == "F32":
+        return (torch.rand(rows * columns, generator=generator) + 0.5).numpy().tobytes()
+    scale = columns**-0.5 / (4 if kind.startswith("Q4") else 64)
+    minimum = struct.pack("<e", -8 * scale) if kind == "Q4_1" else b""
+    num_bytes = TYPES[kind][1] - 2 - len(minimum)
+    q = torch.randint(0, 256, (rows * columns // 32, num_bytes), dtype=torch.uint8, generator=generator)
+    return b"".join(struct.pack("<e", scale) + minimum + row.numpy().tobytes() for row in q)
+
+
+def write_model(path: Path, matrices: str, embedding: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    head_dim = HIDDEN // HEADS
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "token_embd.weight": (embedding, (VOCAB, HIDDEN)),
+        "output_norm.weight": ("F32", (HIDDEN,)),
+    }
+    for layer in range(2):
+        for name, shape in {
+            "attn_q": (HIDDEN, HIDDEN),
+            "attn_k": (KV_HEADS * head_dim, HIDDEN),
+            "attn_v": (KV_HEADS * head_dim, HIDDEN),
+            "attn_output": (HIDDEN, HIDDEN),
+            "ffn_gate": (INNER, HIDDEN),
+            "ffn_up": (INNER, HIDDEN),
+            "ffn_down": (HIDDEN, INNER),
+        }.items():
+            shapes[f"blk.{layer}.{name}.weight"] = (matrices, shape)
+        for name in ("attn_norm", "ffn_norm"):
+            shapes[f"blk.{layer}.{name}.weight"] = ("F32", (HIDDEN,))
+    keys: dict[str, int | float | str] = {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.context_length": 64,
+        "llama.embedding_length": HIDDEN,
+        "llama.feed_forward_length": INNER,
+        "llama.attention.head_count": HEADS,
+        "llama.attention.head_count_kv": KV_HEADS,
+        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+    }
+    table = data = b""
+    for name, (kind, shape) in shapes.items():
+        data += b"\0" * (-len(data) % 32)
+        table += _string(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        table += struct.pack("<IQ", TYPES[kind][0], len(data))
+        data += blocks(kind, shape[0], shape[1] if len(shape) > 1 else 1, generator)
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(keys))
+    header += b"".join(_string(key) + _value(value) for key, value in keys.items()) + table
+    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _value(value: float | str) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    return struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<If", 6, value)
+
+
+def load(path: Path, dtype: str = "auto") -> LoadedModel:
+    return load_model(LoadSpec(str(path), dtype=dtype), CPU, lambda *_: None, lambda: False)
+
+
+def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
+    """Logits after each token, one step for each."""
+    table = torch.arange(1, 3, dtype=torch.int32)[None]
+    logits = []
+    with torch.inference_mode():
+        for position, token in enumerate(tokens):
+            batch = Batch(
+                tokens=torch.tensor([token]),
+                positions=torch.tensor([position]),
+                slots=torch.tensor([32 + position]),
+                rows=torch.tensor([0]),
+                lengths=torch.tensor([position + 1], dtype=torch.int32),
+                page_table=table,
+                num_decodes=1,
+                max_length=position + 1,
+            )
+            logits.append(loaded.model.logits(loaded.model(batch)))
+    return torch.cat(logits).float()
+
+
+@pytest.fixture
+def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine at hand is fast at; and matrices come in as many runs of rows as they can."""
+    monkeypatch.setattr(loading, "rows_worth_it", lambda _: 4)
+    monkeypatch.setattr(transfer, "_RUN_NUMBERS", 1)
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("matrices", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("embedding", ["Q4_0", "Q8_0"])
+def test_it_answers_as_the_dense_model_does(tmp_path: Path, matrices: str, embedding: str) -> None:
+    write_model(tmp_path / "model.gguf", matrices, embedding)
+    tokens = torch.randint(0, VOCAB, (48,), generator=torch.Generator().manual_seed(2)).tolist()
+    packed = load(tmp_path / "model.gguf")
+    assert packed.model.head.four_bit is not None
+    exact = answers(load(tmp_path / "model.gguf", "float32"), tokens)
+    assert (answers(packed, tokens) - exact).norm() / exact.norm() < 0.03
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_what_is_kept_twice_is_counted_twice(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
+    packed, dense = load(tmp_path / "model.gguf"), load(tmp_path / "model.gguf", "float32")
+    itemsize = packed.dtype.itemsize
+    matrices = 2 * (HIDDEN * HIDDEN * 3 + 3 * HIDDEN * INNER)
+    scales_bytes = 4 / 32  # a scale and a minimum of two bytes for 32 numbers
+    extra = matrices * (1 / 2 + scales_bytes) + VOCAB * HIDDEN * 2 * (1 / 2 + scales_bytes)
+    assert packed.weight_bytes == dense.weight_bytes / 4 * itemsize + extra
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_who_asks_for_a_dtype_gets_only_that(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
+    assert load(tmp_path / "model.gguf", "float32").model.head.four_bit is None
+
+
+def test_where_it_is_not_faster_nothing_is_kept_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "rows_worth_it", lambda _: 0)
+    write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
+    loaded = load(tmp_path / "model.gguf")
+    assert loaded.model.head.four_bit is None
+    assert loaded.model.parameters.four_bit_bindings == []

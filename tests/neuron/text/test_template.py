@@ -194,7 +194,6 @@ def test_thinking_is_passed_under_every_name(make_model: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "messages", "reason"),
     [
-        ("qwen_xml", LATE_SYSTEM[0], "System message must be at the beginning"),
         ("llama3", [said("user", "x"), Message(role="assistant", parts=CALLING.parts * 2)], "single tool-calls"),
         ("qwen_xml", [Message(role="assistant", parts=(ToolCall(id="1", name="f", arguments="not json"),))], "mapping"),
     ],
@@ -251,6 +250,54 @@ def test_tool_arguments_that_are_not_json_are_shown_as_they_were(make_model: Any
     broken = Message(role="assistant", parts=(ToolCall(id="1", name="f", arguments='{"a": '),))
     text = make_model("qwen3").render(GenerateRequest(model="m", messages=(said("user", "x"), broken))).text
     assert '{"name": "f", "arguments": {"a": }' in text
+
+
+SEVERAL = (said("developer", "First."), said("developer", "Second."), said("user", "hi"))
+LATER = (*SEVERAL[1:], said("assistant", "ho"), said("system", "Later."), said("user", "x"))
+SKIPS = (
+    "{% if messages[0].role == 'system' %}S:{{ messages[0].content }}|{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+)
+REFUSES = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only first') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}|{% endfor %}"
+)
+SHOWS_ALL = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        (SHOWS_ALL, SEVERAL, "system:First.|system:Second.|user:hi|"),
+        (REFUSES, SEVERAL, "system:First.\n\nSecond.|user:hi|"),
+        (SKIPS, SEVERAL, "S:First.\n\nSecond.|user:hi|"),
+        (SHOWS_ALL, LATER, "system:Second.|user:hi|assistant:ho|system:Later.|user:x|"),
+        (REFUSES, LATER, "system:Second.|user:hi|assistant:ho|user:Later.|user:x|"),
+        (SKIPS, LATER, "S:Second.|user:hi|assistant:ho|user:Later.|user:x|"),
+    ],
+)
+def test_every_system_message_reaches_the_model_in_its_place(
+    make_model: Any, source: str, messages: tuple[Message, ...], text: str
+) -> None:
+    model, template = make_model("chatml"), ChatTemplate(source)
+    strict = TextModel(model.tokenizer, template, template, model.generation)
+    assert strict.render(GenerateRequest(model="m", messages=messages)).text == text
+
+
+def test_a_template_without_system_messages_says_so_itself(make_model: Any) -> None:
+    model = make_model("chatml")
+    template = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
+    with pytest.raises(TemplateRenderFailed, match="no system"):
+        TextModel(model.tokenizer, template, template, model.generation).render(
+            GenerateRequest(model="m", messages=SEVERAL)
+        )
+
+
+def test_agents_that_send_several_system_messages_can_use_a_template_that_takes_one(make_model: Any) -> None:
+    text = make_model("qwen_xml").render(GenerateRequest(model="m", messages=(*SEVERAL, *LATER[2:]), tools=TOOLS)).text
+    assert "First.\n\nSecond." in text
+    assert "<|im_start|>user\nLater.<|im_end|>" in text
 
 
 def test_developer_is_system_unless_the_template_knows_it(make_model: Any) -> None:

@@ -1,6 +1,6 @@
 """A request's conversation in the variables that chat templates are written for.
 
-Nothing is injected, reordered or dropped. Where templates disagree about a form, the template's own text decides.
+Nothing is injected, reordered or dropped. Where templates disagree about a form, the template itself decides.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from cortex.neuron.text.call_form import CallForm, call_form
+from cortex.neuron.text.system_form import system_form
 from cortex.neuron.text.template import ChatTemplate
 from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.requests import (
@@ -46,12 +47,14 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
 
 
 def messages(conversation: Iterable[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-    """The turns as plain JSON values, one for one."""
+    """The turns as plain JSON values, one for one; system messages in the form that the template takes."""
     names_by_call: dict[str, str] = {}
     rendered = []
     for position, message in enumerate(conversation):
         rendered.append(_message(message, position, template, names_by_call))
         names_by_call.update((part.id, part.name) for part in message.parts if isinstance(part, ToolCall))
+    if any(message["role"] == "system" for message in rendered[1:]):
+        return system_form(template).fit(rendered)
     return rendered
 
 

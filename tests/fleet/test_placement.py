@@ -214,7 +214,8 @@ def test_after_running_out_of_memory_the_need_is_what_the_load_showed(
 ) -> None:
     picture = fleet(node("n", [24], model("old", 12)), specs=[spec("m", 8)])
     assert place("m", picture, NOW).victims == ()
-    assert place("m", picture, NOW, at_least_bytes=14 * GIB).victims == ("old",)
+    shown = picture.replacing(msgspec.structs.replace(picture.nodes[0], shown_needs={"m": 14 * GIB}))
+    assert place("m", shown, NOW).victims == ("old",)
 
 
 def test_measured_bytes_replace_the_estimate(node: Make, fleet: Make, spec: Make) -> None:

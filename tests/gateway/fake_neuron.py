@@ -166,7 +166,7 @@ class FakeNeuron:
             await self.load_gate.wait()
         if self.load_faults:
             status, code, message = self.load_faults.pop(0)
-            self.states[wanted.model_id] = ModelState.COLD
+            self.states[wanted.model_id] = ModelState.FAILED
             return _json({"error": {"message": message, "type": "server_error", "code": code}}, status)
         self.states[wanted.model_id] = ModelState.READY
         return _json(self.status(wanted.model_id))

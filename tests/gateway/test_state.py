@@ -34,6 +34,7 @@ class Bench:
         """Of each of `unloads`, whether the model may sleep."""
         self.asleep: dict[tuple[str, str], float] = {}
         """Since when."""
+        self.failed: set[tuple[str, str]] = set()
         self.recycled: list[tuple[str, tuple[int, ...]]] = []
         self.abandoned: list[str] = []
         self.looks: list[str] = []
@@ -82,9 +83,10 @@ class Bench:
                 idle_s=self.now - slept,
             )
         since = self.ready[node].get(model)
+        absent = ModelState.FAILED if (node, model) in self.failed else ModelState.COLD
         return ModelStatus(
             id=model,
-            state=ModelState.COLD if since is None else ModelState.READY,
+            state=absent if since is None else ModelState.READY,
             devices=() if since is None else (0,),
             estimate_bytes=self.sizes[node][model],
             measured_bytes=None if since is None else self.sizes[node][model],
@@ -275,6 +277,36 @@ def test_out_of_memory_is_retried_once_with_more_room():
     assert bench.loads == [("n", "a"), ("n", "a")]
     bench.dispatcher.load_ended("n", "a", InsufficientCapacity("out of memory"))
     assert len(bench.loads) == 2
+    assert isinstance(got[0], LoadFailed)
+
+
+def test_out_of_memory_waits_for_a_busy_victim_although_the_node_calls_the_model_failed():
+    bench = Bench({"n": {"old": 4 * GB, "a": GB}})
+    bench.ready["n"]["old"] = 900.0
+    bench.poll()
+    (lease,) = bench.ask("old")
+    got = bench.ask("a")
+    bench.failed.add(("n", "a"))
+    bench.poll()
+    bench.dispatcher.load_ended("n", "a", InsufficientCapacity("out of memory"))
+    bench.poll()
+    assert (got, bench.unloads) == ([], [])
+    bench.dispatcher.release(lease)
+    assert bench.unloads == [("n", "old", "evicted")]
+    bench.finish_unload()
+    assert bench.loads == [("n", "a"), ("n", "a")]
+    bench.failed.clear()
+    bench.finish_load()
+    assert isinstance(got[0], Lease)
+
+
+def test_out_of_memory_with_nobody_to_evict_is_told_at_once():
+    bench = Bench({"n": {"a": GB}})
+    bench.poll()
+    got = bench.ask("a")
+    bench.failed.add(("n", "a"))
+    bench.poll()
+    bench.dispatcher.load_ended("n", "a", InsufficientCapacity("out of memory"))
     assert isinstance(got[0], LoadFailed)
 
 

@@ -31,21 +31,17 @@ def place(
     *,
     origin: Origin = "request",
     excluded: Iterable[str] = (),
-    at_least_bytes: int = 0,
 ) -> Decision:
     """Decide where `model_id` runs.
 
     Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes,
     coldest, lowest priority). Within each come first the nodes the model is pinned on, then those where it sleeps.
-    `excluded` are nodes that were just tried in vain; `at_least_bytes` is what a failed load has shown the model to
-    need.
+    `excluded` are nodes that were just tried in vain.
     """
     spec = fleet.catalogue.spec(model_id)
     tried = frozenset(excluded)
     assessments = [
-        _excluded(spec, node, fleet)
-        if node.name in tried
-        else assess(spec, node, fleet, now, origin=origin, at_least_bytes=at_least_bytes)
+        _excluded(spec, node, fleet) if node.name in tried else assess(spec, node, fleet, now, origin=origin)
         for node in fleet.nodes
     ]
     assessments.sort(key=_preference)
@@ -53,14 +49,12 @@ def place(
     return Decision(model_id=model_id, at=now, origin=origin, action=action, assessments=tuple(assessments))
 
 
-def assess(
-    spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin, at_least_bytes: int = 0
-) -> Assessment:
+def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
     """What can be done with `spec` on `node`."""
     held = node.residencies.get(spec.id)
     size = need_bytes(spec, node, fleet)
-    if at_least_bytes:
-        size = max(size or 0, at_least_bytes)
+    if spec.id in node.shown_needs:
+        size = max(size or 0, node.shown_needs[spec.id])
     found = _without_memory(spec, node, held, fleet, now, origin)
     if found is None:
         return fit(spec, node, fleet, now, size=size, origin=origin)

@@ -102,6 +102,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     reservations: tuple[Reservation, ...] = ()
     num_loads: int = 0
     """Loads since its workers were last recycled."""
+    shown_needs: dict[str, int] = {}
+    """By model: bytes that it needs here at the least, as a load that ran out of memory has shown."""
 
     @property
     def is_idle(self) -> bool:

@@ -56,7 +56,7 @@ class Orders:
         self._recycled: dict[str, set[int]] = {}
         """Devices with a new worker, on nodes where others still have the old one."""
 
-    def begin(self, decision: Decision, *, is_retry: bool = False) -> None:
+    def begin(self, decision: Decision) -> None:
         """Carry out a decision to load or wake: victims first. Does nothing when it is under way already."""
         node, model = decision.node, decision.model_id
         if node is None or (node, model) in self._picture.loads:
@@ -68,7 +68,6 @@ class Orders:
             decision.need_bytes or 0,
             self._clock(),
             victims=frozenset(decision.victims),
-            is_retry=is_retry,
         )
         self._picture.loads[node, model] = job
         for victim in decision.victims:
@@ -101,6 +100,7 @@ class Orders:
             self._picture.put(node, result, self._clock())
             self._picture.count_load(node)
             self._picture.failures.pop((node, model), None)
+            self._picture.shortfalls.pop((node, model), None)
             self._journal.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
         else:
             self._journal.happened("load_failed", node=node, model=model, why=result.message)
@@ -109,6 +109,7 @@ class Orders:
     def give_up(self, node: str, model: str, error: CortexError) -> None:
         """The load will not be tried again there for a while."""
         self._picture.loads.pop((node, model), None)
+        self._picture.shortfalls.pop((node, model), None)
         self._picture.failures[node, model] = LoadFailure(self._clock(), error.message)
         self.tell((node, model), error)
 

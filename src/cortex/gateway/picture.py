@@ -32,14 +32,20 @@ class LoadJob:
     begun_at: float
     victims: frozenset[str] = frozenset()
     """Still to be unloaded before it can begin."""
-    is_retry: bool = False
-    """The node ran out of memory the first time."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
     at: float
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A load ran out of memory: the model needs more than there was, and may be tried once more with that."""
+
+    at: float
+    need_bytes: int
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class Picture:
     unloads: dict[Seat, float] = field(default_factory=dict)
     """When each was ordered."""
     failures: dict[Seat, LoadFailure] = field(default_factory=dict)
+    shortfalls: dict[Seat, Shortfall] = field(default_factory=dict)
     pins: set[Seat] = field(default_factory=set)
     """Set by hand."""
     _reported: dict[str, Node] = field(default_factory=dict)
@@ -60,7 +67,7 @@ class Picture:
     def expect(self, names: Iterable[str]) -> None:
         """The nodes there should be, in order; others are forgotten."""
         self._reported = {name: self._reported.get(name, Node(name=name)) for name in names}
-        for jobs in (self.loads, self.unloads, self.failures):
+        for jobs in (self.loads, self.unloads, self.failures, self.shortfalls):
             for seat in [seat for seat in jobs if seat[0] not in self._reported]:
                 del jobs[seat]
 
@@ -104,8 +111,9 @@ class Picture:
 
     def redraw(self, now: float) -> None:
         """Draw `fleet` anew from reports and jobs; failures that are old enough are forgotten."""
-        for seat in [s for s, f in self.failures.items() if now - f.at >= self.rules.retry_failed_after_s]:
-            del self.failures[seat]
+        for past in (self.failures, self.shortfalls):
+            for seat in [s for s, it in past.items() if now - it.at >= self.rules.retry_failed_after_s]:
+                del past[seat]
         before = self.fleet
         self.fleet = Fleet(
             nodes=tuple(self._draw(node, now) for node in self._reported.values()),
@@ -122,6 +130,12 @@ class Picture:
         for (name, model), since in self.unloads.items():
             if name == node.name and model in drawn and drawn[model].state not in _ABSENT:
                 drawn[model] = _in_state(drawn[model], ModelState.UNLOADING, now - since, now)
+        short = {
+            model: shortfall.need_bytes for (name, model), shortfall in self.shortfalls.items() if name == node.name
+        }
+        for model in short.keys() & drawn.keys():
+            if drawn[model].state is ModelState.FAILED:  # by the load that is to be tried again
+                drawn[model] = _in_state(drawn[model], ModelState.COLD, 0.0, now)
         for (name, model), failure in self.failures.items():
             if name == node.name and (model not in drawn or drawn[model].state in _ABSENT):
                 held = drawn.get(model) or _unlisted(model, now)
@@ -138,7 +152,7 @@ class Picture:
             for job in self.loads.values()
             if job.node == node.name and not _holds_its_bytes(drawn[job.model])
         )
-        return msgspec.structs.replace(node, residencies=drawn, reservations=reservations)
+        return msgspec.structs.replace(node, residencies=drawn, reservations=reservations, shown_needs=short)
 
 
 def _holds_its_bytes(held: Residency) -> bool:

@@ -14,6 +14,7 @@ from cortex.fleet import explain
 from cortex.fleet.catalogue import Catalogue, ModelSpec, Resolution
 from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
 from cortex.fleet.eviction import due_for_recycling, expired
+from cortex.fleet.memory import ledger
 from cortex.fleet.placement import place, unmet_pins
 from cortex.fleet.queueing import Seat, plan
 from cortex.fleet.rules import EvictionRules
@@ -21,7 +22,7 @@ from cortex.fleet.topology import Fleet
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.journal import Journal
 from cortex.gateway.orders import Effects, Orders, Watcher
-from cortex.gateway.picture import LoadJob, Picture
+from cortex.gateway.picture import LoadJob, Picture, Shortfall
 from cortex.gateway.queues import Queues
 from cortex.gateway.seats import Seats
 from cortex.gateway.sizes import Measured
@@ -230,26 +231,30 @@ class Dispatcher:
         self._changed()
         if isinstance(result, ModelStatus):
             self._orders.tell((node, model), None)
-        elif not (isinstance(result, InsufficientCapacity) and job is not None and self._retry_with_more_room(job)):
+        elif not (isinstance(result, InsufficientCapacity) and job is not None and self._will_make_room(job)):
             self._orders.give_up(node, model, result)
         self._changed()
         self._advance()
 
-    def _retry_with_more_room(self, job: LoadJob) -> bool:
-        """The node ran out of memory: once, evict as if the model needed more than there was, and load again there."""
-        if job.is_retry:
+    def _will_make_room(self, job: LoadJob) -> bool:
+        """The node ran out of memory: once, load again there as if the model needed more than there was.
+
+        At once, where others can be evicted for it; where they are busy, those who wait go on waiting for that.
+        """
+        seat, now = (job.node, job.model), self._clock()
+        node = self._picture.fleet.node(job.node)
+        if seat in self._picture.shortfalls or node is None:
             return False
+        have = sum(device.available_bytes for device in ledger(node) if device.index in job.devices)
+        self._picture.shortfalls[seat] = Shortfall(now, max(have, job.num_bytes) + 1)
+        self._changed()
         others = [name for name in self._lifecycle if name != job.node]
-        plain = place(job.model, self.fleet, self._clock(), excluded=others)
-        have = sum(row.available_bytes for each in plain.assessments for row in each.rows if row.chosen)
-        decision = place(
-            job.model, self.fleet, self._clock(), excluded=others, at_least_bytes=max(have, job.num_bytes) + 1
-        )
-        if decision.action not in ("load", "wake") or not decision.victims:
-            return False
-        self._journal.decided(decision)
-        self._orders.begin(decision, is_retry=True)
-        return True
+        decision = place(job.model, self.fleet, now, excluded=others)
+        if decision.action in ("load", "wake"):
+            self._journal.decided(decision)
+            self._orders.begin(decision)
+            return True
+        return decision.assessments[0].verdict is Verdict.BLOCKED and job.model in self._queues
 
     def unload_ended(self, node: str, model: str, error: CortexError | None) -> None:
         """An unload that was ordered is over; the node has been polled since."""

@@ -46,7 +46,7 @@ from cortex.neuron.device.protocol import (
     WakeFailed,
     Woken,
 )
-from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError
+from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.request import EngineStats, StepOutput
 
 log = logging.getLogger(__name__)
@@ -245,6 +245,8 @@ class Executor:
             )
         except LoadCancelled as error:
             self._load_failed(handle, FaultKind.REQUEST, str(error), error, cancelled=True)
+        except NoRoomError as error:
+            self._load_failed(handle, FaultKind.OUT_OF_MEMORY, str(error), error)
         except LoadError as error:
             self._load_failed(handle, FaultKind.REQUEST, str(error), error)
         except Exception as error:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from cortex.neuron.device.hostmemory import anonymous_bytes
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import DamagedError, LoadError, RequestError, SleepError
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory import DeviceMemory
-from cortex.neuron.engine.parked_weights import ParkedWeights
+from cortex.neuron.engine.parked_weights import HostMemory, ParkedWeights
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.runner import Runner
 from cortex.neuron.engine.sequence_memory import SequenceMemory
@@ -220,7 +221,7 @@ def test_no_room_on_the_device_is_said_before_anything_is_touched(
 ) -> None:
     engine = make_engine()
     engine.sleep()
-    monkeypatch.setattr("cortex.neuron.engine.sleep.usable_bytes", lambda *_: 1000)
+    monkeypatch.setattr("cortex.neuron.engine.sleep.device_memory", lambda _: DeviceMemory(1 << 30, 1000, 0))
     with pytest.raises(LoadError, match="can be used; unload something"):
         wake(engine)
     monkeypatch.undo()
@@ -271,6 +272,15 @@ def test_storages_of_odd_sizes_are_parked_whole() -> None:
     parked.vacate()
     parked.restore()
     assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
+
+
+def test_host_memory_is_given_back_at_once() -> None:
+    before = anonymous_bytes()
+    memory = HostMemory(256 << 20, pinned=False)
+    memory.bytes.fill_(1)
+    assert anonymous_bytes() - before > 200 << 20
+    memory.release()
+    assert anonymous_bytes() - before < 64 << 20
 
 
 @pytest.mark.gpu

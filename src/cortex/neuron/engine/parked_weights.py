@@ -7,6 +7,8 @@ told. What holds addresses instead, such as a captured graph, must be gone befor
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -97,11 +99,15 @@ class HostMemory:
                 f"the weights take {num_bytes / 1e9:.2f} GB of host memory, but {free_bytes / 1e9:.2f} GB are free"
             )
         try:
-            self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise SleepError(f"the host has no {num_bytes / 1e9:.2f} GB for the weights: {error}") from None
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise SleepError(f"the host has no {num_bytes / 1e9:.2f} GB for the weights: {error}") from error
+        with contextlib.suppress(OSError):  # a kernel without huge pages does with small ones
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._is_locked = False
         if pinned:
+            self.bytes.zero_()  # brings the pages in on all cores; the driver would do it on one
             refusal = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
             self._is_locked = refusal == 0
             if refusal:
@@ -113,7 +119,7 @@ class HostMemory:
         if self._is_locked:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._is_locked = False
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # the mapping ends with the last tensor on it
 
 
 def _flat(storage: torch.UntypedStorage) -> Tensor:

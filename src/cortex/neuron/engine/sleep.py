@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from cortex.neuron.engine.errors import DamagedError, NoRoomError
-from cortex.neuron.engine.loading import LoadedModel, usable_bytes
+from cortex.neuron.engine.loading import LoadedModel
+from cortex.neuron.engine.memory import device_memory
 from cortex.neuron.engine.parked_weights import ParkedWeights
 from cortex.neuron.engine.request import LoadSpec
 
@@ -47,9 +48,13 @@ class Sleep:
             self._parked.release()
 
     def refuse_without_room(self, spec: LoadSpec, device: torch.device) -> None:
-        """Raises NoRoomError where waking would not leave the device what a load has to leave."""
+        """Raises NoRoomError where waking would leave too little of the device for activations.
+
+        Of the reserve that a load keeps free, the libraries have taken their part by now: half of it has to be left.
+        """
+        memory = device_memory(device)
         need = self._loaded.memory.num_bytes + self.moved_bytes
-        have = usable_bytes(spec.min_free_bytes, device)
+        have = memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes // 2
         if need > have:
             raise NoRoomError(
                 f"the model needs {need / 1e9:.2f} GB on {device} to wake up, "

@@ -40,7 +40,11 @@ def write_model(folder: Path, *, config: dict | None = None, **behaviour) -> Pat
 
 
 def load_text(path: Path):
-    return SimpleNamespace(capabilities=Capabilities(tools=True, notes=("from the template",)), path=path)
+    return SimpleNamespace(path=path)
+
+
+def capabilities_of(path: Path) -> Capabilities:
+    return Capabilities(tools=True, notes=("from the template",))
 
 
 def parts(**changes) -> Parts:
@@ -49,6 +53,7 @@ def parts(**changes) -> Parts:
         **{
             "engine": "faulty_engine:load",
             "load_text": load_text,
+            "capabilities_of": capabilities_of,
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
             "patience": Patience(step_s=0.8, load_s=0.8, unload_s=1.0, exit_s=2.0),
             "first_retry_s": 0.1,

@@ -7,11 +7,13 @@ import signal
 import time
 
 import faulty_engine
+import faulty_models
 import pytest
 from faulty_models import running_node, write_model
 
 from cortex.neuron.device.hostmemory import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.weights.errors import HubUnreachable
 from cortex.wire.errors import (
     ContextLengthExceeded,
@@ -419,10 +421,39 @@ async def test_text_comes_without_loading_the_weights(tmp_path):
             await node.text("unknown")
 
 
-async def test_cold_models_show_what_they_will_need(tmp_path):
-    async with running_node(tmp_path, models(tmp_path, m={})) as node:
+async def test_cold_models_show_what_they_will_need_and_their_tokenizers_are_not_made(tmp_path):
+    made = []
+
+    def load_text(path):
+        made.append(path)
+        return faulty_models.load_text(path)
+
+    async with running_node(tmp_path, models(tmp_path, m={}), load_text=load_text) as node:
         await until(lambda: node.model("m").estimate_bytes)
         assert node.model("m").family == "llama"
+        assert node.model("m").capabilities.tools
+        assert made == []
+        for _ in range(2):
+            await load(node, "m")
+            await node.text("m")
+            await node.unload(UnloadRequest(model_id="m"))
+        assert len(made) == 1
+
+
+async def test_a_tokenizer_that_cannot_be_read_fails_the_load_before_any_worker_is_started(tmp_path):
+    broken = True
+
+    def load_text(path):
+        if broken:
+            raise TextFileMalformed("tokenizer.json is not a tokenizer; download the model again")
+        return faulty_models.load_text(path)
+
+    async with running_node(tmp_path, models(tmp_path, m={}), load_text=load_text) as node:
+        with pytest.raises(LoadFailed, match="tokenizer"):
+            await load(node, "m")
+        assert worker_of(node) is None
+        broken = False
+        await load(node, "m")
 
 
 async def test_listeners_hear_of_every_state(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cortex.neuron.text.defaults import GenerationDefaults
-from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.model import TextModel, capabilities_of
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
@@ -203,6 +203,14 @@ def test_sampling_defaults_are_the_models_own(
     assert greedy.generation == GenerationDefaults(temperature=0.0)
     sampled = TextModel.from_gguf({**gguf_metadata, "general.sampling.temp": 0.5, "general.sampling.top_k": 40})
     assert sampled.generation == GenerationDefaults(temperature=0.5, top_k=40)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "hermes", "chatml", None])
+def test_what_a_model_can_do_is_known_without_its_tokenizer(tmp_path: Path, backend: Any, family: str | None) -> None:
+    path = write_model(tmp_path, backend, family, config={"vision_config": {}})
+    told = TextModel.load(path).capabilities
+    (path / "tokenizer.json").write_text("{")
+    assert capabilities_of(path) == told
 
 
 def test_a_gguf_serves_the_same_text_as_a_directory(gguf_metadata: dict[str, Any], make_model: Any) -> None:

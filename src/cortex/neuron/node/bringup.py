@@ -26,8 +26,9 @@ from cortex.neuron.text.errors import TextModelError
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node import Device
+from cortex.wire.node import Capabilities, Device
 
+_UNREADABLE = (OSError, TextModelError, CheckpointError)
 _SETTLE_S = 2.0
 """A device may report memory as taken for a moment after it was freed."""
 _SETTLE_INTERVAL_S = 0.2
@@ -42,7 +43,7 @@ class Surveyed:
     """What is known of a model's files once they are at hand."""
 
     facts: ModelFacts
-    text: TextModel
+    capabilities: Capabilities
     asked_quant: str | None
 
 
@@ -60,6 +61,7 @@ class BringUp:
         fetch: Fetch,
         find_local: FindLocal,
         load_text: Callable[[Path], TextModel],
+        capabilities_of: Callable[[Path], Capabilities],
     ) -> None:
         self._config = config
         self._library = library
@@ -69,9 +71,11 @@ class BringUp:
         self._fetch = fetch
         self._find_local = find_local
         self._load_text = load_text
+        self._capabilities_of = capabilities_of
         self._device_locks = {device.index: asyncio.Lock() for device in devices}
         self.surveyed: dict[str, Surveyed] = {}
         """By model id; kept after an unload."""
+        self._texts: dict[str, tuple[Path, asyncio.Task[TextModel]]] = {}
 
     async def __call__(self, model: KnownModel, observer: BringUpObserver) -> Instance:
         """Raises LoadFailed, InsufficientCapacity, or the supervisor's WorkerLost."""
@@ -79,6 +83,7 @@ class BringUp:
         path = await self._files(model, observer)
         observer.on_files_at_hand()
         survey = await self.survey(model, path)
+        await self.text(model, path)
         async with self._room_for(model, survey.facts) as device:
             supervisor = self._supervisors[device.index]
             instance = self._instance(model.id, supervisor, observer)
@@ -119,7 +124,7 @@ class BringUp:
                 raise LoadFailed(f"{model.id} is meant for device {index}, but this node has {have}")
 
     async def survey(self, model: KnownModel, path: Path) -> Surveyed:
-        """Reads headers and tokenizer on a thread; remembered. Raises LoadFailed."""
+        """Reads headers and templates on a thread; remembered. Raises LoadFailed."""
         known = self.surveyed.get(model.id)
         if known is not None and (known.facts.path, known.asked_quant) == (path, model.quant):
             return known
@@ -130,8 +135,27 @@ class BringUp:
     def _survey(self, model: KnownModel, path: Path) -> Surveyed:
         facts = inspect(path, model.quant, name=model.id)
         try:
-            return Surveyed(facts, self._load_text(path), model.quant)
-        except (OSError, TextModelError, CheckpointError) as error:
+            return Surveyed(facts, self._capabilities_of(path), model.quant)
+        except _UNREADABLE as error:
+            raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
+
+    async def text(self, model: KnownModel, path: Path) -> TextModel:
+        """The model's tokenizer, template and parsers, made on a thread, once for all who ask; remembered, also after
+        an unload. Raises LoadFailed."""
+        known_path, reading = self._texts.get(model.id, (None, None))
+        if reading is None or known_path != path:
+            reading = asyncio.create_task(asyncio.to_thread(self._read_text, model, path))
+            self._texts[model.id] = (path, reading)
+        try:
+            return await asyncio.shield(reading)
+        except LoadFailed:
+            self._texts.pop(model.id, None)  # the files may be put right
+            raise
+
+    def _read_text(self, model: KnownModel, path: Path) -> TextModel:
+        try:
+            return self._load_text(path)
+        except _UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its tokenizer cannot be read: {error}") from error
 
     async def _files(self, model: KnownModel, observer: BringUpObserver) -> Path:

@@ -31,13 +31,14 @@ from cortex.neuron.node.bringup import BringUp
 from cortex.neuron.node.feed import Feed
 from cortex.neuron.node.files import fetch, find_local
 from cortex.neuron.node.generation import Generation
-from cortex.neuron.node.library import Fetch, FindLocal, Library, scan_cache
+from cortex.neuron.node.library import Fetch, FindLocal, KnownModel, Library, scan_cache
 from cortex.neuron.node.owner import Owner
 from cortex.neuron.node.parking import Parked, Parking, budget_bytes
 from cortex.neuron.node.status import describe
-from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.model import TextModel, capabilities_of
 from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown
 from cortex.wire.node import (
+    Capabilities,
     Device,
     DeviceHealth,
     Discovery,
@@ -65,6 +66,7 @@ class Parts:
     fetch: Fetch = fetch
     find_local: FindLocal = find_local
     load_text: Callable[[Path], TextModel] = TextModel.load
+    capabilities_of: Callable[[Path], Capabilities] = capabilities_of
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     patience: Patience | None = None
     first_retry_s: float = 5.0
@@ -96,13 +98,13 @@ class Node:
             fetch=parts.fetch,
             find_local=parts.find_local,
             load_text=parts.load_text,
+            capabilities_of=parts.capabilities_of,
         )
         self._owners: dict[str, Owner] = {}
         self._parking = Parking(self._parking_budget, self._parked, lambda model_id: self._owners[model_id].dismiss())
         self._feed = Feed()
         self._unreadable: set[str] = set()
         """Models whose files were looked at in vain; said once."""
-        self._surveys: dict[str, asyncio.Task[TextModel]] = {}
         self._activation = Activation(
             [default.model_id for default in config.default_models],
             lambda model_id: self.load(LoadRequest(model_id=model_id), wait=True),
@@ -182,14 +184,12 @@ class Node:
 
     async def text(self, model_id: str) -> TextModel:
         """The model's tokenizer, template and parsers, without its weights; remembered. Raises LoadFailed."""
-        self._library.find(model_id)
-        if (survey := self._bring_up.surveyed.get(model_id)) is not None:
-            return survey.text
-        if model_id not in self._surveys:
-            task = asyncio.create_task(self._survey_text(model_id))
-            task.add_done_callback(lambda _: self._surveys.pop(model_id, None))
-            self._surveys[model_id] = task
-        return await asyncio.shield(self._surveys[model_id])
+        model = self._library.find(model_id)
+        survey = self._bring_up.surveyed.get(model_id)
+        path = survey.facts.path if survey is not None else await self._find_local(model)
+        if path is None:
+            raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")
+        return await self._bring_up.text(model, path)
 
     def submit(self, model_id: str, request: EngineRequest) -> Generation:
         """Takes a request for a model that is ready.
@@ -299,7 +299,7 @@ class Node:
         for model in self._library:
             if model.id in self._bring_up.surveyed or model.id in self._unreadable:
                 continue
-            path = await asyncio.to_thread(self._parts.find_local, model.source, self._library.cache, model.quant)
+            path = await self._find_local(model)
             if path is None:
                 continue
             try:
@@ -308,12 +308,8 @@ class Node:
                 self._unreadable.add(model.id)
                 log.warning("%s", error.message)
 
-    async def _survey_text(self, model_id: str) -> TextModel:
-        model = self._library.find(model_id)
-        path = await asyncio.to_thread(self._parts.find_local, model.source, self._library.cache, model.quant)
-        if path is None:
-            raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")
-        return (await self._bring_up.survey(model, path)).text
+    async def _find_local(self, model: KnownModel) -> Path | None:
+        return await asyncio.to_thread(self._parts.find_local, model.source, self._library.cache, model.quant)
 
 
 def _discovery(config: NeuronConfig, inventory: Inventory) -> Discovery:

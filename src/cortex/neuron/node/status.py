@@ -45,7 +45,7 @@ def describe(model: KnownModel, owner: Owner | None, survey: Surveyed | None) ->
 def _capabilities(survey: Surveyed | None, engine_notes: tuple[str, ...]) -> Capabilities:
     if survey is None:
         return Capabilities()
-    told = survey.text.capabilities
+    told = survey.capabilities
     return Capabilities(
         chat=told.chat,
         tools=told.tools,

@@ -58,7 +58,7 @@ class TextModel:
             Tokenizer.load(path),
             template_source.from_directory(path),
             defaults.from_generation_config(read_json(path / "generation_config.json")),
-            has_vision="vision_config" in read_json(path / "config.json"),
+            has_vision=_has_vision(path),
         )
 
     @classmethod
@@ -74,15 +74,7 @@ class TextModel:
     def _assemble(
         cls, tokenizer: Tokenizer, sources: TemplateSources, generation: GenerationDefaults, *, has_vision: bool
     ) -> TextModel:
-        notes = []
-        default = sources.default or sources.with_tools
-        if default is None:
-            notes.append("the model has no chat template: conversations are written as ChatML")
-        if has_vision:
-            notes.append("images are not read: the vision tower is left out")
-        template = ChatTemplate(default or CHATML)
-        tools_template = ChatTemplate(sources.with_tools) if sources.with_tools else template
-        return cls(tokenizer, template, tools_template, generation, tuple(notes))
+        return cls(tokenizer, *_templates(sources), generation, _notes(sources, has_vision=has_vision))
 
     @property
     def vocab_size(self) -> int:
@@ -94,9 +86,7 @@ class TextModel:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            tools=self._tool_syntax is not None, reasoning=self._thought_markers is not None, notes=self.notes
-        )
+        return _capabilities(self.template, self.tools_template, self.notes)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, control tokens in it included, nothing added."""
@@ -193,3 +183,42 @@ class TextModel:
         markers = self._thought_markers
         shown = (*_OUTPUT_MARKERS, *((markers.open, markers.close) if markers else ()))
         return self.tokenizer.special_ids - {self.tokenizer.id_of(marker) for marker in shown}
+
+
+def capabilities_of(path: Path) -> Capabilities:
+    """What `TextModel.load(path)` would be able to do, told by the templates alone.
+
+    A tokenizer is not made for it: with a large vocabulary that takes a second, in which the library lets no other
+    thread run, and a hundred megabytes. Raises as `load` does for what it reads.
+    """
+    gguf = gguf_file(path)
+    if gguf is not None:
+        sources, has_vision = template_source.from_gguf(read_metadata(gguf).metadata), False
+    else:
+        sources, has_vision = template_source.from_directory(path), _has_vision(path)
+    return _capabilities(*_templates(sources), _notes(sources, has_vision=has_vision))
+
+
+def _templates(sources: TemplateSources) -> tuple[ChatTemplate, ChatTemplate]:
+    """For conversations without and with tools."""
+    template = ChatTemplate(sources.default or sources.with_tools or CHATML)
+    return template, ChatTemplate(sources.with_tools) if sources.with_tools else template
+
+
+def _notes(sources: TemplateSources, *, has_vision: bool) -> tuple[str, ...]:
+    notes = []
+    if not (sources.default or sources.with_tools):
+        notes.append("the model has no chat template: conversations are written as ChatML")
+    if has_vision:
+        notes.append("images are not read: the vision tower is left out")
+    return tuple(notes)
+
+
+def _has_vision(directory: Path) -> bool:
+    return "vision_config" in read_json(directory / "config.json")
+
+
+def _capabilities(template: ChatTemplate, tools_template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:
+    return Capabilities(
+        tools=tool_syntax(tools_template) is not None, reasoning=thought_markers(template) is not None, notes=notes
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cortex.cli.client import DEFAULT_URL
 from cortex.cli.failures import ExitCode
 from cortex.gateway.ledger.store import Counts, Slot, open_store
 from cortex.wire.events import Usage
@@ -244,6 +245,15 @@ def test_doctor_reports_a_node_that_does_not_answer(invoke: Invoke, tmp_path: An
     assert outcome.code is ExitCode.FAILED
     assert "beast: no answer" in outcome.stdout
     assert "neuron serve" in outcome.stdout
+
+
+def test_doctor_looks_for_the_gateway_where_the_config_says(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[gateway]\nlisten = "0.0.0.0:9"\nmetrics_listen = "127.0.0.1:7"\n')
+    outcome = invoke("doctor", "--config", str(config), env={"CORTEX_URL": DEFAULT_URL})
+    assert "no gateway answers at http://127.0.0.1:9" in outcome.stdout
+    assert "127.0.0.1:7" in outcome.stdout
+    assert "31313" not in outcome.stdout
 
 
 def test_every_command_explains_itself(invoke: Invoke) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from cortex import __version__
-from cortex.gateway.config import load
+from cortex.gateway.config import GatewaySection, load
 from cortex.gateway.server import catalogue_path, load_catalogue
 from cortex.settings import Listen, SettingsError
 from cortex.wire.node import Discovery
@@ -26,6 +27,7 @@ from .client import Gateway
 from .demo import SMOLLM2
 from .failures import CommandError
 from .output import size
+from .plan import reachable
 
 LOW_DISK_BYTES = 20 << 30
 """Below this, most model downloads will not fit."""
@@ -136,6 +138,21 @@ def devices() -> Iterator[Finding]:
 
 def _driver_remedy() -> str:
     return "see `nvidia-smi`; after a driver update, reboot or reload the module"
+
+
+def addresses(path: Path | None) -> tuple[Listen, ...]:
+    """Where gateway, metrics and a neuron on this machine listen or would, as seen from here; the gateway first."""
+    gateway = GatewaySection(listen=Listen("127.0.0.1:31313"), metrics_listen=Listen("127.0.0.1:31314"))
+    if path is not None:
+        with contextlib.suppress(SettingsError):  # reported by `config`
+            gateway = load(path, os.environ).gateway
+    found = (gateway.listen, gateway.metrics_listen, Listen("127.0.0.1:13131"))
+    return tuple(_from_here(listen) for listen in found if listen is not None)
+
+
+def _from_here(listen: Listen) -> Listen:
+    host = reachable(listen.host)
+    return Listen(f"[{host}]:{listen.port}" if ":" in host else f"{host}:{listen.port}")
 
 
 def ports(listens: tuple[Listen, ...]) -> Iterator[Finding]:

@@ -58,6 +58,10 @@ class Gateway:
         self._timeout_s = timeout_s
         self._api_key = api_key
 
+    def at(self, url: str) -> Gateway:
+        """Another gateway, with the same key."""
+        return Gateway(url, self._api_key, self._timeout_s)
+
     def patient(self, timeout_s: float) -> Gateway:
         """The same gateway, for calls that may take long."""
         return Gateway(self.url, self._api_key, timeout_s)

@@ -10,11 +10,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from cortex.settings import Listen
-
 from . import checks
 from .checks import Finding, Verdict
-from .client import Gateway, gateway_options
+from .client import DEFAULT_URL, Gateway, gateway_options
 from .failures import Command, ExitCode
 from .output import console, json_option, print_json
 
@@ -29,8 +27,11 @@ def doctor(config: Path | None, gateway: Gateway, as_json: bool) -> int:
     """Check what usually goes wrong; say what to do.
 
     Looks at versions, configuration, gateway, nodes, devices, ports, disk and cache. Exit code 1 when something must be
-    done.
+    done. With --config, the gateway is looked for where that file says, unless --url names another place.
     """
+    listens = checks.addresses(config)
+    if config is not None and gateway.url == DEFAULT_URL:
+        gateway = gateway.at(f"http://{listens[0]}")
     findings = [
         *checks.versions(),
         *checks.engine(),
@@ -38,7 +39,7 @@ def doctor(config: Path | None, gateway: Gateway, as_json: bool) -> int:
         *checks.gateway(gateway),
         *checks.nodes(config),
         *checks.devices(),
-        *checks.ports(tuple(Listen(f"127.0.0.1:{port}") for port in (31313, 31314, 13131))),
+        *checks.ports(listens),
         *checks.disk(),
         *checks.cache(),
     ]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.decision import Decision
 from cortex.fleet.explain import as_json, refusal, rows, text
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import place
@@ -176,18 +175,16 @@ def test_the_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: obj
     assert place(name, fleet, NOW) == place(name, msgspec.structs.replace(fleet, nodes=tuple(shuffled)), NOW)
 
 
-RANK = {"route": 0, "join": 1, "wake": 2, "load": 3, "wait": 4, "refuse": 5}
+# A load into free memory comes before a wake that has to evict for it: as actions, they are equally good.
+RANK = {"route": 0, "join": 1, "wake": 2, "load": 2, "wait": 3, "refuse": 4}
 
 
 @settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_an_additional_empty_node_never_makes_it_worse(fleet: Fleet, name: str) -> None:
-    def rank(decision: Decision) -> tuple[int, int]:
-        return RANK[decision.action], len(decision.victims)
-
     device = Device(index=0, kind="cuda", name="card", total_bytes=80 * MIB, free_bytes=80 * MIB)
     extra = Node(name="extra", devices=(device,), healthy=True)
-    assert rank(place(name, fleet.replacing(extra), NOW))[0] <= rank(place(name, fleet, NOW))[0]
+    assert RANK[place(name, fleet.replacing(extra), NOW).action] <= RANK[place(name, fleet, NOW).action]
 
 
 @settings(max_examples=200, deadline=None)

@@ -19,11 +19,18 @@ CONTROL = [
     "/health",
     "/v1/models",
     "/v1/models/a",
+    "/v1/models/org/a",
+    "/v1/models/org%2Fa/",
+    "/v1/models/a/b/c?x=%ff",
     "/v1/models/%00%ff%2e%2e/x",
     "/fleet/status",
     "/fleet/decisions?model=%ff&model",
     "/fleet/explain/a",
+    "/fleet/explain/org/a",
     "/fleet/explain/%F0%9F%92%A9",
+    "/fleet/events",
+    "/fleet/models/org/a/load",
+    "/fleet/models/org%2Fa/unload",
     "/fleet/models/a/load",
     "/fleet/models/a/unload",
     "/fleet/models/a/pin",
@@ -106,7 +113,7 @@ def check(status: int, content_type: str, answer: bytes, about: Any) -> None:
 async def client(neurons, start_gateway, monkeypatch):
     monkeypatch.setattr(Seen, "body", property(lambda seen: _decoded(seen.raw)))
     ready = {"a": ModelState.READY}
-    beast = await neurons("beast", sizes={"a": GB}, states=ready, answer=tolerant)
+    beast = await neurons("beast", sizes={"a": GB, "org/a": GB}, states=ready, answer=tolerant)
     return await start_gateway(beast, max_body_mb=1)
 
 

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import anthropic
 import openai
 import pytest
 
+from cortex.neuron.api import bodies
 from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node import ModelState
@@ -387,3 +389,19 @@ async def test_a_principal_that_is_no_text_still_has_a_name(api: Any) -> None:
     principal = api.node.submitted[0].principal
     assert principal
     assert principal.encode()
+
+
+async def test_a_large_body_is_parsed_beside_the_loop() -> None:
+    def where(_: bytes) -> threading.Thread:
+        return threading.current_thread()
+
+    assert await bodies.parsed(where, b"{}") is threading.current_thread()
+    assert await bodies.parsed(where, b" " * (1 << 20)) is not threading.current_thread()
+
+
+async def test_a_large_prompt_is_answered_and_a_large_mistake_told(api: Any) -> None:
+    api.node.context_tokens = 10_000_000
+    long = "x" * 500_000
+    assert (await api.post("/v1/completions", {"model": "org/tiny", "prompt": long, "max_tokens": 3}))[0] == 200
+    status, answer, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": long, "temperature": "hot"})
+    assert (status, answer["error"]["param"]) == (400, "temperature")

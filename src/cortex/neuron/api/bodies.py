@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
 from aiohttp import web
 
 from cortex.wire import headers
 from cortex.wire.anthropic_messages import strip_billing_header
 from cortex.wire.errors import BodyTooLarge
+
+T = TypeVar("T")
+_LARGE_BYTES = 1 << 18
 
 
 async def body_of(request: web.Request) -> bytes:
@@ -21,3 +28,8 @@ async def messages_body_of(request: web.Request, *, strip_billing: bool) -> byte
     """A body of the messages dialect. A gateway has already decided about the billing line. Raises `BodyTooLarge`."""
     body = await body_of(request)
     return strip_billing_header(body) if strip_billing and headers.PRINCIPAL not in request.headers else body
+
+
+async def parsed(parse: Callable[[bytes], T], body: bytes) -> T:
+    """What `parse` makes of a body; a large one on a thread, because others are streaming from this one."""
+    return parse(body) if len(body) < _LARGE_BYTES else await asyncio.to_thread(parse, body)

@@ -50,7 +50,7 @@ class Inference:
 
         async def handle(http: web.Request) -> web.StreamResponse:
             with self.doors.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
-                request = DIALECTS[name].parse(await body_of(http))
+                request = await bodies.parsed(DIALECTS[name].parse, await body_of(http))
                 self.backend.model(request.model)
                 watch.model = request.model
                 try:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from cortex.neuron.api import replies
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.bodies import body_of, messages_body_of
+from cortex.neuron.api.bodies import body_of, messages_body_of, parsed
 from cortex.wire import anthropic_messages, openai_chat
 from cortex.wire import body as wire_body
 from cortex.wire.requests import GenerateRequest
@@ -25,15 +25,15 @@ class Tokens:
 
     async def count(self, request: web.Request) -> web.Response:
         body = await messages_body_of(request, strip_billing=self.strip_billing_header)
-        asked = anthropic_messages.parse(body)
+        asked = await parsed(anthropic_messages.parse, body)
         return replies.json({"input_tokens": len(await self._render(asked))})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`prompt` (or `text`) as it is, or `messages` through the model's template."""
         body = await body_of(request)
-        fields = wire_body.parse(body)
+        fields = await parsed(wire_body.parse, body)
         if "messages" in fields:
-            asked = openai_chat.parse(body)
+            asked = await parsed(openai_chat.parse, body)
             ids = await self._render(asked)
         else:
             model = fields.model()

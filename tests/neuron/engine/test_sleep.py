@@ -283,6 +283,41 @@ def test_host_memory_is_given_back_at_once() -> None:
     assert anonymous_bytes() - before < 64 << 20
 
 
+class Driver:
+    """What locks memory for a GPU, for a host without one."""
+
+    def __init__(self, refusal: int = 0) -> None:
+        self.refusal = refusal
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - the driver's name
+        assert flags == 0
+        if not self.refusal:
+            self.locked[address] = num_bytes
+        return self.refusal
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - the driver's name
+        del self.locked[address]
+        return 0
+
+
+def test_memory_for_a_gpu_is_locked_until_it_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    memory = HostMemory(10_000, pinned=True)
+    assert driver.locked == {memory.bytes.data_ptr(): 10_000}
+    memory.release()
+    memory.release()
+    assert driver.locked == {}
+
+
+def test_a_driver_that_locks_no_memory_leaves_the_model_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(refusal=2))
+    monkeypatch.setattr("cortex.neuron.engine.parked_weights._forget_refusal", lambda: None)
+    with pytest.raises(SleepError, match="error 2"):
+        HostMemory(10_000, pinned=True)
+
+
 @pytest.mark.gpu
 def test_a_gpu_gets_its_memory_back_and_the_answers_are_the_same(make_engine: EngineMaker) -> None:
     device = torch.device("cuda")

@@ -52,13 +52,13 @@ def write_llama(folder, seed, vocab=1000):
     return str(folder)
 
 
-async def start(tmp_path):
+async def start(tmp_path, **limits):
     # Two models that differ in size, so that one cannot simply move into the other's place.
     models = (
         ModelEntry(id="a", source=write_llama(tmp_path / "a", 1), context_tokens=512),
         ModelEntry(id="b", source=write_llama(tmp_path / "b", 2, vocab=40_000), context_tokens=512),
     )
-    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0)
+    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, **limits), drain_s=1.0)
     return await Node.start(config, parts(engine=ENGINE, patience=None, policy=BackoffPolicy()))
 
 
@@ -108,6 +108,47 @@ async def test_cycles_of_two_models_leave_the_host_memory_where_it_was(tmp_path)
     try:
         held = await cycle(node, 6, lambda: anonymous_bytes(node._supervisors[0].process_id))
         assert held[-1] - held[2] < 16 * MEBIBYTE
+    finally:
+        await node.close()
+
+
+async def sleep_and_wake(node, times, held_bytes):
+    """Puts the two models to sleep and wakes them in turn; what is held after each pair sleeps."""
+    held = []
+    await load(node, "a")
+    await load(node, "b")
+    expected = [await answer(node, model_id) for model_id in ("a", "b")]
+    for _ in range(times):
+        for model_id in ("a", "b"):
+            status = await node.unload(UnloadRequest(model_id=model_id, park=True))
+            assert status.state is ModelState.ASLEEP
+            assert status.host_bytes > 0
+        held.append(held_bytes())
+        for model_id in ("a", "b"):
+            assert (await load(node, model_id)).state is ModelState.READY
+        assert [await answer(node, model_id) for model_id in ("a", "b")] == expected
+    return held
+
+
+async def test_asleep_and_awake_again_the_answers_and_the_host_memory_are_the_same(tmp_path):
+    node = await start(tmp_path, parked_mb=256)
+    try:
+        held = await sleep_and_wake(node, 6, lambda: anonymous_bytes(node._supervisors[0].process_id))
+        assert held[-1] - held[2] < 16 * MEBIBYTE
+    finally:
+        await node.close()
+
+
+@pytest.mark.gpu
+async def test_sleepers_leave_the_device_to_others(tmp_path):
+    from cortex.neuron.device.discovery import read_devices
+
+    node = await start(tmp_path)  # with the budget that a node with a GPU has by itself
+    try:
+        devices = node.discovery.devices
+        held = await sleep_and_wake(node, 20, lambda: devices[0].total_bytes - read_devices(devices)[0].free_bytes)
+        assert held[-1] - held[1] < 16 * MEBIBYTE
+        assert held[-1] < 4096 * MEBIBYTE, "the context and the libraries, not the models"
     finally:
         await node.close()
 

@@ -9,9 +9,10 @@ import faulty_engine
 import pytest
 from faulty_models import running_node, write_model
 
+from cortex.neuron.device.discovery import DeviceReading, Inventory
 from cortex.neuron.engine.request import EngineRequest
 from cortex.wire.errors import InsufficientCapacity, Overloaded
-from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node import Device, LoadRequest, ModelState, UnloadRequest
 
 MEBIBYTE = 1 << 20
 
@@ -177,6 +178,20 @@ async def test_unloading_while_it_goes_to_sleep_leaves_nothing(tmp_path):
         assert (await node.unload(UnloadRequest(model_id="m"))).state is ModelState.COLD
         assert (await parking).state is ModelState.COLD
         assert await running == [1, 2, 3, 4, 5]
+        assert not node._supervisors[0].has_models
+
+
+async def test_asked_for_on_another_device_it_is_loaded_there(tmp_path):
+    devices = tuple(Device(index=index, kind="cpu", name="cpu", total_bytes=1 << 40) for index in (0, 1))
+    readings = {device.index: DeviceReading(1 << 40, 1 << 39) for device in devices}
+    two_devices = {"discover": lambda: Inventory(devices, readings=readings), "read_devices": lambda _: readings}
+    async with running_node(tmp_path, config(tmp_path, m={}), **two_devices) as node:
+        await load(node, devices=(0,))
+        await park(node)
+        assert (await load(node, devices=(0, 1))).devices == (0,), "it wakes where it is, if that will do"
+        await park(node)
+        status = await load(node, devices=(1,))
+        assert (status.state, status.devices) == (ModelState.READY, (1,))
         assert not node._supervisors[0].has_models
 
 

@@ -124,13 +124,7 @@ class Gateway:
         if section.metrics_listen is not None:
             await _listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen")
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
-        if not self.config.keys and not section.listen.is_loopback:
-            log.warning(
-                "anybody who can reach %s may use this gateway: no [[keys]] are configured. "
-                'Add one with `cortex keys add`, or set listen = "127.0.0.1:%s"',
-                section.listen,
-                section.listen.port,
-            )
+        _warn_if_open(self.config)
         return address
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -159,6 +153,8 @@ class Gateway:
         """
         await self._use_keys(config)
         before = self.config
+        if before.keys:
+            _warn_if_open(config)
         for key in ("listen", "metrics_listen", "workers", "state", "max_body_mb", "poll_interval_s"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
@@ -235,6 +231,17 @@ class Gateway:
             await asyncio.sleep(TICK_S)
             self.dispatcher.tick()
             await asyncio.to_thread(self._sizes.write, self.dispatcher.fleet.measured)
+
+
+def _warn_if_open(config: Config) -> None:
+    listen = config.gateway.listen
+    if not config.keys and not listen.is_loopback:
+        log.warning(
+            "anybody who can reach %s may use this gateway: no [[keys]] are configured. "
+            'Add one with `cortex keys add`, or set listen = "127.0.0.1:%s"',
+            listen,
+            listen.port,
+        )
 
 
 async def _listen(server: Server, listen: Listen, key: str, *, shared: bool = False) -> tuple[str, int]:

@@ -12,6 +12,7 @@ from fake_neuron import GB, begin_stream, chunk, free_port, until
 from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node import ModelState
@@ -85,6 +86,16 @@ async def test_a_bad_file_is_one_clear_line(tmp_path):
 async def test_an_open_address_without_keys_is_warned_about(spawn):
     gateway = await spawn(listen_host="0.0.0.0")
     assert "anybody who can reach" in gateway.log
+
+
+async def test_taking_the_last_key_from_an_open_address_is_warned_about(spawn, tmp_path):
+    keys = as_toml(generate("anna").section)
+    gateway = await spawn(listen_host="0.0.0.0", extra=keys)
+    assert "anybody who can reach" not in gateway.log
+    config = tmp_path / "cortex.toml"
+    config.write_text(config.read_text().replace(keys, ""))
+    gateway.process.send_signal(signal.SIGHUP)
+    await until(lambda: "anybody who can reach" in gateway.log, 10.0)
 
 
 async def test_a_reload_adds_and_removes_nodes_without_dropping_a_stream(neurons, start_gateway):

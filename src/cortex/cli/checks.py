@@ -164,7 +164,7 @@ def ports(listens: tuple[Listen, ...]) -> Iterator[Finding]:
             yield Finding("ports", Verdict.FINE, f"{listen} is free")
         except OSError as error:
             remedy = "fine if that is cortex itself; else stop it or choose another port"
-            yield Finding("ports", Verdict.NOTE, f"{listen}: {error.strerror}", remedy)
+            yield Finding("ports", Verdict.NOTE, f"{listen}: {os.strerror(error.errno or 0)}", remedy)
 
 
 def disk() -> Iterator[Finding]:

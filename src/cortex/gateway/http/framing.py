@@ -56,7 +56,7 @@ def _refusal(
 def body_too_large(limits: ClientLimits) -> BodyTooLarge:
     """The refusal of a body over the limit."""
     return BodyTooLarge(
-        f"the request body is over the limit of {limits.body_bytes} bytes; send less, or raise the gateway's limit"
+        f"the request body is over the limit of {limits.body_bytes / (1 << 20):g} MiB; send less, or raise max_body_mb"
     )
 
 

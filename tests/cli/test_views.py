@@ -7,8 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
+from cortex.cli.fleetview import FleetView, HeldModel, NodeView
 from cortex.cli.loadview import LoadView, describe
 from cortex.cli.output import bar, duration, size
+from cortex.cli.status import picture
 from cortex.wire.node import ModelState, ModelStatus, Progress
 
 
@@ -38,6 +40,17 @@ def loading(done: int) -> ModelStatus:
 def test_progress_is_said_in_a_few_words() -> None:
     assert describe(loading(42)) == "loading: read 42%, 3 s left"
     assert describe(ModelStatus(id="m", state=ModelState.READY)) == "ready"
+
+
+def test_a_sleeper_is_shown_with_what_it_takes_of_the_host() -> None:
+    asleep = HeldModel(id="m", state=ModelState.ASLEEP, devices=(0,), measured_bytes=24 << 30, host_bytes=15 << 30)
+    node = NodeView(name="beast", kind="neuron", up=True, models=(asleep,))
+    out = io.StringIO()
+    Console(file=out, width=120).print(picture(FleetView(version="1", nodes=(node,))))
+    shown = out.getvalue()
+    assert "asleep" in shown
+    assert "15.0 GiB in RAM" in shown
+    assert "24" not in shown
 
 
 def test_without_a_terminal_each_step_is_one_line() -> None:

@@ -121,7 +121,7 @@ class ModelStatus(NodeValue, frozen=True):
     progress: Progress | None = None
     load: ModelLoad = ModelLoad()
     reason: str | None = None
-    """Why it is `failed` or `recovering`, in the node's own words."""
+    """Why it is `failed` or `recovering`, or `cold` although nobody asked for that, in the node's own words."""
     state_age_s: float = 0.0
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while one runs."""

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.neuron.device.backoff import BackoffPolicy
-from cortex.neuron.node.lifecycle import (
+from cortex.neuron.node.lifecycle import Lifecycle, transition
+from cortex.neuron.node.signals import (
     BringUp,
     BringUpFailed,
     BroughtUp,
@@ -21,7 +22,6 @@ from cortex.neuron.node.lifecycle import (
     FilesAtHand,
     ForgoParking,
     HurryDrain,
-    Lifecycle,
     Lost,
     Proved,
     TakeDown,
@@ -31,7 +31,6 @@ from cortex.neuron.node.lifecycle import (
     TookDown,
     Wake,
     WakeFailed,
-    transition,
 )
 from cortex.wire.node import ModelState
 

@@ -8,7 +8,13 @@ from typing import Protocol
 
 from cortex.neuron.node.instance import Instance
 from cortex.neuron.node.library import KnownModel
-from cortex.neuron.node.lifecycle import Downloading, FilesAtHand, Input, Lost, Proved
+from cortex.neuron.node.signals import (
+    Downloading,
+    FilesAtHand,
+    Input,
+    Lost,
+    Proved,
+)
 
 
 class BringUpObserver(Protocol):

@@ -16,7 +16,11 @@ from cortex.neuron.device.backoff import BackoffPolicy
 from cortex.neuron.device.supervisor import Damaged, SleepRefused, WorkerLost
 from cortex.neuron.node.instance import Instance
 from cortex.neuron.node.library import KnownModel
-from cortex.neuron.node.lifecycle import (
+from cortex.neuron.node.lifecycle import Lifecycle, transition
+from cortex.neuron.node.loadprogress import LoadProgress
+from cortex.neuron.node.observer import BringsUp, Reports
+from cortex.neuron.node.parking import Parking
+from cortex.neuron.node.signals import (
     BringUp,
     BringUpFailed,
     BroughtUp,
@@ -30,7 +34,6 @@ from cortex.neuron.node.lifecycle import (
     ForgoParking,
     HurryDrain,
     Input,
-    Lifecycle,
     Lost,
     TakeDown,
     TellAsleep,
@@ -39,11 +42,7 @@ from cortex.neuron.node.lifecycle import (
     TookDown,
     Wake,
     WakeFailed,
-    transition,
 )
-from cortex.neuron.node.loadprogress import LoadProgress
-from cortex.neuron.node.observer import BringsUp, Reports
-from cortex.neuron.node.parking import Parking
 from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown
 from cortex.wire.node import ModelState
 

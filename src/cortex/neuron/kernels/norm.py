@@ -15,8 +15,7 @@ FEW_NUMBERS = 1 << 14
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., size], any strides but the last dimension dense → same shape, contiguous."""
     if not has_kernels(x):
-        is_small = x.numel() <= FEW_NUMBERS and not x.is_cuda
-        return _rms_norm_of_few(x, weight, eps) if is_small else rms_norm_reference(x, weight, eps)
+        return (_rms_norm_of_few if x.numel() <= FEW_NUMBERS else rms_norm_reference)(x, weight, eps)
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cortex.neuron.weights.gguf.types import GGMLType
 
+_LOW_NIBBLES: Final = 0x0F0F0F0F
 _IQ4_LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -54,8 +55,9 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """`[..., n]` bytes to `[..., 2, n]`: all low nibbles, then all high ones."""
-    return torch.stack((packed & 0x0F, packed >> 4), dim=-2)
+    """`[..., n]` bytes to `[..., 2, n]`: all low nibbles, then all high ones. Four bytes at a time: 4 divides n."""
+    words = packed.clone(memory_format=torch.contiguous_format).view(torch.int32)
+    return torch.stack((words & _LOW_NIBBLES, (words >> 4) & _LOW_NIBBLES), dim=-2).view(torch.uint8)
 
 
 @lru_cache

@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -363,6 +364,20 @@ async def test_the_billing_header_block_is_removed_and_can_be_kept(neurons, star
     await keeping.post("/v1/messages", body)
     assert [seen.body["system"] for seen in beast.seen] == [system[1:], system]
     assert "cortex_billing_headers_stripped_total 1.0" in client.metrics()
+
+
+async def test_a_stream_tells_proxies_once_not_to_buffer_it(neurons, start_gateway):
+    async def stream(node, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "X-Accel-Buffering": "no"})
+        await response.prepare(request)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=stream)
+    client = await start_gateway(beast)
+    body = {"model": "a", "messages": [], "stream": True}
+    async with aiohttp.ClientSession() as session, session.post(f"{client.url}/v1/chat/completions", json=body) as got:
+        assert got.headers.getall("x-accel-buffering") == ["no"]
 
 
 async def test_count_tokens_does_not_load_the_model(neurons, start_gateway):

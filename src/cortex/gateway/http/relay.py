@@ -242,7 +242,7 @@ class Relay:
             headers = [pair for pair in headers if pair[0] not in ours]
         is_stream = _is_event_stream(headers)
         if is_stream:
-            headers = [*headers, _UNBUFFERED]
+            headers = [*(pair for pair in headers if pair[0] != _UNBUFFERED[0]), _UNBUFFERED]
             content_length = None  # keepalives and errors may make it longer
             self._boundary = EventBoundary() if self._translation is None else None
         self._head = _Head(status, headers, content_length, is_stream)

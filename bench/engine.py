@@ -1,6 +1,10 @@
-"""The engine alone on one GPU: random weights of a named shape, no server, nothing but torch and triton.
+"""The engine alone, no server: on one GPU with random weights of a named shape and nothing but torch and triton, or
+a checkpoint on a GPU or a CPU.
 
     PYTHONPATH=src python bench/engine.py --model qwen3-8b --scenarios decode-1,prefill-2048 --json out.json
+    GOMP_SPINCOUNT=1000 PYTHONPATH=src python bench/engine.py --checkpoint model.gguf --device cpu
+
+The variable is what the daemon gives its workers: threads that wait spin for a short while only.
 
 A decode scenario's speed is (tokens after the first) / (total time − time of the same run with one output token).
 Bytes per second count what a step must read (weights once, each row's KV and states once; of experts those that so
@@ -19,7 +23,8 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.kv import page_bytes
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading import build_model, load_model
+from cortex.neuron.engine.memory import numeric_format
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.state_memory import state_bytes
 from cortex.neuron.layers.moe import MoE
@@ -39,6 +44,7 @@ SCENARIOS = (
     "cached-16384",
     "requests-512",
 )
+CPU_SCENARIOS = ("prefill-512", "decode-1", "decode-4")
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -52,22 +58,28 @@ def random_engine(shape: str, device: torch.device, max_num_seqs: int) -> Engine
     return Engine(build_model(SHAPES[shape], spec, device, fill), spec)
 
 
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 class Bench:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine = engine
+        self.device = device
         self.workloads = Workloads(self.run, engine.info.vocab_size)
         self.next_id = 0
 
     def run(self, prompts: Sequence[Prompt], max_tokens: int) -> float:
         """Seconds from submission to the last token of all of them."""
-        torch.cuda.synchronize()
+        synchronise(self.device)
         start = time.perf_counter()
         for prompt in prompts:
             self.next_id += 1
             self.engine.submit(EngineRequest(str(self.next_id), prompt, max_tokens, GREEDY))
         while self.engine.has_work:
             self.engine.step()
-        torch.cuda.synchronize()
+        synchronise(self.device)
         return time.perf_counter() - start
 
     def decode(self, streams: int, limit_bytes_per_s: float) -> dict[str, float]:
@@ -77,7 +89,8 @@ class Bench:
         dtype = model.parameters.dtype
         kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * page_bytes(model.attentions, 1, dtype)
         row_bytes = streams * (kv_bytes + state_bytes(model.gated_deltas, dtype))
-        read = info.weight_bytes - self._embedding_bytes() - self._idle_expert_bytes(streams) + row_bytes
+        unread = self._embedding_bytes() + self._idle_expert_bytes(streams) + self._unread_form_bytes(streams)
+        read = info.weight_bytes - unread + row_bytes
         return {
             "tok/s": streams / step_s,
             "ms": step_s * 1e3,
@@ -89,6 +102,15 @@ class Bench:
         """The embedding is looked up, not read through."""
         model = self.engine._runner.model
         return 0 if model.config.tied else model.embedding.weight.numel() * model.embedding.weight.element_size()
+
+    def _unread_form_bytes(self, rows: int) -> int:
+        """Of matrices that are kept dense and in four bits, the form that so many rows do not read."""
+        parameters = self.engine._runner.model.parameters
+        matrices = {id(binding.matrix): binding.matrix for binding in parameters.four_bit_bindings}.values()
+        if any(rows > matrix.max_rows for matrix in matrices):
+            return sum(matrix.packed.nbytes + matrix.scales.nbytes for matrix in matrices)
+        sources = {binding.source for binding in parameters.four_bit_bindings}
+        return sum(binding.destination.nbytes for binding in parameters.bindings if binding.source in sources)
 
     def _idle_expert_bytes(self, rows: int) -> float:
         """What so many rows leave alone of all layers' experts, if they choose evenly."""
@@ -104,7 +126,9 @@ class Bench:
         seconds = self.workloads.prefill_s(tokens)
         model = self.engine._runner.model
         config = model.config
-        dense = (self.engine.info.weight_bytes - self._idle_expert_bytes(1)) / 2 - 2 * config.vocab * config.hidden
+        dense_bytes = self.engine.info.weight_bytes - self._idle_expert_bytes(1) - self._unread_form_bytes(tokens)
+        ends = config.vocab * config.hidden * (1 if config.tied else 2)
+        dense = dense_bytes / model.parameters.dtype.itemsize - ends
         attention = 2 * tokens * config.heads * config.head_dim * len(model.attentions)
         flops = tokens * (2 * dense + attention)
         return {
@@ -147,28 +171,67 @@ def matrix_limit(device: torch.device) -> float:
     return 2 * 8192**3 / timed(lambda: left @ right)
 
 
+def gpu_limits(device: torch.device) -> dict[str, float]:
+    limits = {"bytes/s": read_limit(device), "flop/s": matrix_limit(device)}
+    torch.cuda.empty_cache()
+    return limits
+
+
+def cpu_limits() -> dict[str, float]:
+    """The same of a CPU, which others use too: the best try counts."""
+    numbers = torch.ones(128 << 20)
+    left, right = torch.randn(2, 2048, 2048).to(numeric_format("auto", torch.device("cpu")))
+    return {
+        "bytes/s": numbers.nbytes / best_seconds(numbers.sum),
+        "flop/s": 2 * 2048**3 / best_seconds(lambda: left @ right),
+    }
+
+
+def best_seconds(function: Callable[[], object], repeats: int = 10) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def loaded_engine(path: Path, device: torch.device, max_num_seqs: int) -> Engine:
+    spec = LoadSpec(str(path), max_num_seqs=max_num_seqs)
+    return Engine(load_model(spec, device, lambda *_: None, lambda: False), spec)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--checkpoint", type=Path, help="a model's files, instead of random weights")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}; on a CPU {','.join(CPU_SCENARIOS)}")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    device = torch.device("cuda")
-    torch.cuda.set_device(0)
-    limits = {"bytes/s": read_limit(device), "flop/s": matrix_limit(device)}
-    torch.cuda.empty_cache()
+    device = torch.device(arguments.device)
+    is_gpu = device.type == "cuda"
+    scenarios = arguments.scenarios.split(",") if arguments.scenarios else SCENARIOS if is_gpu else CPU_SCENARIOS
+    if is_gpu:
+        torch.cuda.set_device(0)
+    limits = gpu_limits(device) if is_gpu else cpu_limits()
     start = time.perf_counter()
-    engine = random_engine(arguments.model, device, arguments.max_num_seqs)
-    torch.cuda.synchronize()
+    if arguments.checkpoint is not None:
+        engine = loaded_engine(arguments.checkpoint, device, arguments.max_num_seqs)
+    else:
+        engine = random_engine(arguments.model, device, arguments.max_num_seqs)
+    synchronise(device)
     built = time.perf_counter()
     engine.warm_up()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.model}")
-    print(f"limits: {limits['bytes/s'] / 1e12:.2f} TB/s, {limits['flop/s'] / 1e12:.0f} TFLOP/s")
+    name = torch.cuda.get_device_name() if is_gpu else f"CPU, {torch.get_num_threads()} threads"
+    model = arguments.checkpoint.name if arguments.checkpoint is not None else arguments.model
+    print(f"{name}, torch {torch.__version__}, {model}, {engine.info.dtype}")
+    print(f"limits: {limits['bytes/s'] / 1e12:.3f} TB/s, {limits['flop/s'] / 1e12:.2f} TFLOP/s")
     print(f"built in {built - start:.1f} s, warmed up in {time.perf_counter() - built:.1f} s", flush=True)
-    bench = Bench(engine)
+    bench = Bench(engine, device)
     results: dict[str, dict[str, float]] = {}
-    for scenario in arguments.scenarios.split(","):
+    for scenario in scenarios:
         kind, size = scenario.split("-")
         results[scenario] = {
             "decode": lambda n: bench.decode(n, limits["bytes/s"]),
@@ -179,7 +242,7 @@ def main() -> None:
         print(told(scenario, results[scenario]), flush=True)
     engine.check_integrity()
     if arguments.json:
-        report = {"model": arguments.model, "limits": limits, "results": results}
+        report = {"model": model, "limits": limits, "results": results}
         arguments.json.write_text(json.dumps(report, indent=1))
 
 

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import (
-    SMALLEST_SHARED_BYTES,
     Tiling,
     combine,
     combine_reference,
@@ -17,6 +16,7 @@ from cortex.neuron.kernels.moe.grouped import (
     tiling,
 )
 from cortex.neuron.kernels.moe.routing import list_pairs_reference
+from cortex.neuron.kernels.shared_memory import SMALLEST
 
 TILES = [Tiling(16, 16, 16, 4), Tiling(32, 64, 32, 4)]
 
@@ -59,6 +59,6 @@ def test_there_are_programs_for_every_tile_that_there_could_be(counts, tile):
 @pytest.mark.parametrize("num_matrices", [1, 2])
 def test_tiles_fit_the_smallest_device_and_keep_it_busy(num_pairs, num_experts, num_matrices):
     tile = tiling(num_pairs, num_experts)
-    inputs, stages = tile.fitted(num_matrices, 2, SMALLEST_SHARED_BYTES)
+    inputs, stages = tile.fitted(num_matrices, 2, SMALLEST)
     assert stages >= 3
-    assert stages * inputs * (num_matrices * tile.outputs + tile.pairs) * 2 <= SMALLEST_SHARED_BYTES
+    assert (stages - 1) * inputs * (num_matrices * tile.outputs + tile.pairs) * 2 <= SMALLEST.num_bytes

@@ -43,7 +43,7 @@ def make_batch(decode_lengths, prefills, device):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotated", "normed"),
-    [(8, 2, 128, 128, True), (3, 1, 64, 64, False), (2, 2, 80, 16, True)],
+    [(8, 2, 128, 128, True), (3, 1, 64, 64, False), (2, 2, 80, 16, True), (2, 1, 256, 64, True)],
 )
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(

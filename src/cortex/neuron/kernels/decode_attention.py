@@ -24,6 +24,7 @@ from cortex.neuron.kernels.jit import (
 )
 from cortex.neuron.kernels.rotate import rotated_heads
 from cortex.neuron.kernels.rules import AttentionRules
+from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 TILE = 64
 PROGRAMS_PER_PROCESSOR = 3
@@ -33,6 +34,8 @@ COMBINED = 16
 MAX_SPLITS = 64
 MAX_CELLS = 1 << 16
 """Rows times kv heads of one launch."""
+QUERY_BYTES = 4 << 10
+"""Shared memory for what is made of the queries, beside themselves."""
 LOG2_E = 1.4426950408889634
 
 
@@ -50,9 +53,12 @@ def decode_attention(
     rows, (_, heads, dim) = batch.num_decodes, q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
     splits = _num_splits(rows * kv_heads, batch.max_length, q.device)
-    tile = 128 if splits == 1 else TILE  # a program with a whole row to itself runs longer, with more in flight
     group = heads // kv_heads
     group_pad = triton.next_power_of_2(group)
+    group_block = max(16, group_pad)
+    dim_block = triton.next_power_of_2(dim)
+    wanted = 128 if splits == 1 else TILE  # a program with a whole row to itself runs longer, with more in flight
+    tile = fitting_tile(wanted, group_block, dim_block * q.element_size(), shared_memory(q.device))
     partial = torch.empty((rows * kv_heads * splits, group_pad, dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((rows * kv_heads * splits, 2, group_pad), dtype=torch.float32, device=q.device)
     _decode_kernel[(rows, kv_heads, splits)](
@@ -84,20 +90,28 @@ def decode_attention(
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,
-        GROUP_BLOCK=max(16, group_pad),
+        GROUP_BLOCK=group_block,
         GROUP_PAD=group_pad,
         COMBINED=COMBINED,
         DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
+        DIM_BLOCK=dim_block,
         HALF=rules.rope.shape[1] // 2,
         NORM=rules.q_scale is not None,
         PAGE=page_tokens,
         TILE=tile,
         PREFETCH=splits > 1,  # a program with one tile waits for it; one with many keeps its registers for the loop
-        num_warps=tile // 32,
+        num_warps=max(1, tile // 32),
         num_stages=3,
         **launch_options(q.device),
     )
+
+
+def fitting_tile(wanted: int, group_block: int, head_bytes: int, shared: SharedMemory) -> int:
+    """Positions at a time: their keys and values lie in shared memory, and twice the queries. `head_bytes`: of one."""
+    tile = wanted
+    while tile > 16 and not shared.holds(2 * (tile + group_block) * head_bytes + QUERY_BYTES):
+        tile //= 2
+    return tile
 
 
 def _num_splits(cells: int, max_length: int, device: torch.device) -> int:

@@ -16,12 +16,11 @@ from cortex.neuron.kernels.gated_delta_norm import gated_norm
 from cortex.neuron.kernels.gated_delta_rules import CHUNK, L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.gated_delta_step import log_decay_of
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 VALUE_COLUMNS = 32
 """Columns of a head's memory that one program carries."""
 PREPARE_WARPS, CARRY_WARPS = 8, 4
-CARRY_STAGES = 2
-"""Chunks the carrying kernel has under way: the most that fits the shared memory of every device since Ampere."""
 
 
 def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
@@ -87,11 +86,17 @@ def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delt
         state.memory.stride(0),
         COLUMNS=columns,
         num_warps=CARRY_WARPS,
-        num_stages=CARRY_STAGES,
+        num_stages=carry_stages(sizes["KEY_BLOCK"], columns, kind.itemsize, shared_memory(device)),
         **sizes,
     )
     gate = projected[:, rules.channels : rules.channels + rules.value_size]
     gated_norm(carried, gate, rules, out)
+
+
+def carry_stages(key_block: int, columns: int, element_bytes: int, shared: SharedMemory) -> int:
+    """Chunks that the carrying kernel has under way: the one it works on and, where both fit, the next."""
+    in_chunk = CHUNK * (3 * key_block + columns + CHUNK)
+    return 2 if shared.holds((shared.copies * in_chunk + 2 * key_block * columns) * element_bytes) else 1
 
 
 @jit

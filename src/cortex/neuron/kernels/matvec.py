@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.norm import rms_norm_reference
+from cortex.neuron.kernels.shared_memory import loop_over_columns, shared_memory
 from cortex.neuron.kernels.silu import silu_mul_reference
 
 MATVEC_ROWS = 16
@@ -88,14 +89,17 @@ def _launch(
             *pointers, outputs, eps, **shared, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4
         )
     else:
-        block_out, block_in, warps, stages = _few_rows_blocks(inputs, outputs, norm_weight is not None)
+        block_rows = max(16, triton.next_power_of_2(rows))
+        block_out, block_in, warps, stages = few_rows_blocks(inputs, outputs, norm_weight is not None)
+        column_bytes = ((1 + gated) * block_out + block_rows) * x.element_size()
+        block_in, stages = loop_over_columns(block_in, stages, column_bytes, shared_memory(x.device))
         _few_rows_kernel[(triton.cdiv(outputs, block_out),)](
             *pointers,
             rows,
             outputs,
             eps,
             **shared,
-            ROWS=max(16, triton.next_power_of_2(rows)),
+            ROWS=block_rows,
             BLOCK_IN=block_in,
             BLOCK_OUT=block_out,
             num_warps=warps,
@@ -103,8 +107,8 @@ def _launch(
         )
 
 
-def _few_rows_blocks(inputs: int, outputs: int, normed: bool) -> tuple[int, int, int, int]:
-    """Outputs and inputs of a tile, warps and pipeline stages: the fastest of a sweep on Hopper."""
+def few_rows_blocks(inputs: int, outputs: int, normed: bool) -> tuple[int, int, int, int]:
+    """Outputs and inputs of a tile, warps and pipeline stages: the fastest of a sweep on Hopper, where they fit."""
     if outputs > 65_536:
         block_out, block_in, warps, stages = 128, 128, 8, 3
     elif normed:

@@ -12,8 +12,10 @@ from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
 from cortex.neuron.kernels.decode_attention import LOG2_E
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.rules import AttentionRules
+from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
-KEY_TILE = 128
+TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
+"""Queries and keys that one program takes at a time, and its warps: the fastest on Hopper first."""
 
 
 def prefill_attention(
@@ -23,7 +25,10 @@ def prefill_attention(
     _, heads, dim = q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
     assert batch.prefill_tiles is not None
-    _prefill_kernel[(len(batch.prefill_tiles), heads)](
+    dim_block = triton.next_power_of_2(dim)
+    queries, keys, warps = fitting_tiles(dim_block, q.element_size(), shared_memory(q.device))
+    parts = PREFILL_TILE // queries
+    _prefill_kernel[(len(batch.prefill_tiles) * parts, heads)](
         q,
         key_pages,
         value_pages,
@@ -39,15 +44,25 @@ def prefill_attention(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
+        DIM_BLOCK=dim_block,
         PAGE=page_tokens,
-        QUERY_TILE=PREFILL_TILE,
-        KEY_TILE=KEY_TILE,
+        QUERY_TILE=queries,
+        KEY_TILE=keys,
+        PARTS=parts,
         WINDOWED=rules.window is not None,
-        num_warps=8,
+        num_warps=warps,
         num_stages=2,
         **launch_options(q.device),
     )
+
+
+def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int, int]:
+    """Queries, keys and warps of a program: the first of TILES whose queries, keys, values and scores fit."""
+    for queries, keys, warps in TILES:
+        in_heads = (queries + 2 * shared.copies * keys) * dim_block
+        if shared.holds((in_heads + queries * keys) * element_bytes):
+            return queries, keys, warps
+    return TILES[-1]
 
 
 # Slices behind the decode rows begin anywhere: no variant for each way they are aligned.
@@ -72,18 +87,23 @@ def _prefill_kernel(
     PAGE: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    prefill = tl.load(tiles + tl.program_id(0) * 2)
-    first = tl.load(tiles + tl.program_id(0) * 2 + 1)  # of this tile's tokens within its row
+    tile = tl.program_id(0) // PARTS
+    prefill = tl.load(tiles + tile * 2)
+    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % PARTS * QUERY_TILE  # of this program's tokens in its row
     head = tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
     offset = tl.load(offsets + prefill)
     count = tl.load(offsets + prefill + 1) - offset
+    if PARTS > 1:  # noqa: SIM102 - decided when the kernel is compiled, the other when it runs
+        if first >= count:
+            return
     length = tl.load(lengths + prefill)
     table_row = table + tl.load(rows + prefill) * table_stride
 

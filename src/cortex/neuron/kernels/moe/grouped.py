@@ -9,7 +9,6 @@ few the tokens are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +17,10 @@ from torch import Tensor
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.routing import Lists
+from cortex.neuron.kernels.shared_memory import SharedMemory, loop_over_columns, shared_memory
 from cortex.neuron.kernels.silu import silu_mul_reference
 
-SMALLEST_SHARED_BYTES = 98 << 10
-"""What a program may use on the smallest of the supported devices."""
-MIN_STAGES, MAX_STAGES = 3, 4
+MAX_STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +32,10 @@ class Tiling:
     inputs: int
     warps: int
 
-    def fitted(self, num_matrices: int, element_bytes: int, shared_bytes: int) -> tuple[int, int]:
+    def fitted(self, num_matrices: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int]:
         """Inputs at a time and how many such steps are on their way at once, as the device's shared memory allows."""
         column_bytes = (num_matrices * self.outputs + self.pairs) * element_bytes
-        inputs = self.inputs
-        while inputs > 32 and MIN_STAGES * inputs * column_bytes > shared_bytes:
-            inputs //= 2
-        return inputs, max(1, min(MAX_STAGES, shared_bytes // (inputs * column_bytes)))
+        return loop_over_columns(self.inputs, MAX_STAGES, column_bytes, shared)
 
 
 def tiling(num_pairs: int, num_experts: int) -> Tiling:
@@ -118,7 +113,7 @@ def _launch(
     num_pairs, outputs = out.shape
     inputs = x.shape[1]
     num_experts = len(weight)
-    block_in, stages = tile.fitted(1 + gated, x.element_size(), _shared_bytes(x.device))
+    block_in, stages = tile.fitted(1 + gated, x.element_size(), shared_memory(x.device))
     _grouped_kernel[(triton.cdiv(outputs, tile.outputs), max_tiles(num_pairs, num_experts, tile.pairs))](
         x,
         weight,
@@ -140,14 +135,6 @@ def _launch(
         num_stages=stages,
         **launch_options(x.device),
     )
-
-
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may use: a processor's, less what the driver and Triton keep."""
-    if device.type != "cuda":
-        return SMALLEST_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 2048
 
 
 @jit(do_not_specialize=["members_stride"])

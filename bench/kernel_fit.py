@@ -1,0 +1,181 @@
+"""What the kernels take of a device's shared memory, for any device: they are compiled for it, not run.
+
+    python bench/kernel_fit.py --capability 8.6
+
+Prints a line for every kernel of the shapes that models have, and ends with status 1 when one does not fit. Needs
+Triton and a few minutes, no GPU. An A100 is 8.0, an RTX 30 card 8.6, an RTX 40 8.9, an RTX 50 12.0, a H100 or H200 9.0,
+a B200 10.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from cortex.neuron.kernels import jit
+from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.kernels.decode_attention import decode_attention
+from cortex.neuron.kernels.gated_delta_chunks import delta_chunks
+from cortex.neuron.kernels.gated_delta_rules import DeltaRules, DeltaState
+from cortex.neuron.kernels.gated_delta_step import delta_step
+from cortex.neuron.kernels.matvec import gated_matvec, matvec
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
+from cortex.neuron.kernels.moe.routing import Lists
+from cortex.neuron.kernels.prefill_attention import prefill_attention
+from cortex.neuron.kernels.rules import AttentionRules
+from cortex.neuron.kernels.shared_memory import SharedMemory
+
+SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+FITTED = ("decode_attention", "prefill_attention", "matvec", "moe.grouped", "gated_delta_chunks")
+KIND = torch.bfloat16
+
+
+class Offline:
+    """A Triton driver that knows its target and has no device."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Takes the place of a launch: compiles for the target and prints what it takes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.what = ""
+        self.num_too_large = 0
+        self._limit_bytes = limit_bytes
+        self._run: Any = JITFunction.run
+
+    def __call__(self, kernel: Any, *args: Any, **options: Any) -> None:
+        start = time.perf_counter()
+        compiled = self._run(kernel, *args, **options | {"grid": (1, 1, 1), "warmup": True})
+        shared_bytes = compiled.metadata.shared
+        too_large = shared_bytes > self._limit_bytes
+        self.num_too_large += too_large
+        print(
+            f"{self.what:32} {kernel.__name__:20} {shared_bytes / 1024:7.1f} KB  {time.perf_counter() - start:5.1f} s"
+            + ("  does not fit" if too_large else ""),
+            flush=True,
+        )
+
+
+def empty(*shape: int, kind: torch.dtype = KIND) -> Tensor:
+    return torch.empty(shape, dtype=kind)
+
+
+def some_batch(decodes: int, max_length: int) -> Batch:
+    return Batch(
+        tokens=empty(0),
+        positions=empty(decodes + 128, kind=torch.int64),
+        slots=empty(decodes + 128, kind=torch.int64),
+        rows=empty(decodes + 1, kind=torch.int64),
+        lengths=empty(decodes + 1, kind=torch.int32),
+        page_table=empty(4, 4, kind=torch.int32),
+        num_decodes=decodes,
+        max_length=max_length,
+        prefills=(PrefillRow(0, 0, 128, decodes),),
+        prefill_offsets=empty(2, kind=torch.int32),
+        prefill_tiles=empty(1, 2, kind=torch.int32),
+    )
+
+
+def attention(dim: int, heads: int, kv_heads: int, decodes: int, window: int | None = None) -> None:
+    """One row is split over many programs, 64 rows are not."""
+    rules = AttentionRules(dim**-0.5, empty(64, dim, kind=torch.float32), empty(dim), empty(dim), 1e-6, window)
+    batch = some_batch(decodes, 40_960)
+    q, k, v = (empty(decodes + 128, count, dim) for count in (heads, kv_heads, kv_heads))
+    keys, values = empty(2, 4, 32, kv_heads, dim)
+    if window is None:
+        decode_attention(q, k, v, rules, batch, keys, values, q)
+    prefill_attention(q[decodes:], rules, batch, keys, values, q[decodes:])
+
+
+def products(inputs: int, outputs: int, rows: int) -> None:
+    x, weight = empty(rows, inputs), empty(outputs, inputs)
+    matvec(x, weight, None, empty(inputs), 1e-6, None)
+    matvec(x, weight, None, None, 1e-6, empty(rows, outputs))
+
+
+def experts(tokens: int) -> None:
+    all_experts = Experts(empty(128, 2048), empty(1).expand(128, 1536, 2048), empty(1).expand(128, 2048, 768), 8, True)
+    lists = Lists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
+    tile = tiling(tokens * 8, 128)
+    inner = expand_grouped(empty(tokens, 2048), lists, all_experts, tile)
+    contract_grouped(inner, lists, all_experts, tile)
+
+
+def gated_delta(dim: int) -> None:
+    channels = (2 * 16 + 32) * dim
+    decay = empty(32, kind=torch.float32)
+    rules = DeltaRules(16, 32, dim, dim, empty(4, channels), decay, decay, empty(dim), 1e-6)
+    state = DeltaState(empty(4, 4, channels), empty(4, 32, dim, dim, kind=torch.float32))
+    batch = some_batch(1, 40_960)
+    projected, out = empty(129, rules.projected_size), empty(129, rules.value_size)
+    delta_step(projected, rules, batch, state, out)
+    delta_chunks(projected[1:], rules, batch, state, out[1:])
+
+
+def cases() -> Iterator[tuple[str, Any]]:
+    for dim, heads, kv_heads in ((64, 32, 8), (128, 32, 8), (256, 16, 2)):
+        for decodes in (1, 64):
+            yield f"attention {dim}, {decodes} rows", lambda s=(dim, heads, kv_heads, decodes): attention(*s)
+        yield f"attention {dim}, window", lambda s=(dim, heads, kv_heads, 1, 512): attention(*s)
+    for inputs, outputs in ((4096, 6144), (12_288, 4096), (4096, 131_072)):
+        for rows in (1, 16):
+            yield f"{inputs} to {outputs}, {rows} rows", lambda s=(inputs, outputs, rows): products(*s)
+    yield "gated 4096 to 12288, 16 rows", lambda: gated_matvec(empty(16, 4096), empty(24_576, 4096), empty(4096), 1e-6)
+    for tokens in (64, 512, 2048):
+        yield f"experts, {tokens} tokens", lambda count=tokens: experts(count)
+    yield "gated delta net 128", lambda: gated_delta(128)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", default="8.6", help="compute capability (default: 8.6)")
+    parser.add_argument("--only", default="", help="part of the names of the shapes to compile")
+    options = parser.parse_args()
+    capability = round(float(options.capability) * 10)
+    if capability not in SHARED_KB:
+        parser.error(f"unknown capability; known are {', '.join(f'{known / 10:.1f}' for known in SHARED_KB)}")
+    shared = SharedMemory(SHARED_KB[capability] << 10, copies=2 if capability // 10 in (9, 10) else 1)
+    compiler = Compiler(shared.num_bytes)
+    triton.runtime.driver.set_active(Offline(capability))  # type: ignore[arg-type]  # the part that compiling needs
+    print(f"compute capability {options.capability}: {SHARED_KB[capability]} KB a program, Triton {triton.__version__}")
+    with ExitStack() as patches:
+        compile_instead = mock.patch.object(JITFunction, "run", lambda *args, **given: compiler(*args, **given))
+        patches.enter_context(compile_instead)
+        patches.enter_context(mock.patch.object(jit, "overlaps", return_value=capability >= 90))
+        for name in FITTED:
+            module = importlib.import_module(f"cortex.neuron.kernels.{name}")
+            patches.enter_context(mock.patch.object(module, "shared_memory", return_value=shared))
+        for what, compile_all in cases():
+            compiler.what = what
+            if options.only in what:
+                compile_all()
+    return int(compiler.num_too_large > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Tiles by the device's shared memory: what Hopper runs is what was tuned there, what smaller cards run fits them."""
+
+import pytest
+
+from cortex.neuron.kernels.decode_attention import fitting_tile
+from cortex.neuron.kernels.gated_delta_chunks import carry_stages
+from cortex.neuron.kernels.matvec import few_rows_blocks
+from cortex.neuron.kernels.prefill_attention import fitting_tiles
+from cortex.neuron.kernels.shared_memory import MIN_STAGES, SMALLEST, SharedMemory, loop_over_columns
+
+HOPPER = SharedMemory(227 << 10, copies=2)
+A100 = SharedMemory(163 << 10, copies=1)
+DEVICES = {"consumer": SMALLEST, "a100": A100, "hopper": HOPPER}
+
+
+@pytest.mark.parametrize(
+    ("device", "dim", "element_bytes", "tiles"),
+    [
+        ("hopper", 64, 2, (128, 128, 8)),
+        ("hopper", 128, 2, (128, 128, 8)),
+        ("hopper", 256, 2, (128, 64, 8)),  # with 128 keys: 320 KB
+        ("hopper", 128, 4, (128, 64, 8)),
+        ("hopper", 256, 4, (64, 32, 4)),
+        ("a100", 128, 2, (128, 128, 8)),
+        ("a100", 256, 2, (128, 64, 8)),
+        ("consumer", 64, 2, (128, 128, 8)),
+        ("consumer", 128, 2, (128, 64, 8)),
+        ("consumer", 256, 2, (64, 32, 4)),
+        ("consumer", 128, 4, (64, 32, 4)),
+        ("consumer", 256, 4, (32, 16, 4)),
+    ],
+)
+def test_prefill_takes_the_largest_tiles_that_fit(device, dim, element_bytes, tiles):
+    assert fitting_tiles(dim, element_bytes, DEVICES[device]) == tiles
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "dim", "element_bytes", "tile"),
+    [
+        ("hopper", 128, 128, 2, 128),
+        ("hopper", 128, 256, 2, 128),
+        ("hopper", 64, 256, 2, 64),
+        ("a100", 128, 256, 2, 128),
+        ("consumer", 128, 128, 2, 128),
+        ("consumer", 128, 256, 2, 64),
+        ("consumer", 64, 256, 2, 64),
+        ("consumer", 128, 256, 4, 16),
+    ],
+)
+def test_decode_takes_the_tile_it_wants_or_the_next_that_fits(device, wanted, dim, element_bytes, tile):
+    assert fitting_tile(wanted, 16, dim * element_bytes, DEVICES[device]) == tile
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (12_288, 4096), (4096, 151_936)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_products_of_few_rows_run_on_hopper_as_tuned_and_fit_everywhere(inputs, outputs, normed, gated):
+    if gated and (not normed or outputs > 65_536):
+        pytest.skip("a gated product is a feed-forward block's first")
+    block_out, block_in, _, stages = few_rows_blocks(inputs, outputs, normed)
+    column_bytes = ((1 + gated) * block_out + 16) * 2
+    assert loop_over_columns(block_in, stages, column_bytes, HOPPER) == (block_in, stages)
+    for shared in DEVICES.values():
+        columns, kept = loop_over_columns(block_in, stages, column_bytes, shared)
+        assert kept >= MIN_STAGES
+        assert shared.holds((kept - 2 + shared.copies) * columns * column_bytes)
+
+
+@pytest.mark.parametrize(
+    ("device", "key_block", "element_bytes", "stages"),
+    [
+        ("hopper", 128, 2, 2),
+        ("consumer", 128, 2, 2),
+        ("hopper", 256, 2, 1),
+        ("consumer", 256, 2, 1),
+        ("a100", 128, 4, 2),
+    ],
+)
+def test_chunks_are_fetched_ahead_where_two_fit(device, key_block, element_bytes, stages):
+    assert carry_stages(key_block, 32, element_bytes, DEVICES[device]) == stages

@@ -35,7 +35,7 @@ class Turns:
         self._batches = batches
         self._given = False
 
-    def get(self):
+    def get(self, timeout=None):
         self._given = True
         return self._batches.pop(0)
 
@@ -96,6 +96,63 @@ def test_calling_off_a_load_that_is_done_leaves_no_trace():
 def test_a_device_fault_leaves_the_thread():
     with pytest.raises(DeviceFault, match="device fault in step: RuntimeError: CUDA error"):
         run([load(1)], [submit(1, "fatal", faulty_engine.DEVICE_FAULT)], [], [])
+
+
+class Pauses(Turns):
+    """Before each batch that is waited for, as long a silence as the engine thread cares to wait out."""
+
+    def get(self, timeout=None):
+        if timeout is not None and self._batches != [[Exit()]]:
+            self._given = False
+            raise queue.Empty
+        return super().get()
+
+
+def run_with_pauses(monkeypatch, prepare, *turns):
+    """Every event, where idle engines prepare themselves with `prepare`."""
+    monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
+    outbox = Outbox()
+    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", outbox)
+    executor.inbox = Pauses(executor, [*turns, [Exit()]])
+    executor.run()
+    return outbox.take(0)
+
+
+def test_idle_models_prepare_themselves_until_nothing_is_left(monkeypatch):
+    pieces = iter([True, True, True, False])
+    prepared_while_busy = []
+
+    def prepare(engine):
+        prepared_while_busy.append(engine.has_work)
+        return next(pieces)
+
+    events = run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")], [])
+    assert prepared_while_busy == [False] * 4
+    assert any(isinstance(event, Outputs) for event in events)
+
+
+def test_nothing_is_prepared_while_commands_keep_coming(monkeypatch):
+    def prepare(_engine):
+        pytest.fail("there was something else to do")
+
+    monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
+    assert kinds(run([load(1)], [submit(1, "a")], [], [])).count(Outputs) > 0
+
+
+def test_a_model_that_cannot_prepare_itself_serves_all_the_same(monkeypatch):
+    def prepare(_engine):
+        raise ValueError("a kernel that does not compile")
+
+    events = run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")], [])
+    assert any(isinstance(event, Outputs) for event in events)
+
+
+def test_a_device_fault_while_preparing_leaves_the_thread(monkeypatch):
+    def prepare(_engine):
+        faulty_engine.misbehave(faulty_engine.DEVICE_FAULT)
+
+    with pytest.raises(DeviceFault, match="device fault in prepare"):
+        run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")])
 
 
 def test_a_model_whose_every_step_fails_is_given_up_and_the_others_are_not():

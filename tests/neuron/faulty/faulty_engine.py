@@ -113,6 +113,9 @@ class FaultyEngine:
         del self._requests[request_id], self._produced[request_id]
         return StepOutput(request_id, tokens, cached_tokens=cached_tokens, finish=finish)
 
+    def prepare(self):
+        return False
+
     def stats(self):
         return EngineStats(
             running=len(self._requests),

@@ -55,6 +55,8 @@ MAX_FAILED_STEPS = 3
 """Steps of one model that may fail in a row before it is given up and must be loaded anew."""
 STATS_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 0.05
+PREPARE_AFTER_S = 0.2
+"""Silence after which models get to prepare themselves: a request that waited for its model to load comes sooner."""
 
 
 class DeviceFault(Exception):
@@ -72,6 +74,8 @@ class _Resident:
     failing: dict[str, tuple[FaultKind, str]] = field(default_factory=dict)
     """Requests that were cancelled because a step failed, and what to say when their end comes."""
     failed_steps: int = 0
+    prepared: bool = False
+    """Its engine has nothing left to build for steps to come."""
 
 
 class Executor:
@@ -120,12 +124,33 @@ class Executor:
     def _receive(self, *, wait: bool) -> None:
         if wait:
             self._publish_stats()
-            self._jobs.extend(self.inbox.get())
+            self._jobs.extend(self._await_jobs())
         while True:
             try:
                 self._jobs.extend(self.inbox.get_nowait())
             except queue.Empty:
                 return
+
+    def _await_jobs(self) -> list[Command]:
+        """The next commands. Until they come the models prepare themselves, one piece at a time."""
+        while unprepared := [resident for resident in self._residents.values() if not resident.prepared]:
+            try:
+                return self.inbox.get(timeout=PREPARE_AFTER_S)
+            except queue.Empty:
+                self._prepare(unprepared[0])
+        return self.inbox.get()
+
+    def _prepare(self, resident: _Resident) -> None:
+        self.activity = "step"
+        try:
+            resident.prepared = not resident.engine.prepare()
+        except Exception as error:
+            self._judge(error, "prepare")
+            log.error("preparing model %d failed: %s", resident.handle, explain(error), exc_info=error)
+            self._let_go(error)
+            resident.prepared = True
+        self.progress += 1
+        self.activity = "idle"
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -347,6 +372,7 @@ class Executor:
             self._let_go(error)
             self._outbox.put(WakeFailed(handle, kind, message, is_damaged))
         else:
+            resident.prepared = False
             self._outbox.put(Woken(handle, before, memoryprobe.measure(self._device)))
 
     def _close(self, resident: _Resident) -> None:

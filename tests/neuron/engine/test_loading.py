@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers
 
+from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.memory import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.models.registry import SUPPORTED
 
@@ -209,6 +211,21 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_nothing_is_taken(chec
 def test_a_reserve_that_leaves_nothing_is_refused(checkpoint: Path) -> None:
     with pytest.raises(NoRoomError, match=r"but 0\.00 GB can be used"):
         load(checkpoint, min_free_bytes=1 << 60)
+
+
+def test_room_is_left_for_penalties(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken when a request first asks for one, long after the pages have taken the rest."""
+    whole = load(checkpoint)
+    page_bytes = whole.info.kv_bytes // (whole.info.num_pages + 1)
+    free_bytes = whole.info.weight_bytes + 9 * page_bytes
+    monkeypatch.setattr(loading, "device_memory", lambda _: DeviceMemory(1 << 40, free_bytes, 0))
+    monkeypatch.setattr(loading, "penalty_bytes", lambda *_: 0)
+    without = load(checkpoint)
+    monkeypatch.setattr(loading, "penalty_bytes", lambda *_: 3 * page_bytes)
+    left = load(checkpoint)
+    assert without.info.num_pages - left.info.num_pages == 3
+    for engine in (whole, without, left):
+        engine.close()
 
 
 def test_a_context_cut_short_by_memory_is_told(checkpoint: Path) -> None:

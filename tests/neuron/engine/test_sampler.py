@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cortex.neuron.engine.penalties import Penalties, penalty_bytes
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampler import Draw, Drawn, Sampler
 
@@ -339,3 +340,12 @@ def test_a_request_below_its_minimum_is_not_plain() -> None:
     sampler = Sampler(1, VOCAB, CONTEXT, torch.device("cpu"))
     sampler.assign(0, request(SamplingParams(temperature=0.0), stop_token_ids=(1,), min_tokens=2))
     assert [sampler.is_plain([Draw(0, count)]) for count in (0, 1, 2)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("rows", "vocab", "context"), [(3, 50, 20), (17, 1000, 128)])
+def test_penalties_take_what_loading_leaves_room_for(rows: int, vocab: int, context: int) -> None:
+    penalties = Penalties(rows, vocab, context, torch.device("cpu"))
+    penalties.assign(0, SamplingParams(repetition_penalty=1.2), (1, 2), ())
+    assert penalties._counts is not None
+    assert penalties._history is not None
+    assert penalties._counts.nbytes + penalties._history.nbytes == penalty_bytes(rows, vocab, context)

@@ -12,6 +12,7 @@ import torch
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.kv import page_bytes
 from cortex.neuron.engine.memory import device_memory, numeric_format
+from cortex.neuron.engine.penalties import penalty_bytes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.engine.sequence_memory import SequenceMemory
 from cortex.neuron.engine.state_memory import StateSlots
@@ -98,12 +99,14 @@ def build_model(
     family = family_of(config)
     dtype = numeric_format(spec.dtype, device)
     sized = family(config, Parameters(torch.device("meta"), dtype, four_bits), num_positions=1)
+    context = min(spec.context_tokens or sized.config.context_tokens, sized.config.context_tokens)
     have_bytes = usable_bytes(spec.min_free_bytes, device)
+    have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sized.config.vocab, context)
     if spec.memory_bytes is not None:
         have_bytes = min(have_bytes, spec.memory_bytes)
     spare_bytes = have_bytes - sized.parameters.num_bytes
     slots = StateSlots.plan(sized.gated_deltas, spec.max_num_seqs, spare_bytes, dtype, device)
-    context, num_pages, notes = _plan_pages(sized, spec, device, dtype, have_bytes - slots.num_bytes)
+    context, num_pages, notes = _plan_pages(sized, spec, context, device, dtype, have_bytes - slots.num_bytes)
     parameters = Parameters(device, dtype, four_bits)
     model = family(config, parameters, num_positions=context)
     fill(parameters)
@@ -124,10 +127,9 @@ def usable_bytes(min_free_bytes: int, device: torch.device) -> int:
 
 
 def _plan_pages(
-    model: Decoder, spec: LoadSpec, device: torch.device, dtype: torch.dtype, have: int
+    model: Decoder, spec: LoadSpec, own_context: int, device: torch.device, dtype: torch.dtype, have: int
 ) -> tuple[int, int, tuple[str, ...]]:
     """How long a sequence may be and how many pages there are, given what is free. Raises NoRoomError."""
-    own_context = min(spec.context_tokens or model.config.context_tokens, model.config.context_tokens)
     cost = page_bytes(model.attentions, PAGE_TOKENS, dtype)
     for_pages = have - model.parameters.num_bytes
     num_pages = for_pages // cost

@@ -1,7 +1,7 @@
 """Penalties on tokens that were seen before: counted on the device, so that a step needs nothing from the host.
 
 Presence and frequency look at what was drawn; repetition looks at prompt and output, or at the last `window` of them.
-Memory is taken when the first request asks for a penalty.
+Memory is taken when the first request asks for a penalty; loading leaves room for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ def is_penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
+def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
+    """What `Penalties` of this size take once they are asked for."""
+    return max_rows * (vocab + context_tokens) * torch.int32.itemsize
+
+
 class Penalties:
     """Per row: how often each token was drawn, and every token in order."""
 
@@ -26,7 +31,7 @@ class Penalties:
         self._context_tokens = context_tokens
         self._device = device
         self._counts: Tensor | None = None  # [rows, vocab] int32, drawn tokens
-        self._history: Tensor | None = None  # [rows, context] int64, prompt and drawn tokens by position
+        self._history: Tensor | None = None  # [rows, context] int32, prompt and drawn tokens by position
 
     def assign(self, row: int, params: SamplingParams, prompt: Sequence[int], drawn: Sequence[int]) -> None:
         """Starts a row with its past. Rows of requests without penalties are not kept up to date."""
@@ -34,7 +39,7 @@ class Penalties:
             return
         if self._counts is None or self._history is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-            self._history = torch.zeros(self._shape[0], self._context_tokens, dtype=torch.int64, device=self._device)
+            self._history = torch.zeros(self._shape[0], self._context_tokens, dtype=torch.int32, device=self._device)
         self._counts[row] = torch.tensor(drawn, dtype=torch.int64).bincount(minlength=self._shape[1])
         past = torch.tensor((*prompt, *drawn), dtype=torch.int64)
         self._history[row, : len(past)] = past
@@ -58,7 +63,7 @@ class Penalties:
         windows = torch.tensor([param.repetition_window or self._context_tokens for param in params])
         position = torch.arange(self._context_tokens, device=self._device)
         recent = (position <= positions[:, None]) & (position > positions[:, None] - windows.to(self._device)[:, None])
-        seen = torch.zeros_like(logits).scatter_reduce_(1, history, recent.to(logits.dtype), "amax") > 0
+        seen = torch.zeros_like(logits).scatter_reduce_(1, history.long(), recent.to(logits.dtype), "amax") > 0
         penalty = torch.tensor([param.repetition_penalty for param in params], device=self._device)[:, None]
         return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
@@ -68,4 +73,4 @@ class Penalties:
             return
         ones = torch.ones_like(tokens, dtype=torch.int32)
         self._counts.index_put_((rows, tokens), ones, accumulate=True)
-        self._history.index_put_((rows, (positions + 1).clamp(max=self._context_tokens - 1)), tokens)
+        self._history.index_put_((rows, (positions + 1).clamp(max=self._context_tokens - 1)), tokens.int())

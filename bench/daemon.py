@@ -41,6 +41,14 @@ class Neuron:
         """Returns when its memory is back."""
         self.call("/models/unload", {"model_id": model_id})
 
+    def park(self, model_id: str) -> None:
+        """Returns when its weights are in host memory and nothing of it is on the device."""
+        told = self.call("/models/unload", {"model_id": model_id, "park": True})
+        if told["state"] != "asleep":
+            sys.exit(
+                f"{model_id} is {told['state']} and not asleep; give it room, as in NEURON_LIMITS__PARKED_MB=40000"
+            )
+
 
 @contextlib.contextmanager
 def running_neuron() -> Iterator[tuple[Neuron, int]]:

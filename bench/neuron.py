@@ -13,6 +13,7 @@ Not needed here: click and rich (the commands), httptools (the gateway), llguida
 
 start     daemon started → first token: imports, load and prompt
 load      order to load → first token; the files are in the page cache
+wake      the model sleeps in host memory: order to load → first token
 swap      order to unload one model → first token of the other, which has the same files under another name
 decode-N  N streams of 512 tokens in and 257 out; tokens after the first over the time beyond the first token
 prefill-N, cached-N   time to first token of N tokens, unknown and known
@@ -43,6 +44,7 @@ from workloads import Prompt, Workloads, told
 SCENARIOS = (
     "start",
     "load",
+    "wake",
     "swap",
     "decode-1",
     "decode-8",
@@ -87,12 +89,18 @@ class Bench:
 
     def load(self) -> dict[str, float]:
         weight_bytes = sum(file.stat().st_size for file in self.checkpoint.glob("*.safetensors"))
+        return {"s": self._back_after(self.node.unload), "GB": weight_bytes / 1e9}
+
+    def wake(self) -> dict[str, float]:
+        return {"s": self._back_after(self.node.park)}
+
+    def _back_after(self, take_down: Callable[[str], None]) -> float:
         self.bring_up(FIRST)
         seconds = []
         for _ in range(2):
-            self.node.unload(FIRST)
+            take_down(FIRST)
             seconds.append(_seconds(lambda: self.bring_up(FIRST)))
-        return {"s": min(seconds), "GB": weight_bytes / 1e9}
+        return min(seconds)
 
     def swap(self) -> dict[str, float]:
         self.bring_up(FIRST)
@@ -120,10 +128,9 @@ class Bench:
 
     def measure(self, scenario: str) -> dict[str, float]:
         kind, _, size = scenario.partition("-")
-        if kind == "load":
-            return self.load()
-        if kind == "swap":
-            return self.swap()
+        whole: dict[str, Callable[[], dict[str, float]]] = {"load": self.load, "wake": self.wake, "swap": self.swap}
+        if kind in whole:
+            return whole[kind]()
         self.bring_up(FIRST)
         sized: dict[str, Callable[[int], dict[str, float]]] = {
             "decode": self.decode,

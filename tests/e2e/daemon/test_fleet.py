@@ -190,13 +190,13 @@ def busy(fleet: Fleet) -> int:
     return count
 
 
-def num_produced(fleet: Fleet) -> float:
-    """Tokens, as the nodes themselves count them."""
+def counted(fleet: Fleet, name: str) -> float:
+    """What the nodes themselves have counted, all together."""
     total = 0.0
     for node in fleet.nodes.values():
         with urllib.request.urlopen(f"{node.url}/metrics", timeout=10) as response:
             lines = response.read().decode().splitlines()
-        total += sum(float(line.split()[-1]) for line in lines if line.startswith("neuron_completion_tokens_total{"))
+        total += sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
     return total
 
 
@@ -210,7 +210,8 @@ def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collec
     def trace() -> list[ReceivedSpan]:
         return [span for span in collector.spans if span.trace_id == TRACE_ID]
 
-    until(lambda: {"prefill", "decode", f"POST {CHAT}"} <= {span.name for span in trace()}, 15)
+    wanted_spans = {("cortex", f"POST {CHAT}"), ("neuron", f"POST {CHAT}"), ("neuron", "prefill"), ("neuron", "decode")}
+    until(lambda: wanted_spans <= {(span.service, span.name) for span in trace()}, 60)
     by_id = {span.span_id: span for span in trace()}
     decode = next(span for span in trace() if span.name == "decode")
     path = [decode]
@@ -234,34 +235,38 @@ def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collec
 def test_a_client_that_leaves_the_gateway_frees_the_engine_within_a_second(
     fleet: Fleet, phase: str, stream: bool
 ) -> None:
-    took_s = []
-    for _ in range(3):  # on a crowded machine one of them may be late
+    tries: list[tuple[float, float]] = []
+    for _ in range(3):
         prompt = LONG_PROMPT if phase == "prefill" else "Once upon a time"
         max_tokens = 1 if phase == "prefill" else 1500
         asked = fleet.ask("/v1/completions", prompt=prompt, max_tokens=max_tokens, ignore_eos=True, stream=stream)
         until(lambda: busy(fleet) == 1, 30)
         if phase == "decode" and stream:
             asked.read_until(b"data: ")
+        steps_before = counted(fleet, "neuron_engine_steps_total")
         asked.leave()
-        took_s.append(until(lambda: busy(fleet) == 0, 30))
-        if took_s[-1] < 1.0:
+        took_s = until(lambda: busy(fleet) == 0, 30)
+        tries.append((took_s, counted(fleet, "neuron_engine_steps_total") - steps_before))
+        if took_s < 1.0:
             break
-    assert min(took_s) < 1.0, took_s
-    until(lambda: fleet.in_flight() == 0, 5)
+    # On a machine so crowded that a step takes as long, it is a few steps at the most.
+    assert any(took_s < 1.0 or num_steps <= 4 for took_s, num_steps in tries), tries
+    until(lambda: fleet.in_flight() == 0, 15)
 
 
 def test_who_leaves_in_the_middle_pays_what_the_node_had_done_and_the_books_outlive_a_kill(fleet: Fleet) -> None:
     fields = {"prompt": "Once upon a time there was", "ignore_eos": True}
     whole = json.loads(fleet.ask("/v1/completions", **fields).read().partition(b"\r\n\r\n")[2])
-    until(lambda: fleet.usage()["requests"] == fleet.num_asked, 15)
-    before, tokens_before = fleet.usage(), num_produced(fleet)
+    until(lambda: fleet.usage()["requests"] == fleet.num_asked, 60)
+    before, tokens_before = fleet.usage(), counted(fleet, "neuron_completion_tokens_total")
     asked = fleet.ask("/v1/completions", **fields, max_tokens=1500, stream=True)
     asked.read_until(b"data: ")
     asked.leave()
-    until(lambda: fleet.usage()["requests"] == fleet.num_asked, 15)
+    until(lambda: fleet.usage()["requests"] == fleet.num_asked, 60)
     after = fleet.usage()
     assert after["prompt_tokens"] - before["prompt_tokens"] == whole["usage"]["prompt_tokens"]
-    assert after["completion_tokens"] - before["completion_tokens"] == num_produced(fleet) - tokens_before > 0
+    produced = counted(fleet, "neuron_completion_tokens_total") - tokens_before
+    assert after["completion_tokens"] - before["completion_tokens"] == produced > 0
     fleet.kill()
     fleet.start()
     assert fleet.usage() == after

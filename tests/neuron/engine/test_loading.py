@@ -165,6 +165,10 @@ def test_an_unsupported_family_is_named_with_those_that_are_supported(checkpoint
         ({"vocab_size": -1}, "vocab_size"),
         ({"max_position_embeddings": None}, "max_position_embeddings"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
+        ({"quantization_config": {"bits": 4}}, "take the model's unquantised repository, or a GGUF file"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "the weights are quantised (awq)"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
     ],
     ids=str,
 )

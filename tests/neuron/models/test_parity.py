@@ -20,7 +20,10 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import PAGE_TOKENS, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.qwen3 import Qwen3
+from cortex.neuron.models.registry import UnsupportedModel
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -231,6 +234,32 @@ def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     tokens = some_tokens(PROMPT_TOKENS)
     (logits,) = Driver(load(tmp_path), 1).logits([tokens], [[PROMPT_TOKENS]])
+    assert_parity(logits, reference(tokens[None]).logits[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "no 'sliding_window'"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "0 for 'sliding_window'"),
+    ],
+)
+def test_layers_that_are_not_what_they_could_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        Qwen3(SIZES | changes, Parameters(torch.device("meta"), torch.float32), 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_files_of_any_precision_tied_or_not_match(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    reference_of(family, "tied" if tied else "plain").to(dtype).save_pretrained(tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = some_tokens(PROMPT_TOKENS)
+    (logits,) = Driver(load(tmp_path), 1).logits([tokens], [[50, 25]])
     assert_parity(logits, reference(tokens[None]).logits[0])
 
 

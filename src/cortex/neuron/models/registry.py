@@ -31,6 +31,19 @@ class UnsupportedModel(Exception):
     """The checkpoint is of a family, or uses an option, that this engine does not run."""
 
 
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel for weights that mean nothing without the scales beside them (FP8, AWQ, GPTQ and kin)."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        quantised = part.get("quantization_config")
+        if quantised:
+            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+            raise UnsupportedModel(
+                f"the weights are quantised ({method or 'method not named'}), which is not supported in safetensors; "
+                "take the model's unquantised repository, or a GGUF file"
+            )
+
+
 def family_of(config: Mapping[str, Any]) -> type[Decoder]:
     """The class for a checkpoint's config. Raises UnsupportedModel and says what it saw."""
     model_type = config.get("model_type")
@@ -39,5 +52,6 @@ def family_of(config: Mapping[str, Any]) -> type[Decoder]:
             f"model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)} "
             "(docs/adding-a-model.md shows how to add one)"
         )
+    refuse_quantised(config)
     module, name = FAMILIES[model_type].split(":")
     return getattr(import_module(module), name)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.device.discovery import DeviceReading
-from cortex.neuron.models.registry import SUPPORTED
+from cortex.neuron.models.registry import SUPPORTED, UnsupportedModel, refuse_quantised
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.stored import TensorInfo
@@ -101,6 +101,10 @@ def _judge(path: Path, name: str, config: Mapping[str, Any], tensors: Sequence[t
             f"{name} is of family {family!r}, which is not supported; supported are {', '.join(SUPPORTED)} "
             "(docs/adding-a-model.md shows how to add one)"
         )
+    try:
+        refuse_quantised(config)
+    except UnsupportedModel as error:
+        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
     # Models with more than text keep the text part's sizes one level down.
     sizes: Mapping[str, Any] = config.get("text_config") or config
     kept = [tensor for source, tensor in tensors if not source.startswith(_LEFT_OUT)]

@@ -67,7 +67,7 @@ def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
     ("config", "quant", "reason"),
     [
         ({"model_type": "mamba9000"}, None, "family 'mamba9000', which is not supported; supported are"),
-        ({"quantization_config": {"quant_method": "fp8"}}, None, "the weights are quantised (fp8)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, None, r"the weights are quantised \(fp8\)"),
         ({"num_attention_heads": 0}, None, "not usable"),
         ({"max_position_embeddings": "many"}, None, "not usable"),
         ({}, "q4_k", "not quantised at load; for q4_k name a GGUF"),

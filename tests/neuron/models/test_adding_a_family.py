@@ -1,0 +1,77 @@
+"""A family is one file and one line in the registry: the walk-through's own code, against the reference library."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.models import registry
+
+WALK_THROUGH = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
+PROMPT = (5, 90, 3, 17, 44, 2, 61, 8, 33, 70) * 5
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file and the line that the walk-through shows, in place."""
+    file, line = re.findall(r"```python\n(.*?)```", WALK_THROUGH.read_text(), flags=re.DOTALL)
+    model_type, target = re.findall(r'"(.*?)"', line)
+    module = target.split(":")[0]
+    (tmp_path / "family.py").write_text(file)
+    spec = importlib.util.spec_from_file_location(module, tmp_path / "family.py")
+    assert spec is not None
+    assert spec.loader is not None
+    monkeypatch.setitem(sys.modules, module, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(sys.modules[module])
+    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, model_type: target})
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_walk_throughs_family_says_what_the_reference_library_says(window: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        sliding_window=window,
+        attn_implementation="eager",
+    )
+    reference = transformers.MistralForCausalLM(config).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
+    reference.save_pretrained(tmp_path / "model")
+    spec = LoadSpec(str(tmp_path / "model"), dtype="float32", max_num_seqs=2, prefill_chunk_tokens=20)
+    engine = Engine.load(spec, torch.device("cpu"), lambda *_: None, lambda: False)
+    engine.submit(EngineRequest("one", PROMPT, 12, SamplingParams(temperature=0.0)))
+    said = [token for output in _outputs(engine) for token in output]
+    with torch.inference_mode():
+        ids = reference.generate(
+            torch.tensor([PROMPT]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+    assert said == ids[0, len(PROMPT) :].tolist()
+    engine.close()
+
+
+def _outputs(engine: Engine) -> Iterator[tuple[int, ...]]:
+    while engine.has_work:
+        for output in engine.step():
+            yield output.tokens
+
+
+def test_before_it_is_added_it_is_refused() -> None:
+    with pytest.raises(registry.UnsupportedModel, match="'mistral' is not supported"):
+        registry.family_of({"model_type": "mistral"})

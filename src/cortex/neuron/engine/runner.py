@@ -22,6 +22,7 @@ from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.scheduler import StepPlan
 from cortex.neuron.engine.state_memory import StateMemory
+from cortex.neuron.engine.threads import StepThreads
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.models.decoder import Decoder
 
@@ -89,6 +90,7 @@ class Runner:
         self._pages = np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32)
         self._page_table = torch.from_numpy(self._pages).to(self.device)  # on the CPU: the same memory
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
+        self._threads = StepThreads() if self.device.type == "cpu" else None
         self._graphs: StepGraphs | None = None
         if capture is None and self.device.type == "cuda":
             capture = CudaCapture()
@@ -114,6 +116,9 @@ class Runner:
             is_single = plan.num_singles == len(plan.rows)
             if self._graphs is not None and is_single and self._graphs.takes(len(plan.rows)):
                 drawn = self._replay(plan, inputs, draws, mask)
+            elif self._threads is not None and is_single:
+                with self._threads.decoding(len(plan.rows)):
+                    drawn = self._forward(plan, inputs, draws, mask)
             else:
                 drawn = self._forward(plan, inputs, draws, mask)
             launched = Launched(drawn)

@@ -30,6 +30,7 @@ def _model(
     in_flight: int = 0,
     pinned: bool = False,
     estimate: float | None = None,
+    least: float | None = None,
     reason: str | None = None,
 ) -> Residency:
     status = ModelStatus(
@@ -38,6 +39,7 @@ def _model(
         devices=devices,
         measured_bytes=None if estimate is not None else int(size * GIB),
         estimate_bytes=None if estimate is None else int(estimate * GIB),
+        least_bytes=None if least is None else int(least * GIB),
         load=ModelLoad(running=running, waiting=waiting, kv_used_fraction=kv),
         state_age_s=age_s,
         idle_s=idle_s,
@@ -46,7 +48,15 @@ def _model(
     return Residency(status=status, seen_at=NOW, in_flight=in_flight, pinned=pinned)
 
 
-def _node(name: str, sizes: Sequence[float], *models: Residency, foreign: float = 0, **facts: Any) -> Node:
+def _node(
+    name: str,
+    sizes: Sequence[float],
+    *models: Residency,
+    foreign: float = 0,
+    kept: float = 0,
+    kept_share: float = 0.0,
+    **facts: Any,
+) -> Node:
     """A node with a device of each size; what its models hold is taken from the free bytes."""
     devices = []
     for index, size in enumerate(sizes):
@@ -63,6 +73,8 @@ def _node(name: str, sizes: Sequence[float], *models: Residency, foreign: float 
                 total_bytes=int(size * GIB),
                 free_bytes=max(0, int((size - foreign) * GIB) - used),
                 foreign_bytes=int(foreign * GIB),
+                kept_free_bytes=int(kept * GIB),
+                kept_free_share=kept_share,
             )
         )
     facts = {"healthy": True, "last_seen": NOW} | facts

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.fleet.memory import Holding, ledger, measurements, need_bytes
+from cortex.fleet.memory import Holding, Need, ledger, measurements, need_of
 from cortex.fleet.topology import Reservation
 from cortex.wire.node import ModelState
 
@@ -89,8 +89,8 @@ def test_what_a_model_needs_is_measured_before_it_is_estimated(
         picture = fleet(host, *others, specs=[spec_])
         if measured is not None:
             picture = msgspec.structs.replace(picture, measured={("m", None, None): int(measured * GIB)})
-        found = need_bytes(spec_, host, picture)
-        return None if found is None else found / GIB
+        found = need_of(spec_, host, picture)
+        return None if found is None else found.takes_bytes / GIB
 
     assert need(plain, empty) is None
     assert need(plain, empty, elsewhere) == 5
@@ -105,5 +105,19 @@ def test_measurements_are_remembered_when_the_model_has_left(model: Make, node: 
     remembered = measurements(picture)
     assert remembered == {("m", "q8_0", None): 9 * GIB}
     later = msgspec.structs.replace(fleet(node("n", [24]), specs=[spec("m", 7, quant="q8_0")]), measured=remembered)
-    assert need_bytes(later.catalogue.spec("m"), later.nodes[0], later) == 9 * GIB
+    need = need_of(later.catalogue.spec("m"), later.nodes[0], later)
+    assert need == Need(takes_bytes=9 * GIB, least_bytes=9 * GIB)
     assert measurements(later) == remembered
+
+
+def test_a_model_needs_at_least_what_its_node_accepts_it_with(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    def need(held: Any, size: float | None = None) -> tuple[float, float]:
+        host, spec_ = node("n", [24], held), spec("m", size)
+        found = need_of(spec_, host, fleet(host, specs=[spec_]))
+        assert found is not None
+        return found.takes_bytes / GIB, found.least_bytes / GIB
+
+    assert need(model("m", estimate=20, least=8, state=ModelState.COLD)) == (20, 8)
+    assert need(model("m", 15, least=8)) == (15, 8)
+    assert need(model("m", 6, least=8)) == (8, 8)
+    assert need(model("m", estimate=20, least=8, state=ModelState.COLD), 12) == (12, 12), "an operator's word"

@@ -260,3 +260,77 @@ def test_pins_that_are_not_met(model: Make, node: Make, fleet: Make, spec: Make)
         ],
     )
     assert unmet_pins(picture) == (("here", "b"), ("anywhere", None))
+
+
+def test_what_a_node_keeps_free_is_not_promised(node: Make, fleet: Make, spec: Make) -> None:
+    roomy = place("m", fleet(node("n", [24], kept=2), specs=[spec("m", 22)]), NOW)
+    assert roomy.action == "load"
+    row = roomy.assessments[0].rows[0]
+    assert (row.available_bytes, row.kept_free_bytes) == (22 * GIB, 2 * GIB)
+    tight = place("m", fleet(node("n", [24], kept=2), specs=[spec("m", 23)]), NOW)
+    assert (tight.action, tight.assessments[0].verdict) == ("refuse", Verdict.TOO_SMALL)
+    assert "the largest has 22.0 GiB" in tight.assessments[0].reason
+
+
+def test_a_swap_on_a_tight_node_makes_room_for_what_is_kept_free_too(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    """The 2 GiB that stay free are nobody's: without both victims the load would be refused."""
+    held = [model("a", 8, idle_s=900), model("b", 4, idle_s=100)]
+    decision = place("m", fleet(node("n", [16], *held, kept=2), specs=[spec("m", 12)]), NOW)
+    assert (decision.action, set(decision.victims)) == ("load", {"a", "b"})
+    decision = place("m", fleet(node("n", [16], *held), specs=[spec("m", 12)]), NOW)
+    assert decision.victims == ("a",)
+
+
+def test_a_host_whose_models_share_memory_with_everything_gives_half_of_what_is_free(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    host = node("n", [32], model("old", 8), kept_share=0.5)
+    fits = place("m", fleet(host, specs=[spec("m", 12)]), NOW)
+    assert (fits.action, fits.victims) == ("load", ())
+    evicts = place("m", fleet(host, specs=[spec("m", 14)]), NOW)
+    assert (evicts.action, evicts.victims) == ("load", ("old",))
+    never = place("m", fleet(host, specs=[spec("m", 17)]), NOW)
+    assert never.assessments[0].verdict is Verdict.TOO_SMALL
+
+
+def test_a_model_whose_cache_can_be_cut_takes_what_there_is(model: Make, node: Make, fleet: Make) -> None:
+    """It would take 20, serves well with 11 (8, and a quarter of the rest), and is accepted with 8."""
+    elastic = model("m", state=ModelState.COLD, estimate=20, least=8)
+
+    def decide(*held: Any, size: float = 24) -> tuple[str, tuple[str, ...], float, float]:
+        decision = place("m", fleet(node("n", [size], elastic, *held, kept=2)), NOW)
+        return decision.action, decision.victims, (decision.need_bytes or 0) / GIB, (decision.takes_bytes or 0) / GIB
+
+    assert decide() == ("load", (), 20, 20)
+    assert decide(model("small", 7)) == ("load", (), 11, 15)
+    assert decide(model("large", 12)) == ("load", ("large",), 11, 20)
+    assert decide(model("large", 12, pinned=True)) == ("load", (), 8, 10)
+    assert decide(size=13) == ("load", (), 11, 11)
+    assert decide(model("large", 15, pinned=True))[0] == "refuse"
+
+
+def test_a_measured_size_beyond_what_a_device_gives_is_no_reason_to_refuse(
+    model: Make, node: Make, fleet: Make
+) -> None:
+    """A cache that filled the device, and buffers that grew since: the next load is cut to what there is."""
+    filled = model("m", 15, state=ModelState.COLD, least=8)
+    decision = place("m", fleet(node("n", [16], filled, kept=2)), NOW)
+    assert (decision.action, decision.takes_bytes) == ("load", 14 * GIB)
+
+
+def test_a_node_with_room_for_the_whole_cache_comes_first(model: Make, node: Make, fleet: Make) -> None:
+    cold = model("m", state=ModelState.COLD, estimate=20, least=8)
+    picture = fleet(node("tight", [12], cold), node("wide", [80], cold))
+    assert place("m", picture, NOW).node == "wide"
+
+
+def test_a_load_is_reckoned_with_what_it_will_take(model: Make, node: Make, fleet: Make) -> None:
+    elastic = model("m", state=ModelState.COLD, estimate=20, least=8)
+    decision = place("m", fleet(node("n", [16], elastic, kept=2)), NOW)
+    assert decision.takes_bytes == 14 * GIB
+    promised = Reservation(model_id="m", devices=(0,), num_bytes=decision.takes_bytes)
+    other = model("other", state=ModelState.COLD, estimate=4, least=2)
+    later = place("other", fleet(node("n", [16], elastic, other, kept=2, reservations=(promised,))), NOW)
+    assert later.action == "wait"

@@ -55,6 +55,7 @@ class Drawing:
             devices=tuple(sorted({first, self.mostly(first, (first + 1) % num_devices)})),
             measured_bytes=self.mostly(size, None),
             estimate_bytes=size,
+            least_bytes=self.mostly(None, size // 2),
             load=ModelLoad(running=self.mostly(0, 1), waiting=self.mostly(0, 2)),
             state_age_s=self.mostly(100.0, 0.0, 10.0),
             idle_s=float(self.random.randint(0, 500)),
@@ -97,6 +98,8 @@ class Drawing:
             total_bytes=total,
             free_bytes=left - foreign,
             foreign_bytes=foreign,
+            kept_free_bytes=self.mostly(0, 2, 5) * MIB,
+            kept_free_share=self.mostly(0.0, 0.5),
         )
 
     def fleet(self) -> Fleet:
@@ -153,6 +156,7 @@ def test_what_is_decided_fits(fleet: Fleet, name: str, origin: str) -> None:
         committed = books[index].committed_bytes - given_back
         assert books[index].foreign_bytes + committed + share <= books[index].total_bytes
         assert share <= books[index].free_bytes + given_back
+        assert share <= books[index].usable_bytes(books[index].balance_bytes + given_back)
 
 
 @settings(max_examples=200, deadline=None)

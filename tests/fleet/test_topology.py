@@ -30,6 +30,15 @@ def test_a_first_poll_draws_the_whole_node() -> None:
     assert (node.residencies["m"].last_used, node.residencies["m"].state_since) == (95.0, 91.0)
 
 
+def test_what_a_node_keeps_free_is_known_from_its_reports_and_older_nodes_say_nothing() -> None:
+    report = DeviceHealth(index=0, total_bytes=1000, free_bytes=600, kept_free_bytes=70, kept_free_share=0.5)
+    told = Health(status="ok", uptime_s=1, devices=(report,), models=())
+    (device,) = seen(None, "beast", DISCOVERY, told, 1.0).devices
+    assert (device.kept_free_bytes, device.kept_free_share) == (70, 0.5)
+    (device,) = seen(None, "beast", DISCOVERY, health(600), 1.0).devices
+    assert (device.kept_free_bytes, device.kept_free_share) == (0, 0.0)
+
+
 def test_foreign_use_is_not_judged_while_memory_is_on_the_move() -> None:
     node = seen(None, "beast", DISCOVERY, health(900), 1.0)
     for free in (900, 750, 620):

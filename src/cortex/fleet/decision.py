@@ -57,6 +57,8 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     total_bytes: int
     foreign_bytes: int
+    kept_free_bytes: int
+    """Of what is free now, what the node leaves free at a load."""
     available_bytes: int
     need_bytes: int | None
     """The model's share on a device of this node; `None` when its size is not known."""
@@ -74,7 +76,11 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     asleep: bool = False
     """Its weights are in this node's host memory, beside the devices chosen: it wakes rather than loads."""
     need_bytes: int | None = None
-    """Over all its devices."""
+    """What was looked for, over all its devices."""
+    takes_bytes: int | None = None
+    """What it will take there, over all its devices; more than the need where its cache grows with the room."""
+    is_cut: bool = False
+    """It will have less room for its cache there than it could use."""
     devices: tuple[int, ...] = ()
     victims: tuple[Occupant, ...] = ()
     rows: tuple[DeviceRow, ...] = ()
@@ -114,3 +120,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def need_bytes(self) -> int | None:
         return self.chosen.need_bytes if self.chosen else None
+
+    @property
+    def takes_bytes(self) -> int | None:
+        """What to reckon with until it has loaded."""
+        return self.chosen.takes_bytes if self.chosen else None

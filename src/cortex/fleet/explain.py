@@ -146,6 +146,7 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
         "reason": assessment.reason,
         "pinned": assessment.pinned,
         "need_bytes": assessment.need_bytes,
+        "takes_bytes": assessment.takes_bytes,
         "victims": [victim.model_id for victim in assessment.victims],
         "devices": [
             {
@@ -153,6 +154,7 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
                 "name": row.name,
                 "total_bytes": row.total_bytes,
                 "other_programs_bytes": row.foreign_bytes,
+                "kept_free_bytes": row.kept_free_bytes,
                 "have_bytes": row.available_bytes,
                 "need_bytes": row.need_bytes,
                 "chosen": row.chosen,

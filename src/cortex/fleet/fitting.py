@@ -12,7 +12,7 @@ from cortex.wire.node import ModelState
 from .catalogue import MEBIBYTE, ModelSpec
 from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection, choose, occupies, protection
-from .memory import DeviceLedger, ledger
+from .memory import DeviceLedger, Need, ledger
 from .topology import Fleet, Node
 from .units import gib
 
@@ -24,23 +24,26 @@ class _Room(msgspec.Struct, frozen=True):
     victims: tuple[Occupant, ...] = ()
 
 
-def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, size: int | None, origin: Origin) -> Assessment:
-    """The verdict of `node`'s memory on `spec`, of `size` bytes over all devices (`None`: not known).
+def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | None, origin: Origin) -> Assessment:
+    """The verdict of `node`'s memory on `spec` (`need` is `None` where its size is not known).
 
-    A sleeping model wakes on the devices where it was; where those give it no room, the others are looked at.
+    Best is room for all that the model would take. Others leave only for as much as it needs to serve well, and where
+    they do not, the least will do. A sleeping model wakes on the devices where it was, as large as it was; where those
+    give it no room, the others are looked at.
     """
     books = ledger(node)
     occupants = _occupants(spec, node, books, fleet, now, origin)
     eligible = _eligible(spec, books)
     held = node.residencies.get(spec.id)
 
-    def assess(devices: Sequence[DeviceLedger], *, asleep: bool) -> Assessment:
+    def assess(devices: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
         count = _device_count(spec, devices, size)
         share = None if size is None else -(-size // (count or spec.min_devices))
         verdict, reason, room = _judge(spec, node, devices, occupants, fleet, count=count, share=share)
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep there; {reason}"
         chosen = frozenset(device.index for device in room.devices)
+        takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
         return Assessment(
             node=node.name,
             verdict=verdict,
@@ -48,6 +51,8 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, size: int | No
             pinned=node.name in spec.pinned_on,
             asleep=asleep,
             need_bytes=size,
+            takes_bytes=takes_bytes,
+            is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
             devices=tuple(sorted(chosen)),
             victims=room.victims,
             rows=_rows(books, share, chosen),
@@ -56,15 +61,36 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, size: int | No
 
     if held is not None and held.state is ModelState.ASLEEP:
         home = [device for device in eligible if device.index in held.status.devices] or eligible
-        waking = assess(home, asleep=True)
-        if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_AFTER_EVICTION):
-            return waking
-    return assess(eligible, asleep=False)
+        sizes = (None,) if need is None else (need.takes_bytes, need.comfortable_bytes, need.least_bytes)
+        for size in sizes:
+            waking = assess(home, size, asleep=True)
+            if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_AFTER_EVICTION):
+                return waking
+    if need is None:
+        return assess(eligible, None, asleep=False)
+    whole = assess(eligible, need.takes_bytes, asleep=False)
+    if whole.verdict is Verdict.FITS or need.least_bytes == need.takes_bytes:
+        return whole
+    comfortable = assess(eligible, need.comfortable_bytes, asleep=False)
+    if comfortable.verdict in (Verdict.FITS, Verdict.FITS_AFTER_EVICTION):
+        return comfortable
+    return assess(eligible, need.least_bytes, asleep=False)
 
 
-def need_and_have(node: Node, size: int | None, count: int) -> tuple[DeviceRow, ...]:
-    """The numbers of `node` for a model of `size` bytes over `count` devices, where they do not decide the verdict."""
-    return _rows(ledger(node), None if size is None else -(-size // count), ())
+def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow, ...]:
+    """The numbers of `node` for a model over `count` devices, where they do not decide the verdict."""
+    return _rows(ledger(node), None if need is None else -(-need.takes_bytes // count), ())
+
+
+def _taken(wanted_bytes: int, sure_bytes: int, room: _Room) -> int:
+    """What a load will take of `room`: all that it wants, or what there will be once the victims are gone."""
+    there = sum(
+        device.usable_bytes(
+            device.balance_bytes + sum(victim.device_bytes.get(device.index, 0) for victim in room.victims)
+        )
+        for device in room.devices
+    )
+    return max(sure_bytes, min(wanted_bytes, there))
 
 
 def _judge(
@@ -81,7 +107,7 @@ def _judge(
     if len(eligible) < spec.min_devices:
         return Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)), nowhere
     if count is None:
-        largest = max(device.total_bytes for device in eligible)
+        largest = max(device.capacity_bytes for device in eligible)
         return Verdict.TOO_SMALL, f"needs {gib(share)} per device, the largest has {gib(largest)}", nowhere
     if share is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
@@ -89,7 +115,7 @@ def _judge(
     if devices := _tightest(eligible, count, share):
         return Verdict.FITS, f"needs {gib(share)} per device, and has it", _Room(devices)
 
-    wide_enough = [device for device in eligible if device.total_bytes >= share]
+    wide_enough = [device for device in eligible if device.capacity_bytes >= share]
     sets = list(combinations(wide_enough, count))
 
     def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> _Room | None:
@@ -150,7 +176,7 @@ def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int |
     """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it."""
     count = spec.min_devices
     while count <= len(eligible):
-        if size is None or sum(device.total_bytes * count >= size for device in eligible) >= count:
+        if size is None or sum(device.capacity_bytes * count >= size for device in eligible) >= count:
             return count
         count *= 2
     return None
@@ -173,7 +199,8 @@ def _rooms(
     have: Callable[[DeviceLedger], int],
 ) -> Iterator[_Room]:
     for devices in sets:
-        shortfall = {device.index: share - have(device) for device in devices if have(device) < share}
+        missing = {device.index: device.free_bytes_for(share) - have(device) for device in devices}
+        shortfall = {index: num_bytes for index, num_bytes in missing.items() if num_bytes > 0}
         victims = choose(occupants, shortfall, fleet.rules)
         if victims is not None:
             yield _Room(devices, victims)
@@ -216,6 +243,7 @@ def _rows(books: Sequence[DeviceLedger], share: int | None, chosen: Collection[i
             name=device.name,
             total_bytes=device.total_bytes,
             foreign_bytes=device.foreign_bytes,
+            kept_free_bytes=max(0, device.balance_bytes) - device.available_bytes,
             available_bytes=device.available_bytes,
             need_bytes=share,
             chosen=device.index in chosen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -32,6 +33,9 @@ class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
     foreign_bytes: int
     """In use by none of our models."""
     holdings: tuple[Holding, ...]
+    kept_free_bytes: int = 0
+    kept_free_share: float = 0.0
+    """What the node leaves free at every load: so much, and of what is free so large a part."""
 
     @property
     def committed_bytes(self) -> int:
@@ -47,7 +51,21 @@ class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def available_bytes(self) -> int:
         """What a load may count on now."""
-        return max(0, self.balance_bytes)
+        return self.usable_bytes(self.balance_bytes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What a load could count on if the device had nothing else on it."""
+        return self.usable_bytes(self.total_bytes)
+
+    def usable_bytes(self, free_bytes: int) -> int:
+        """What the node lets a load take of so much free memory."""
+        return max(0, free_bytes - int(free_bytes * self.kept_free_share) - self.kept_free_bytes)
+
+    def free_bytes_for(self, num_bytes: int) -> int:
+        """How much must be free for a load to take so much."""
+        wanted = num_bytes + self.kept_free_bytes
+        return wanted if not self.kept_free_share else math.ceil(wanted / (1 - self.kept_free_share))
 
     def held_by(self, model_id: str) -> int:
         return sum(holding.num_bytes for holding in self.holdings if holding.model_id == model_id)
@@ -66,8 +84,29 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
     return tuple(_device_ledger(device, tuple(holdings[device.index])) for device in node.devices)
 
 
-def need_bytes(spec: ModelSpec, node: Node, fleet: Fleet) -> int | None:
-    """What `spec` will take on `node`: measured before estimated, the operator's estimate before the node's."""
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model asks of a node, over all its devices."""
+
+    takes_bytes: int
+    """What it takes where there is room."""
+    least_bytes: int
+    """With less than this the node refuses it; between the two its cache is cut."""
+
+    @property
+    def comfortable_bytes(self) -> int:
+        """With this it serves well: of the cache that it takes where there is room, a few full contexts, a quarter."""
+        return self.least_bytes + (self.takes_bytes - self.least_bytes) // 4
+
+    def at_least(self, num_bytes: int) -> Need:
+        """This need, if so many bytes are known to be too few for anything less."""
+        return Need(takes_bytes=max(self.takes_bytes, num_bytes), least_bytes=max(self.least_bytes, num_bytes))
+
+
+def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
+    """What `spec` needs on `node`: measured before estimated, the operator's estimate before the node's.
+
+    A node that has looked into the model's files also knows how little will do; what an operator says is taken as said.
+    """
     held = node.residencies.get(spec.id)
     candidates = (
         None if held is None else held.status.measured_bytes,
@@ -76,7 +115,14 @@ def need_bytes(spec: ModelSpec, node: Node, fleet: Fleet) -> int | None:
         None if held is None else held.status.estimate_bytes,
         _estimate_elsewhere(spec.id, fleet),
     )
-    return next((candidate for candidate in candidates if candidate is not None), None)
+    takes_bytes = next((candidate for candidate in candidates if candidate is not None), None)
+    if takes_bytes is None:
+        return None
+    least_bytes = None if held is None or spec.vram_bytes is not None else held.status.least_bytes
+    if least_bytes is None:
+        return Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
+    # Room that is asked for and not taken at once can make the least the larger one.
+    return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
 
 
 def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
@@ -125,4 +171,6 @@ def _device_ledger(device: Device, holdings: tuple[Holding, ...]) -> DeviceLedge
         free_bytes=device.free_bytes,
         foreign_bytes=device.foreign_bytes,
         holdings=holdings,
+        kept_free_bytes=device.kept_free_bytes,
+        kept_free_share=device.kept_free_share,
     )

@@ -9,7 +9,7 @@ from cortex.wire.node import ModelState
 from .catalogue import ModelSpec
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .fitting import fit, need_and_have
-from .memory import need_bytes
+from .memory import Need, need_of
 from .topology import STARTING, Fleet, Node, Residency
 
 _ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
@@ -52,33 +52,34 @@ def place(
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
     """What can be done with `spec` on `node`."""
     held = node.residencies.get(spec.id)
-    size = need_bytes(spec, node, fleet)
-    if spec.id in node.shown_needs:
-        size = max(size or 0, node.shown_needs[spec.id])
+    need = need_of(spec, node, fleet)
+    if (shown := node.shown_needs.get(spec.id)) is not None:
+        need = Need(takes_bytes=shown, least_bytes=shown) if need is None else need.at_least(shown)
     found = _without_memory(spec, node, held, fleet, now, origin)
     if found is None:
-        return fit(spec, node, fleet, now, size=size, origin=origin)
+        return fit(spec, node, fleet, now, need=need, origin=origin)
     verdict, reason = found
     return Assessment(
         node=node.name,
         verdict=verdict,
         reason=reason,
         pinned=node.name in spec.pinned_on,
-        need_bytes=size,
+        need_bytes=None if need is None else need.takes_bytes,
+        takes_bytes=None if need is None else need.takes_bytes,
         devices=() if held is None else held.status.devices,
-        rows=need_and_have(node, size, _num_devices(spec, held)),
+        rows=need_and_have(node, need, _num_devices(spec, held)),
         load=0.0 if held is None else _load(held),
     )
 
 
 def _excluded(spec: ModelSpec, node: Node, fleet: Fleet) -> Assessment:
-    size = need_bytes(spec, node, fleet)
+    need = need_of(spec, node, fleet)
     return Assessment(
         node=node.name,
         verdict=Verdict.EXCLUDED,
         reason="was just tried in vain",
-        need_bytes=size,
-        rows=need_and_have(node, size, _num_devices(spec, node.residencies.get(spec.id))),
+        need_bytes=None if need is None else need.takes_bytes,
+        rows=need_and_have(node, need, _num_devices(spec, node.residencies.get(spec.id))),
     )
 
 
@@ -161,6 +162,7 @@ def _preference(assessment: Assessment) -> tuple[float | str, ...]:
         max((victim.last_used for victim in assessment.victims), default=0.0),
         max((victim.priority for victim in assessment.victims), default=0),
         not size_known,
+        assessment.is_cut,
         # The tightest fit keeps the large devices for large models; a model of unknown size goes where most is free.
         left_over if size_known else -left_over,
         assessment.node,

@@ -97,7 +97,7 @@ def _begun(fleet: Fleet, decision: Decision) -> Fleet:
     node = fleet.node(decision.node or "")
     if node is None:
         return fleet
-    promise = Reservation(model_id=decision.model_id, devices=decision.devices, num_bytes=decision.need_bytes or 0)
+    promise = Reservation(model_id=decision.model_id, devices=decision.devices, num_bytes=decision.takes_bytes or 0)
     leaving = {victim: _unloading(node.residencies[victim]) for victim in decision.victims}
     return fleet.replacing(
         msgspec.structs.replace(

@@ -36,6 +36,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     foreign_bytes: int = 0
     """In use by none of our models: other programs, the display, the worker's own context.
     Judged while nothing is loading or unloading there."""
+    kept_free_bytes: int = 0
+    """What its node leaves free at every load."""
+    kept_free_share: float = 0.0
+    """Of what is free, what it leaves on top of that."""
 
 
 class Residency(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +226,8 @@ def _device(
         total_bytes=total_bytes,
         free_bytes=free_bytes,
         foreign_bytes=foreign_bytes,
+        kept_free_bytes=report.kept_free_bytes if report else 0,
+        kept_free_share=report.kept_free_share if report else 0.0,
     )
 
 

@@ -66,6 +66,7 @@ class Orders:
             model,
             decision.devices,
             decision.need_bytes or 0,
+            decision.takes_bytes or 0,
             self._clock(),
             victims=frozenset(decision.victims),
         )

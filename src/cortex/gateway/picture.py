@@ -28,7 +28,10 @@ class LoadJob:
     node: str
     model: str
     devices: tuple[int, ...]
-    num_bytes: int
+    need_bytes: int
+    """Of which the decision was sure that they are there."""
+    takes_bytes: int
+    """What it is reckoned with until it has loaded."""
     begun_at: float
     victims: frozenset[str] = frozenset()
     """Still to be unloaded before it can begin."""
@@ -148,7 +151,7 @@ class Picture:
             if name == node.name and model in drawn:
                 drawn[model] = msgspec.structs.replace(drawn[model], pinned=True)
         reservations = tuple(
-            Reservation(model_id=job.model, devices=job.devices, num_bytes=job.num_bytes)
+            Reservation(model_id=job.model, devices=job.devices, num_bytes=job.takes_bytes)
             for job in self.loads.values()
             if job.node == node.name and not _holds_its_bytes(drawn[job.model])
         )

@@ -246,7 +246,7 @@ class Dispatcher:
         if seat in self._picture.shortfalls or node is None:
             return False
         have = sum(device.available_bytes for device in ledger(node) if device.index in job.devices)
-        self._picture.shortfalls[seat] = Shortfall(now, max(have, job.num_bytes) + 1)
+        self._picture.shortfalls[seat] = Shortfall(now, max(have, job.need_bytes) + 1)
         self._changed()
         others = [name for name in self._lifecycle if name != job.node]
         decision = place(job.model, self.fleet, now, excluded=others)

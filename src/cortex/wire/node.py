@@ -70,6 +70,10 @@ class DeviceHealth(NodeValue, frozen=True):
     """0 to 1."""
     temperature_c: float | None = None
     worker: Literal["none", "starting", "running", "faulted"] = "none"
+    kept_free_bytes: int = 0
+    """What a load leaves free whatever happens: the operator's share, activations, the libraries' own buffers."""
+    kept_free_share: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
+    """Of the free memory, what a load leaves on top of that."""
 
 
 class Progress(NodeValue, frozen=True):
@@ -109,7 +113,10 @@ class ModelStatus(NodeValue, frozen=True):
     quant: str | None = None
     source: str | None = None
     estimate_bytes: int | None = None
-    """What loading it is expected to take on the device; replaced by `measured_bytes` once loaded."""
+    """What loading it is expected to take on a device with nothing else on it: weights, and cache as it is planned.
+    Replaced by `measured_bytes` once loaded."""
+    least_bytes: int | None = None
+    """The least with which the node accepts it, the cache being cut to what there is. Absent: no less than above."""
     measured_bytes: int | None = None
     """What it takes on the device; asleep, what it will take when it wakes."""
     host_bytes: int = 0

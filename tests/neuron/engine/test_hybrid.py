@@ -11,7 +11,8 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
-from cortex.neuron.engine.state_memory import StateSlots
+from cortex.neuron.engine.state_memory import state_bytes
+from cortex.neuron.engine.state_slots import StateSlots
 from cortex.neuron.layers.parameters import Parameters
 
 CONFIG = {
@@ -127,10 +128,10 @@ def test_a_small_device_runs_fewer_sequences_and_says_so() -> None:
 
 def test_slots_are_planned_in_bytes() -> None:
     model = make_engine()._runner.model
-    cpu = torch.device("cpu")
-    assert StateSlots.plan([], 7, 0, torch.float32, cpu) == StateSlots(7)
-    whole = StateSlots.plan(model.gated_deltas, 4, 1 << 30, torch.float32, cpu)
+    slot_bytes = state_bytes(model.gated_deltas, torch.float32)
+    assert StateSlots.plan(0, 7, 0, "cpu") == StateSlots(7)
+    whole = StateSlots.plan(slot_bytes, 4, 1 << 30, "cpu")
     assert (whole.rows, whole.checkpoints, whole.notes) == (4, 32, ())
     assert whole.num_bytes == whole.num_slots * (4 * 8 * 8 * 4 + 4 * 64 * 4) * 2
-    least = StateSlots.plan(model.gated_deltas, 4, 0, torch.float32, cpu)
+    least = StateSlots.plan(slot_bytes, 4, 0, "cpu")
     assert (least.rows, least.checkpoints) == (1, 0)

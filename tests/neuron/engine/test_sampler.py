@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cortex.neuron.engine.penalties import Penalties, penalty_bytes
+from cortex.neuron.engine.division import penalty_bytes
+from cortex.neuron.engine.penalties import Penalties
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampler import Draw, Drawn, Sampler
 

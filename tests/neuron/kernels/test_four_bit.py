@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from cortex.neuron.kernels import four_bit
-from cortex.neuron.kernels.four_bit import GROUP, ROW_BLOCK, FourBitMatrix, rows_worth_it
+from cortex.neuron.kernels.four_bit import FourBitMatrix, rows_worth_it
+from cortex.neuron.kernels.four_bit_size import GROUP, ROW_BLOCK, four_bit_bytes
 
 
 def random_groups(bits: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -28,6 +29,7 @@ def test_a_product_is_that_of_the_numbers(bits: int, rows: int, dtype: torch.dty
         planes,
         max_rows=8,
     )
+    assert matrix.packed.nbytes + matrix.scales.nbytes == four_bit_bytes(outputs, inputs, bits)
     for part in (slice(0, ROW_BLOCK), slice(ROW_BLOCK, outputs)):
         matrix.put(part.start, q[part], scale[part], minimum[part])
     x = torch.randn(rows, inputs).to(dtype)

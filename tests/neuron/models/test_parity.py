@@ -16,8 +16,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from cortex.neuron.engine.division import PAGE_TOKENS
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import PAGE_TOKENS, load_model
+from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.layers.parameters import Parameters

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine.loading import PAGE_TOKENS, load_model
+from cortex.neuron.engine.division import PAGE_TOKENS
+from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.layers.parameters import Parameters

@@ -162,8 +162,18 @@ async def test_what_does_not_fit_is_refused_with_need_and_have(tmp_path):
         with pytest.raises(InsufficientCapacity, match="needs at least") as refused:
             await load(node)
         (row,) = refused.value.details["devices"]
-        assert row["need_bytes"] > row["have_bytes"] > 0
+        assert row["need_bytes"] > row["have_bytes"] == 0
+        assert row["kept_free_bytes"] >= 1 << 50
         assert worker_of(node) is None
+
+
+async def test_what_a_load_leaves_free_is_what_the_node_reports(tmp_path):
+    """A gateway reckons with it: what it counts on is what the node gives."""
+    async with running_node(tmp_path, {**models(tmp_path, m={}), "limits": {"min_free_vram_mb": 512}}) as node:
+        (device,) = node.health().devices
+        assert (device.kept_free_bytes, device.kept_free_share) == (512 << 20, 0.5)
+        await until(lambda: node.model("m").estimate_bytes)
+        assert node.model("m").least_bytes > 0
 
 
 async def test_unloading_while_loading_calls_the_load_off(tmp_path):

@@ -5,28 +5,29 @@ import pytest
 from faulty_models import write_model
 
 from cortex.neuron.device.discovery import DeviceReading
+from cortex.neuron.engine.kept_free import KeptFree
 from cortex.neuron.node.files import with_quant
 from cortex.neuron.node.preflight import ModelFacts, check_quant, choose_device, inspect
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
 
 GIGABYTE = 10**9
-FACTS = ModelFacts(Path("m"), "llama", None, 4096, 8 * GIGABYTE, 8 * GIGABYTE, 100_000)
+FACTS = ModelFacts(Path("m"), "llama", None, 4096, 1000, 4 * GIGABYTE, 0, 50_000)
 
 
 def device(index, total):
     return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
 
 
-def choose(readings, allowed=()):
+def choose(readings, allowed=(), kept=0):
     devices = [device(0, 24), device(1, 24), device(2, 6)]
     return choose_device(
         "big",
-        FACTS,
+        8 * GIGABYTE,
         devices,
         {index: DeviceReading(24 * GIGABYTE, free * GIGABYTE) for index, free in readings.items()},
         allowed=allowed,
-        min_free_bytes=0,
+        kept_free=lambda _: KeptFree(kept * GIGABYTE),
     )
 
 
@@ -45,22 +46,47 @@ def test_a_refusal_names_every_device_with_need_have_and_reason():
         "the device does not answer",
         "too small even when empty",
     ]
-    assert "needs at least 8.03 GB" in refused.value.message
-    assert "device 0 (card) has 5.00 GB of 24.00 GB free" in refused.value.message
+    assert "needs at least 8.00 GB" in refused.value.message
+    assert "device 0 (card) has 5.00 GB of 24.00 GB to give" in refused.value.message
+
+
+def test_what_is_kept_free_is_nobodys():
+    assert choose({0: 10, 1: 9}, kept=1) == 0
+    with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as refused:
+        choose({0: 10, 1: 9}, kept=3)
+    rows = refused.value.details["devices"]
+    assert [(row["have_bytes"], row["kept_free_bytes"]) for row in rows[:2]] == [
+        (7 * GIGABYTE, 3 * GIGABYTE),
+        (6 * GIGABYTE, 3 * GIGABYTE),
+    ]
+    with pytest.raises(InsufficientCapacity) as refused:
+        choose({0: 24, 1: 24}, kept=17)
+    assert refused.value.details["devices"][0]["reason"] == "too small even when empty"
 
 
 def test_a_model_is_judged_from_its_headers(tmp_path):
     facts = inspect(write_model(tmp_path / "m"))
     assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
-    assert facts.kv_token_bytes == 2 * 2 * 16 * 2 * 2  # layers × heads × size × (key, value) × 16 bits
-    assert facts.least_weight_bytes == 32  # sixteen numbers, two bytes each once loaded
-    assert facts.ceiling_bytes(None) > facts.ceiling_bytes(100)
+    assert facts.token_numbers == 2 * 2 * 16 * 2  # layers × heads × size × (key, value)
+    assert facts.num_weights == 16
+    whole, short = facts.sizes(2, None), facts.sizes(2, 100)
+    assert (whole.weight_bytes, whole.page_bytes, whole.context_tokens) == (32, 32 * 2 * facts.token_numbers, 4096)
+    assert whole.ceiling_bytes > short.ceiling_bytes
+    assert facts.sizes(4, None).page_bytes == 2 * whole.page_bytes
 
 
 def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
-    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    delta = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    layers = {"layer_types": ["linear_attention", "full_attention"], **delta}
     hybrid = inspect(write_model(tmp_path / "m", config=layers))
-    assert hybrid.kv_token_bytes == inspect(write_model(tmp_path / "n")).kv_token_bytes // 2
+    assert hybrid.token_numbers == inspect(write_model(tmp_path / "n")).token_numbers // 2
+    assert (hybrid.state_numbers, hybrid.state_float32s) == (4 * (2 * 16 + 32), 32 * 8)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from cortex.neuron.engine.division import MIN_PAGES, PAGE_TOKENS, ModelSizes, divide, penalty_bytes
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.kv import page_bytes
 from cortex.neuron.engine.memory import device_memory, numeric_format
-from cortex.neuron.engine.penalties import penalty_bytes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.engine.sequence_memory import SequenceMemory
-from cortex.neuron.engine.state_memory import StateSlots
-from cortex.neuron.kernels.four_bit import ROW_BLOCK, rows_worth_it
+from cortex.neuron.engine.state_memory import state_bytes
+from cortex.neuron.kernels.four_bit import rows_worth_it
+from cortex.neuron.kernels.four_bit_size import ROW_BLOCK
 from cortex.neuron.layers.parameters import NO_FOUR_BITS, FourBitOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import UnsupportedModel, family_of
@@ -28,10 +29,6 @@ from cortex.neuron.weights.transfer import Placement, group_runs, load_into
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, bytes in all)."""
-
-PAGE_TOKENS = 32
-MAX_CACHED_CONTEXTS = 4
-"""On a CPU the pages hold at most this many full contexts: memory there is shared with everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +96,24 @@ def build_model(
     family = family_of(config)
     dtype = numeric_format(spec.dtype, device)
     sized = family(config, Parameters(torch.device("meta"), dtype, four_bits), num_positions=1)
-    context = min(spec.context_tokens or sized.config.context_tokens, sized.config.context_tokens)
+    sizes = _sizes(sized, spec, dtype)
     have_bytes = usable_bytes(spec.min_free_bytes, device)
-    have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sized.config.vocab, context)
+    have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
     if spec.memory_bytes is not None:
         have_bytes = min(have_bytes, spec.memory_bytes)
-    spare_bytes = have_bytes - sized.parameters.num_bytes
-    slots = StateSlots.plan(sized.gated_deltas, spec.max_num_seqs, spare_bytes, dtype, device)
-    context, num_pages, notes = _plan_pages(sized, spec, context, device, dtype, have_bytes - slots.num_bytes)
+    division = divide(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
+    if division.num_pages < MIN_PAGES:
+        raise _no_room(sizes, spec, device, have_bytes - division.slots.num_bytes)
     parameters = Parameters(device, dtype, four_bits)
-    model = family(config, parameters, num_positions=context)
+    model = family(config, parameters, num_positions=division.context_tokens)
     fill(parameters)
     return LoadedModel(
         model=model,
         dtype=dtype,
-        context_tokens=context,
+        context_tokens=division.context_tokens,
         weight_bytes=parameters.num_bytes,
-        memory=SequenceMemory(model, num_pages, PAGE_TOKENS, slots, dtype, device),
-        notes=(*model.notes, *slots.notes, *notes),
+        memory=SequenceMemory(model, division.num_pages, PAGE_TOKENS, division.slots, dtype, device),
+        notes=(*model.notes, *division.notes),
     )
 
 
@@ -126,25 +123,23 @@ def usable_bytes(min_free_bytes: int, device: torch.device) -> int:
     return memory.free_bytes - min_free_bytes - memory.reserve_bytes
 
 
-def _plan_pages(
-    model: Decoder, spec: LoadSpec, own_context: int, device: torch.device, dtype: torch.dtype, have: int
-) -> tuple[int, int, tuple[str, ...]]:
-    """How long a sequence may be and how many pages there are, given what is free. Raises NoRoomError."""
-    cost = page_bytes(model.attentions, PAGE_TOKENS, dtype)
-    for_pages = have - model.parameters.num_bytes
-    num_pages = for_pages // cost
-    if device.type == "cpu":
-        num_pages = min(num_pages, MAX_CACHED_CONTEXTS * -(-own_context // PAGE_TOKENS) + 1)
-    if num_pages < 2:
-        need = model.parameters.num_bytes + 2 * cost
-        # Room that others leave does not help a model that is not allowed to take it.
-        forbidden = spec.memory_bytes is not None and need > spec.memory_bytes
-        raise (LoadError if forbidden else NoRoomError)(
-            f"the model needs {need / 1e9:.2f} GB on {device} (weights {model.parameters.num_bytes / 1e9:.2f} GB and "
-            f"at least one page of KV) but {max(have, 0) / 1e9:.2f} GB can be used; unload something, "
-            "or choose a smaller or more strongly quantised model"
-        )
-    held = (num_pages - 1) * PAGE_TOKENS
-    if held >= own_context:
-        return own_context, num_pages, ()
-    return held, num_pages, (f"context limited to {held} of {own_context} tokens by memory",)
+def _sizes(sized: Decoder, spec: LoadSpec, dtype: torch.dtype) -> ModelSizes:
+    own_context = sized.config.context_tokens
+    return ModelSizes(
+        weight_bytes=sized.parameters.num_bytes,
+        page_bytes=page_bytes(sized.attentions, PAGE_TOKENS, dtype),
+        slot_bytes=state_bytes(sized.gated_deltas, dtype),
+        vocab=sized.config.vocab,
+        context_tokens=min(spec.context_tokens or own_context, own_context),
+    )
+
+
+def _no_room(sizes: ModelSizes, spec: LoadSpec, device: torch.device, have_bytes: int) -> LoadError:
+    need_bytes = sizes.weight_bytes + MIN_PAGES * sizes.page_bytes
+    # Room that others leave does not help a model that is not allowed to take it.
+    forbidden = spec.memory_bytes is not None and need_bytes > spec.memory_bytes
+    return (LoadError if forbidden else NoRoomError)(
+        f"the model needs {need_bytes / 1e9:.2f} GB on {device} (weights {sizes.weight_bytes / 1e9:.2f} GB and "
+        f"at least one page of KV) but {max(have_bytes, 0) / 1e9:.2f} GB can be used; unload something, "
+        "or choose a smaller or more strongly quantised model"
+    )

@@ -18,11 +18,6 @@ def is_penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
-    """What `Penalties` of this size take once they are asked for."""
-    return max_rows * (vocab + context_tokens) * torch.int32.itemsize
-
-
 class Penalties:
     """Per row: how often each token was drawn, and every token in order."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from cortex.neuron.engine.kv import KVCache
-from cortex.neuron.engine.state_memory import StateMemory, StateSlots
+from cortex.neuron.engine.state_memory import StateMemory
+from cortex.neuron.engine.state_slots import StateSlots
 from cortex.neuron.models.decoder import Decoder
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from cortex.neuron.kernels.gated_delta_rules import DeltaState
 from cortex.neuron.layers.gated_delta import GatedDelta
-
-STATE_SHARE = 4
-"""One part in so many of the memory that the weights leave goes to states, the rest to pages."""
-MAX_CHECKPOINTS = {"cuda": 1024, "cpu": 32}
 
 
 def state_bytes(layers: Sequence[GatedDelta], dtype: torch.dtype) -> int:
@@ -22,39 +17,6 @@ def state_bytes(layers: Sequence[GatedDelta], dtype: torch.dtype) -> int:
         + layer.rules.value_size * layer.rules.key_dim * torch.float32.itemsize
         for layer in layers
     )
-
-
-@dataclass(frozen=True, slots=True)
-class StateSlots:
-    """How many slots there are: one for each row that runs, one for padding rows, and the checkpoints."""
-
-    rows: int
-    checkpoints: int = 0
-    num_bytes: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def num_slots(self) -> int:
-        return self.rows + 1 + self.checkpoints
-
-    @classmethod
-    def plan(
-        cls,
-        layers: Sequence[GatedDelta],
-        max_rows: int,
-        spare_bytes: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> StateSlots:
-        """Half of the states' share of `spare_bytes` goes to rows, as many as are wanted, the rest to checkpoints."""
-        if not layers:
-            return cls(max_rows)
-        cost = state_bytes(layers, dtype)
-        affordable = max(0, spare_bytes) // STATE_SHARE // cost
-        rows = max(1, min(max_rows, affordable // 2))
-        checkpoints = max(0, min(MAX_CHECKPOINTS[device.type], affordable - rows - 1))
-        notes = (f"{rows} of {max_rows} sequences at once: memory for recurrent states",) if rows < max_rows else ()
-        return cls(rows, checkpoints, (rows + 1 + checkpoints) * cost, notes)
 
 
 class StateMemory:

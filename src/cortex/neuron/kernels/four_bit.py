@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GROUP = 32
-"""Inputs that share a scale and a minimum."""
-ROW_BLOCK = 64
-"""torch packs so many rows together on any processor, or a part of them: what is packed apart must be whole blocks."""
+from cortex.neuron.kernels.four_bit_size import GROUP
+
 _CANDIDATE_ROWS = (1, 2, 4, 8, 16)
 _TRIES = 4
 

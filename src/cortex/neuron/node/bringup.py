@@ -18,6 +18,7 @@ from cortex.neuron.device.discovery import DeviceReading
 from cortex.neuron.device.faults import FaultKind
 from cortex.neuron.device.supervisor import LoadRefused, Supervisor
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.node.forecast import Footprint, Forecast
 from cortex.neuron.node.instance import Instance, ServingLimits
 from cortex.neuron.node.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.observer import BringUpObserver
@@ -64,6 +65,7 @@ class BringUp:
         capabilities_of: Callable[[Path], Capabilities],
     ) -> None:
         self._config = config
+        self.forecast = Forecast(config)
         self._library = library
         self._devices = devices
         self._supervisors = supervisors
@@ -122,6 +124,10 @@ class BringUp:
             if index not in self._device_locks:
                 have = ", ".join(str(device.index) for device in self._devices)
                 raise LoadFailed(f"{model.id} is meant for device {index}, but this node has {have}")
+
+    def footprint(self, model: KnownModel, facts: ModelFacts) -> Footprint:
+        """What the model needs and takes on those of this node's devices that it may use."""
+        return self.forecast.footprint(model, facts, self._devices)
 
     async def survey(self, model: KnownModel, path: Path) -> Surveyed:
         """Reads headers and templates on a thread; remembered. Raises LoadFailed."""
@@ -206,11 +212,11 @@ class BringUp:
             try:
                 return choose_device(
                     model.id,
-                    facts,
+                    self.forecast.least_bytes(model, facts, self._devices[0]),
                     candidates,
                     readings,
                     allowed=model.devices,
-                    min_free_bytes=self._config.limits.min_free_vram_mb << 20,
+                    kept_free=self.forecast.kept_free,
                 )
             except InsufficientCapacity:
                 freed_at_s = max(supervisor.freed_at_s for supervisor in self._supervisors.values())
@@ -220,16 +226,13 @@ class BringUp:
 
     def _spec(self, model: KnownModel, facts: ModelFacts, device: Device) -> LoadSpec:
         limits = self._config.limits
-        memory_bytes = model.memory_bytes
-        if memory_bytes is None and device.kind == "cuda":
-            memory_bytes = facts.ceiling_bytes(model.context_tokens)
         return LoadSpec(
             path=str(facts.path),
             dtype=self._config.harness.torch.dtype,
             context_tokens=model.context_tokens,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
-            memory_bytes=memory_bytes,
+            memory_bytes=self.forecast.ceiling_bytes(model, facts, device),
             min_free_bytes=limits.min_free_vram_mb << 20,
         )
 

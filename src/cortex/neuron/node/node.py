@@ -143,7 +143,8 @@ class Node:
         """Raises ModelNotFound."""
         owner = self._owners.get(model_id)
         model = owner.model if owner is not None else self._library.find(model_id)
-        return describe(model, owner, self._bring_up.surveyed.get(model_id))
+        survey = self._bring_up.surveyed.get(model_id)
+        return describe(model, owner, survey, None if survey is None else self._bring_up.footprint(model, survey.facts))
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' own counters by model id, as of their last reports; resident models only."""
@@ -261,6 +262,7 @@ class Node:
 
     def _device_health(self, device: Device) -> DeviceHealth:
         reading = self._readings.get(device.index, DeviceReading(device.total_bytes, 0))
+        kept_free = self._bring_up.forecast.kept_free(device)
         return DeviceHealth(
             index=device.index,
             total_bytes=reading.total_bytes,
@@ -268,6 +270,8 @@ class Node:
             utilisation=reading.utilisation,
             temperature_c=reading.temperature_c,
             worker=self._supervisors[device.index].state,
+            kept_free_bytes=kept_free.num_bytes,
+            kept_free_share=kept_free.share,
         )
 
     def _run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:

@@ -7,26 +7,28 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cortex.neuron.device.discovery import DeviceReading
+from cortex.neuron.engine.division import PAGE_TOKENS, ModelSizes
+from cortex.neuron.engine.kept_free import KeptFree
+from cortex.neuron.kernels.four_bit_size import four_bit_bytes
 from cortex.neuron.models.registry import SUPPORTED, UnsupportedModel, refuse_quantised
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.gguf.types import GROUPED_BITS
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
 
-CACHED_CONTEXTS = 4
-"""Full contexts for which a model gets cache on a GPU unless it is told otherwise; the rest stays for other models."""
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
-_MIN_KV_TOKENS = 256
-"""Less cache than this is of no use to anybody."""
 _MIXTURE = re.compile(r"_(?:XS|S|M|L|XL)$")
 """`Q4_K_M` says how Q4_K is mixed with other formats; the tensors themselves only know of Q4_K."""
+_FUSED = re.compile(r"\b(?:[qkv]|gate|up)_proj\b")
+"""Projections of the same input, which are one matrix in memory."""
 _LEFT_OUT = ("visual.", "model.visual.", "vision_tower.", "mtp.")
 """Parts of a checkpoint that are not loaded."""
 
@@ -40,21 +42,27 @@ class ModelFacts:
     quant: str | None
     """The format of most of its weights, where that is not a plain one."""
     context_tokens: int
-    least_weight_bytes: int
-    """What the weights take at the very least; a refusal is based on it, so that nothing that fits is refused."""
-    most_weight_bytes: int
-    """What they take if every quantised tensor is unpacked; a ceiling is based on it."""
-    kv_token_bytes: int
+    vocab: int
+    num_weights: int
+    """Numbers, whatever the files store them in."""
+    four_bit_bytes: int
+    """Of the second form that a CPU keeps of quantised matrices, where it computes faster with that."""
+    token_numbers: int
+    """Keys and values of one token over the layers that keep them."""
+    state_numbers: int = 0
+    """The latest inputs in a recurrent state, over all layers."""
+    state_float32s: int = 0
+    """Its memory, which is kept in float32 whatever the model computes in."""
 
-    @property
-    def need_bytes(self) -> int:
-        """The least memory with which the model can answer."""
-        return self.least_weight_bytes + self.kv_token_bytes * min(_MIN_KV_TOKENS, self.context_tokens)
-
-    def ceiling_bytes(self, context_tokens: int | None) -> int:
-        """What the model should take of a GPU that it may share: its weights and a few full contexts."""
-        context_tokens = min(context_tokens or self.context_tokens, self.context_tokens)
-        return int(self.most_weight_bytes * 1.02) + CACHED_CONTEXTS * context_tokens * self.kv_token_bytes
+    def sizes(self, item_bytes: int, context_tokens: int | None, *, has_four_bits: bool = False) -> ModelSizes:
+        """What its parts take in numbers of so many bytes."""
+        return ModelSizes(
+            weight_bytes=self.num_weights * item_bytes + (self.four_bit_bytes if has_four_bits else 0),
+            page_bytes=self.token_numbers * PAGE_TOKENS * item_bytes,
+            slot_bytes=self.state_numbers * item_bytes + self.state_float32s * 4,
+            vocab=self.vocab,
+            context_tokens=min(context_tokens or self.context_tokens, self.context_tokens),
+        )
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None) -> ModelFacts:
@@ -107,16 +115,22 @@ def _judge(path: Path, name: str, config: Mapping[str, Any], tensors: Sequence[t
         raise LoadFailed(f"{name} cannot be loaded: {error}") from error
     # Models with more than text keep the text part's sizes one level down.
     sizes: Mapping[str, Any] = config.get("text_config") or config
-    kept = [tensor for source, tensor in tensors if not source.startswith(_LEFT_OUT)]
+    tied = bool(config.get("tie_word_embeddings", sizes.get("tie_word_embeddings", False)))
+    left_out = (*_LEFT_OUT, "lm_head.") if tied else _LEFT_OUT
+    kept = {source: tensor for source, tensor in tensors if not source.startswith(left_out)}
+    num_linear, num_attention = _layer_counts(sizes)
     try:
         return ModelFacts(
             path=path,
             family=family,
-            quant=_stored_quant(kept),
+            quant=_stored_quant(list(kept.values())),
             context_tokens=int(sizes["max_position_embeddings"]),
-            least_weight_bytes=sum(_least_bytes(tensor) for tensor in kept),
-            most_weight_bytes=sum(_most_bytes(tensor) for tensor in kept),
-            kv_token_bytes=_kv_token_bytes(sizes),
+            vocab=int(sizes["vocab_size"]),
+            num_weights=sum(math.prod(tensor.shape) for tensor in kept.values()),
+            four_bit_bytes=_four_bit_bytes(kept, tied=tied),
+            token_numbers=num_attention * _token_numbers(sizes),
+            state_numbers=num_linear * _state_numbers(sizes) if num_linear else 0,
+            state_float32s=num_linear * _state_float32s(sizes) if num_linear else 0,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise LoadFailed(f"the config of {name} is not usable: {error!r}; download the model again") from error
@@ -131,64 +145,90 @@ def _stored_quant(tensors: Sequence[TensorInfo]) -> str | None:
     return most.lower() if most is not None and most not in _DENSE_FORMATS else None
 
 
-def _least_bytes(tensor: TensorInfo) -> int:
-    elements: int = math.prod(tensor.shape)
-    return min(elements * 2, tensor.num_bytes)
+def _four_bit_bytes(tensors: Mapping[str, TensorInfo], *, tied: bool) -> int:
+    """Of all matrices that are stored in groups; an embedding is multiplied with only where it is the head, too."""
+    matrices: dict[str, list[tuple[int, int]]] = {}
+    for source, tensor in tensors.items():
+        if len(tensor.shape) == 2 and (tied or "embed_tokens" not in source):
+            rows, inputs = tensor.shape
+            bits = GROUPED_BITS.get(tensor.dtype, 0)
+            matrices.setdefault(_FUSED.sub("fused", source), []).append((bits, four_bit_bytes(rows, inputs, bits)))
+    return sum(
+        sum(num_bytes for _, num_bytes in parts)
+        for parts in matrices.values()
+        if len({bits for bits, _ in parts}) == 1 and all(num_bytes for _, num_bytes in parts)
+    )
 
 
-def _most_bytes(tensor: TensorInfo) -> int:
-    return max(math.prod(tensor.shape) * 2, tensor.num_bytes if tensor.dtype not in _DENSE_FORMATS else 0)
-
-
-def _kv_token_bytes(sizes: Mapping[str, Any]) -> int:
-    """Keys and values of one token over the layers that keep them, in 16-bit numbers."""
+def _layer_counts(sizes: Mapping[str, Any]) -> tuple[int, int]:
+    """(layers with a recurrent state, layers with keys and values)"""
+    num_layers = int(sizes["num_hidden_layers"])
     layer_types = sizes.get("layer_types")
-    if isinstance(layer_types, list):
-        num_layers: int = sum(kind != "linear_attention" for kind in layer_types)
+    if isinstance(layer_types, list) and layer_types:
+        num_linear = sum(kind == "linear_attention" for kind in layer_types)
+    elif "linear_num_value_heads" in sizes:
+        num_linear = num_layers - num_layers // int(sizes.get("full_attention_interval") or 4)
     else:
-        num_layers = int(sizes["num_hidden_layers"]) // int(sizes.get("full_attention_interval") or 1)
+        num_linear = 0
+    return num_linear, num_layers - num_linear
+
+
+def _token_numbers(sizes: Mapping[str, Any]) -> int:
     heads = int(sizes["num_attention_heads"])
     kv_heads = int(sizes.get("num_key_value_heads") or heads)
     head_dim = int(sizes.get("head_dim") or int(sizes["hidden_size"]) // heads)
-    return num_layers * kv_heads * head_dim * 2 * 2
+    return kv_heads * head_dim * 2
+
+
+def _state_numbers(sizes: Mapping[str, Any]) -> int:
+    key_size = int(sizes["linear_num_key_heads"]) * int(sizes["linear_key_head_dim"])
+    value_size = int(sizes["linear_num_value_heads"]) * int(sizes["linear_value_head_dim"])
+    return int(sizes["linear_conv_kernel_dim"]) * (2 * key_size + value_size)
+
+
+def _state_float32s(sizes: Mapping[str, Any]) -> int:
+    value_size = int(sizes["linear_num_value_heads"]) * int(sizes["linear_value_head_dim"])
+    return value_size * int(sizes["linear_key_head_dim"])
 
 
 def choose_device(
     model_id: str,
-    facts: ModelFacts,
+    need_bytes: int,
     devices: Sequence[Device],
     readings: Mapping[int, DeviceReading],
     *,
     allowed: Sequence[int],
-    min_free_bytes: int,
+    kept_free: Callable[[Device], KeptFree],
 ) -> int:
-    """The index of the device with the most room among those where it fits, `allowed` ones only when given.
+    """The index of the device with the most room among those where `need_bytes` fit, `allowed` ones only when given.
 
     Raises InsufficientCapacity with need and have of every device.
     """
-    need_bytes = facts.need_bytes + min_free_bytes
     table: list[dict[str, Any]] = []
     fitting: list[tuple[int, int]] = []
     for device in devices:
         reading = readings.get(device.index)
+        kept = kept_free(device)
         free_bytes = reading.free_bytes if reading is not None else 0
+        have_bytes = max(0, kept.usable_bytes(free_bytes))
         if allowed and device.index not in allowed:
             reason = "not among the devices asked for"
         elif reading is None:
             reason = "the device does not answer"
-        elif need_bytes > device.total_bytes:
+        elif need_bytes > kept.usable_bytes(device.total_bytes):
             reason = "too small even when empty"
-        elif need_bytes > free_bytes:
+        elif need_bytes > have_bytes:
             reason = "too little is free; unload something"
         else:
-            fitting.append((free_bytes, -device.index))
+            fitting.append((have_bytes, -device.index))
             continue
         table.append(
             {
                 "device": device.index,
                 "name": device.name,
                 "need_bytes": need_bytes,
-                "have_bytes": free_bytes,
+                "have_bytes": have_bytes,
+                "kept_free_bytes": kept.bytes_of(free_bytes),
                 "total_bytes": device.total_bytes,
                 "reason": reason,
             }
@@ -197,13 +237,12 @@ def choose_device(
         return -max(fitting)[1]
     rows = "; ".join(
         f"device {row['device']} ({row['name']}) has {_gigabytes(row['have_bytes'])} of "
-        f"{_gigabytes(row['total_bytes'])} free: {row['reason']}"
+        f"{_gigabytes(row['total_bytes'])} to give, beside {_gigabytes(row['kept_free_bytes'])} kept free: "
+        f"{row['reason']}"
         for row in table
     )
     raise InsufficientCapacity(
-        f"{model_id} needs at least {_gigabytes(need_bytes)} ({_gigabytes(facts.least_weight_bytes)} weights, "
-        f"{_gigabytes(min_free_bytes)} kept free), but {rows}",
-        details={"devices": table},
+        f"{model_id} needs at least {_gigabytes(need_bytes)}, but {rows}", details={"devices": table}
     )
 
 

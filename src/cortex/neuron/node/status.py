@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 
 from cortex.neuron.node.bringup import Surveyed
+from cortex.neuron.node.forecast import Footprint
 from cortex.neuron.node.library import KnownModel
 from cortex.neuron.node.owner import Owner
 from cortex.wire.node import Capabilities, ModelLoad, ModelState, ModelStatus
 
 
-def describe(model: KnownModel, owner: Owner | None, survey: Surveyed | None) -> ModelStatus:
+def describe(
+    model: KnownModel, owner: Owner | None, survey: Surveyed | None, footprint: Footprint | None
+) -> ModelStatus:
     facts = survey.facts if survey is not None else None
     life = owner.life if owner is not None else None
     instance = owner.instance if owner is not None else None
@@ -28,7 +31,8 @@ def describe(model: KnownModel, owner: Owner | None, survey: Surveyed | None) ->
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,
         source=model.source,
-        estimate_bytes=facts.need_bytes if facts is not None else None,
+        estimate_bytes=footprint.expected_bytes if footprint is not None else None,
+        least_bytes=footprint.least_bytes if footprint is not None else None,
         measured_bytes=resident.measured_bytes if resident is not None else None,
         host_bytes=instance.host_bytes if instance is not None else 0,
         context_tokens=context_tokens,

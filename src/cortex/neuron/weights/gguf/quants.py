@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cortex.neuron.weights.gguf.types import GGMLType
+from cortex.neuron.weights.gguf.types import GROUPED_BITS, GGMLType
 
 _LOW_NIBBLES: Final = 0x0F0F0F0F
 _IQ4_LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -180,11 +180,11 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _iq4_levels(blocks.device)[q.int()].mul_(run_scale.unsqueeze(-1)).view(-1, 256)
 
 
-def _grouped(kind: GGMLType, bits: int, groups: Callable[[Tensor], Groups]) -> Quantisation:
+def _grouped(kind: GGMLType, groups: Callable[[Tensor], Groups]) -> Quantisation:
     def dequantise(blocks: Tensor) -> Tensor:
         return groups(blocks).numbers().view(-1, kind.block_elements)
 
-    return Quantisation(kind.block_elements, kind.block_bytes, dequantise, groups, bits)
+    return Quantisation(kind.block_elements, kind.block_bytes, dequantise, groups, GROUPED_BITS[kind.name])
 
 
 QUANTISATIONS: Final[dict[str, Quantisation]] = {
@@ -200,11 +200,11 @@ QUANTISATIONS: Final[dict[str, Quantisation]] = {
         GGMLType.IQ4_XS: _iq4_xs,
     }.items()
 } | {
-    kind.name: _grouped(kind, bits, groups)
-    for kind, bits, groups in (
-        (GGMLType.Q4_0, 4, _q4_0),
-        (GGMLType.Q4_1, 4, _q4_1),
-        (GGMLType.Q4_K, 4, _q4_k),
-        (GGMLType.Q8_0, 8, _q8_0),
+    kind.name: _grouped(kind, groups)
+    for kind, groups in (
+        (GGMLType.Q4_0, _q4_0),
+        (GGMLType.Q4_1, _q4_1),
+        (GGMLType.Q4_K, _q4_k),
+        (GGMLType.Q8_0, _q8_0),
     )
 }

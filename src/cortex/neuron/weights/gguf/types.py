@@ -87,3 +87,6 @@ _BLOCKS: Final[dict[GGMLType, tuple[int, int]]] = {
     GGMLType.TQ2_0: (256, 66),
     GGMLType.MXFP4: (32, 17),
 }
+
+GROUPED_BITS: Final = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q8_0": 8}
+"""Formats made of groups of 32 numbers with a scale of their own, by name, and the bits of a number in them."""

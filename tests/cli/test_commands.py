@@ -136,7 +136,7 @@ def test_explain_lists_need_and_have(gateway: CannedGateway, invoke: Invoke) -> 
         "verdict": "too_small",
         "reason": "every device is too small",
         "need_bytes": 5 << 30,
-        "devices": [{**device, "chosen": False}],
+        "devices": [{**device, "chosen": False, "kept_free_bytes": 3 << 30}],
         "occupants": [{"model": "small", "bytes": 1 << 30, "may_leave": False, "reason": "pinned"}],
     }
     decision = {"model": "large", "at": 0, "node": None, "outcome": "large fits nowhere", "nodes": [node]}
@@ -149,6 +149,8 @@ def test_explain_lists_need_and_have(gateway: CannedGateway, invoke: Invoke) -> 
             "attic",
             "0 RTX 3060",
             "5.0 GiB",
+            "KEPT FREE",
+            "3.0 GiB",
             "too small",
             "small holds 1.0 GiB: pinned",
         ):
@@ -178,6 +180,16 @@ def test_a_refusal_becomes_its_exit_code_and_keeps_the_reason(
     outcome = invoke("load", "small")
     assert outcome.code is expected
     assert outcome.error.startswith("because; ")
+
+
+def test_a_client_who_gives_orders_is_told_whose_key_it_takes(gateway: CannedGateway, invoke: Invoke) -> None:
+    refusal = {"error": {"message": "The key `anna` may use models only.", "code": "operator_only"}}
+    gateway.answers["POST", "/fleet/models/small/load"] = (403, refusal)
+    outcome = invoke("load", "small", env={"CORTEX_API_KEY": "ck-anna"})
+    assert outcome.code is ExitCode.DENIED
+    assert "`anna`" in outcome.error
+    assert "CORTEX_API_KEY" in outcome.error
+    assert "cortex keys add NAME --operator" in outcome.error
 
 
 def test_no_gateway_is_unreachable_with_the_remedy(invoke: Invoke) -> None:
@@ -256,6 +268,14 @@ def test_doctor_looks_for_the_gateway_where_the_config_says(invoke: Invoke, tmp_
     assert "31313" not in outcome.stdout
 
 
+def test_an_operators_key_is_asked_for_by_name(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text("")
+    assert json.loads(invoke("keys", "add", "olga", "--operator", "--config", str(config), "--json").stdout)["operator"]
+    assert "operator = true" in config.read_text()
+    assert "yes" in invoke("keys", "list", "--config", str(config)).stdout
+
+
 def test_every_command_explains_itself(invoke: Invoke) -> None:
     from cortex.cli.cortex import cortex
 
@@ -273,6 +293,7 @@ def test_a_key_is_added_to_a_config_that_still_loads(invoke: Invoke, tmp_path: A
     assert config.read_text().startswith("# mine\n")
     (listed,) = json.loads(invoke("keys", "list", "--config", str(config), "--json").stdout)
     assert (listed["name"], listed["id"], listed["models"]) == ('an"na', made["id"], ["small*"])
+    assert not listed["operator"]
     assert 'an"na' in invoke("keys", "list", "--config", str(config)).stdout
 
 

@@ -271,8 +271,8 @@ class Client:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def get(self, path: str) -> tuple[int, Any]:
-        async with self.session.get(self.url + path) as response:
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, headers=headers) as response:
             return response.status, msgspec.json.decode(await response.read())
 
     async def post(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:

@@ -244,6 +244,26 @@ async def test_with_keys_only_the_greeting_and_health_are_open(neurons, start_ga
     assert 'cortex_completion_tokens_total{key="alice",model="a"} 3.0' in client.metrics()
 
 
+async def test_with_keys_only_an_operator_moves_models_and_everybody_may_look(neurons, start_gateway):
+    anna, olga = generate("anna"), generate("olga", operator=True)
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast, keys=(anna.section, olga.section))
+    as_anna, as_olga = ({"Authorization": f"Bearer {key.text}"} for key in (anna, olga))
+    for order in ("load", "unload", "pin", "unpin"):
+        status, body = await client.post(f"/fleet/models/a/{order}", {}, **as_anna)
+        assert (status, body["error"]["code"], body["error"]["type"]) == (403, "operator_only", "invalid_request_error")
+        assert "anna" in body["error"]["message"]
+        status, body = await client.post(f"/fleet/models/a/{order}", {})
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    assert "a" not in beast.states
+    for path in ("/v1/models", "/fleet/status", "/fleet/decisions", "/fleet/explain/a"):
+        assert (await client.get(path, **as_anna))[0] == 200, path
+    for order in ("load", "pin", "unpin", "unload"):
+        assert (await client.post(f"/fleet/models/a/{order}", {}, **as_olga))[0] == 200
+    status, _ = await client.post("/v1/chat/completions", {"model": "a", "messages": []}, **as_anna)
+    assert status == 200, "a request may still cause a load"
+
+
 async def test_a_spent_budget_is_429(neurons, start_gateway):
     key = generate("bob", balance_tokens=15)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})

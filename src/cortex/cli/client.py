@@ -19,6 +19,15 @@ DEFAULT_URL = "http://127.0.0.1:31313"
 _EXIT_CODES = {401: ExitCode.DENIED, 403: ExitCode.DENIED, 404: ExitCode.NOT_FOUND, 507: ExitCode.NO_ROOM}
 
 
+_REMEDIES: dict[int | str, str] = {
+    401: "set CORTEX_API_KEY to a key made with `cortex keys add`",
+    404: "see what there is with `cortex models`",
+    503: "try again in a moment",
+    "operator_only": "set CORTEX_API_KEY to a key made with `cortex keys add NAME --operator`",
+}
+"""By the gateway's own name for an error, or by its status."""
+
+
 class Unreachable(CommandError):
     """Nothing answers at the address."""
 
@@ -34,11 +43,7 @@ class Refused(CommandError):
     """The gateway answered with an error; `code` is its own name for it."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        remedy = {
-            401: "set CORTEX_API_KEY to a key made with `cortex keys add`",
-            404: "see what there is with `cortex models`",
-            503: "try again in a moment",
-        }.get(status, "see `cortex status` and `cortex doctor`")
+        remedy = _REMEDIES.get(code) or _REMEDIES.get(status, "see `cortex status` and `cortex doctor`")
         super().__init__(message.rstrip("."), remedy, _EXIT_CODES.get(status, ExitCode.FAILED))
         self.status = status
         self.code = code

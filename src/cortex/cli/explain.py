@@ -23,7 +23,8 @@ from .output import console, json_option, print_json, size, table
 def explain(model: str, history: bool, gateway: Gateway, as_json: bool) -> None:
     """Say what would be done for a model now, and why.
 
-    Every node is listed with its verdict; every device with what the model needs and what is there. Nothing is changed.
+    Every node is listed with its verdict; every device with what the model needs, what it can have, and what the node
+    keeps free beside that. Nothing is changed.
     """
     if history:
         decisions = gateway.get(f"/fleet/decisions?model={quote(model, safe='')}")["decisions"]
@@ -42,7 +43,7 @@ def explain(model: str, history: bool, gateway: Gateway, as_json: bool) -> None:
 
 
 def _nodes(decision: dict[str, Any]) -> Table:
-    rows = table("NODE", "DEVICE", ">TOTAL", ">HAVE", ">NEED", "VERDICT", "WHY")
+    rows = table("NODE", "DEVICE", ">TOTAL", ">KEPT FREE", ">HAVE", ">NEED", "VERDICT", "WHY")
     for node in decision["nodes"]:
         verdict = Text(node["verdict"].replace("_", " "), style="green" if node["node"] == decision["node"] else "")
         devices = node["devices"] or [{}]
@@ -52,6 +53,7 @@ def _nodes(decision: dict[str, Any]) -> Table:
                 node["node"] if first else "",
                 _device(device),
                 _bytes(device.get("total_bytes")),
+                _bytes(device.get("kept_free_bytes")),
                 _bytes(device.get("have_bytes")),
                 _bytes(device.get("need_bytes", node["need_bytes"] if first else None)),
                 verdict if first else "",
@@ -60,7 +62,7 @@ def _nodes(decision: dict[str, Any]) -> Table:
         for occupant in node["occupants"]:
             leaves = "may leave" if occupant["may_leave"] else occupant["reason"]
             holds = Text(f"{occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}", style="dim")
-            rows.add_row("", holds, "", "", "", "", "")
+            rows.add_row("", holds)
     return rows
 
 

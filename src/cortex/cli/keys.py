@@ -33,6 +33,7 @@ def keys() -> None:
 @click.option("--window-tokens", type=click.IntRange(0), help="Most tokens within the window.")
 @click.option("--window-s", type=click.IntRange(60), default=86400, show_default=True, help="The window's length.")
 @click.option("--balance-tokens", type=click.IntRange(0), help="Tokens for the key's whole life.")
+@click.option("--operator", is_flag=True, help="It may also load, unload and pin models.")
 @click.option("--config", type=click.Path(path_type=Path), help="Add it to this cortex.toml; else it is printed.")
 @json_option
 def add(
@@ -42,6 +43,7 @@ def add(
     window_tokens: int | None,
     window_s: int,
     balance_tokens: int | None,
+    operator: bool,
     config: Path | None,
     as_json: bool,
 ) -> None:
@@ -58,6 +60,7 @@ def add(
         window_tokens=window_tokens,
         window_s=window_s,
         balance_tokens=balance_tokens,
+        operator=operator,
     )
     if config is not None:
         append(config, made.section)
@@ -150,13 +153,14 @@ def list_keys(config: Path, as_json: bool) -> None:
     if not found:
         console().print("no keys: everybody who can reach the gateway may use it; add one with `cortex keys add NAME`")
         return
-    rows = table("NAME", "ID", "MODELS", ">REQUESTS/MIN", ">TOKENS/WINDOW", ">BALANCE")
+    rows = table("NAME", "ID", "MODELS", "OPERATOR", ">REQUESTS/MIN", ">TOKENS/WINDOW", ">BALANCE")
     for key in found:
         window = f"{key.window_tokens:,} in {key.window_s:,} s" if key.window_tokens is not None else ""
         rows.add_row(
             key.name,
             key.id,
             ", ".join(key.models) or "all",
+            "yes" if key.operator else "",
             str(key.requests_per_min or ""),
             window,
             f"{key.balance_tokens:,}" if key.balance_tokens is not None else "",

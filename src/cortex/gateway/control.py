@@ -73,6 +73,7 @@ class Control:
             model, _, order = path.removeprefix("/fleet/models/").rpartition("/")
             if path.startswith("/fleet/models/") and model and order in _ORDERS:
                 _expect(request, b"POST")
+                self.meter.authenticate_operator(request)
                 self._order(exchange, model, order)
                 return
             answer = self._answer(request, path)

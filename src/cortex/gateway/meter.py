@@ -34,6 +34,9 @@ class Meter(Protocol):
     def authenticate(self, request: Request) -> str:
         """The principal of a request that costs nothing. Raises InvalidAPIKey."""
 
+    def authenticate_operator(self, request: Request) -> str:
+        """The principal of a request that changes the fleet. Raises InvalidAPIKey or OperatorOnly."""
+
 
 class _OpenHold:
     principal = "anonymous"
@@ -52,3 +55,6 @@ class OpenMeter:
 
     def authenticate(self, request: Request) -> str:  # noqa: ARG002
         return self._hold.principal
+
+    def authenticate_operator(self, request: Request) -> str:
+        return self.authenticate(request)

@@ -130,6 +130,15 @@ class ModelNotAllowed(CortexError):
     anthropic_type = "permission_error"
 
 
+class OperatorOnly(CortexError):
+    """The key is good, but only an operator's may do that."""
+
+    status = 403
+    code = "operator_only"
+    openai_type = "invalid_request_error"
+    anthropic_type = "permission_error"
+
+
 class ModelNotFound(CortexError):
     """No model or alias of that name; the message carries near misses."""
 

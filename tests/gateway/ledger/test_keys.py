@@ -50,9 +50,12 @@ def test_what_is_written_to_the_config_reads_back() -> None:
         generate("plain"),
         generate('odd "name"\n\\', models=("qwen*", "a'b"), requests_per_min=60, window_tokens=10, window_s=3600),
         generate("balance", balance_tokens=0),
+        generate("operator", operator=True),
     ]
     text = "\n".join(as_toml(key.section) for key in keys)
     assert "window_s" not in as_toml(keys[0].section)
+    assert "operator" not in as_toml(keys[0].section)
+    assert "\noperator = true\n" in as_toml(keys[3].section)
     assert loads(Config, text).keys == tuple(key.section for key in keys)
 
 

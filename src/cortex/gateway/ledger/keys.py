@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from cortex.settings import Section
-from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed
+from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed, OperatorOnly
 
 PREFIX = "ck"
 _ALPHABET = string.ascii_letters + string.digits
@@ -47,6 +47,8 @@ class KeySection(Section, frozen=True):
     """The rolling window of `window_tokens`, in whole minutes."""
     balance_tokens: Limit | None = None
     """Tokens for the key's whole life; raise it to top the key up."""
+    operator: bool = False
+    """Whether it may order models to be loaded, unloaded and pinned, as well as use them."""
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +66,7 @@ def generate(
     window_tokens: int | None = None,
     window_s: int = 86400,
     balance_tokens: int | None = None,
+    operator: bool = False,
 ) -> NewKey:
     """A fresh key for `name`."""
     key_id = _draw(_ID_LENGTH)
@@ -77,6 +80,7 @@ def generate(
         window_tokens=window_tokens,
         window_s=window_s,
         balance_tokens=balance_tokens,
+        operator=operator,
     )
     return NewKey(text=text, section=section)
 
@@ -124,6 +128,14 @@ def check_model(key: KeySection, model: str) -> None:
         raise ModelNotAllowed(f"The key `{key.name}` may not use `{model}`, only {allowed}.", param="model")
 
 
+def check_operator(key: KeySection) -> None:
+    """Raise `OperatorOnly` when `key` may use models but not move them."""
+    if not key.operator:
+        raise OperatorOnly(
+            f"The key `{key.name}` may use models, but loading, unloading and pinning are an operator's."
+        )
+
+
 def _draw(length: int) -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(length))
 
@@ -135,5 +147,5 @@ def _hash(text: str) -> str:
 def _toml(value: str | int | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
-    # A JSON string is a TOML basic string.
-    return str(value) if isinstance(value, int) else msgspec.json.encode(value).decode()
+    # A JSON string is a TOML basic string, and so are numbers and truth values what they are in JSON.
+    return msgspec.json.encode(value).decode()

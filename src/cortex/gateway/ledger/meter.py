@@ -7,7 +7,7 @@ from cortex.wire.errors import InvalidAPIKey
 from cortex.wire.events import Usage
 
 from .book import Book
-from .keys import KeySection, check_model
+from .keys import KeySection, check_model, check_operator
 from .limits import Account
 
 BYTES_PER_TOKEN = 4
@@ -56,6 +56,12 @@ class KeyedMeter:
     def authenticate(self, request: Request) -> str:
         """The principal of a request that costs nothing. Raises `InvalidAPIKey`."""
         return self._recognise(request).name
+
+    def authenticate_operator(self, request: Request) -> str:
+        """The principal of a request that changes the fleet. Raises `InvalidAPIKey` or `OperatorOnly`."""
+        key = self._recognise(request)
+        check_operator(key)
+        return key.name
 
     def _recognise(self, request: Request) -> KeySection:
         return self._book.keyring.recognise(presented_key(request))

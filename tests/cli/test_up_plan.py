@@ -13,10 +13,12 @@ from cortex.cli.plan import distinct, overrides, reachable
 from cortex.cli.preflight import require_free_ports
 from cortex.cli.runfiles import Ports
 from cortex.cli.sources import ModelSource
+from cortex.cli.up import ONE_MACHINE
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
+from cortex.gateway.config import load as load_config
 from cortex.neuron.config import NeuronConfig
-from cortex.settings import load
+from cortex.settings import SettingsError, load
 
 PORTS = Ports(gateway=1001, metrics=1002, neuron=1003)
 AWKWARD = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab')
@@ -61,6 +63,31 @@ def test_a_config_of_ones_own_gets_the_local_node_and_the_ports_asked_for(tmp_pa
     assert config.gateway.listen == "127.0.0.1:1001"
     assert [neuron.name for neuron in config.neurons] == ["local", "local-2"]
     assert config.neurons[1].endpoint == "http://127.0.0.1:1003"
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "listen"),
+    [
+        ("", {}, "127.0.0.1:31313"),
+        ("[gateway]\naccess_log = true\n", {}, "127.0.0.1:31313"),
+        ('[gateway]\nlisten = "0.0.0.0:9999"\n', {}, "0.0.0.0:9999"),
+        ("", {"CORTEX_GATEWAY__LISTEN": "10.0.0.5:1"}, "10.0.0.5:1"),
+    ],
+)
+def test_other_machines_are_let_in_only_where_somebody_says_so(
+    tmp_path: Path, text: str, env: dict[str, str], listen: str
+) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text(text)
+    assert load_config(path, env, defaults=ONE_MACHINE).gateway.listen == listen
+    assert load_config(path, {}).gateway.access_log is ("access_log" in text)
+
+
+def test_a_section_that_is_no_table_is_named_under_defaults_too(tmp_path: Path) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text("gateway = 3\n")
+    with pytest.raises(SettingsError, match="gateway"):
+        load_config(path, {}, defaults=ONE_MACHINE)
 
 
 def test_a_config_without_nodes_gets_the_local_one(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from cortex.gateway.config import load
 from cortex.gateway.server import load_catalogue
-from cortex.settings import Listen
 
 from . import runfiles
 from .cache import run_directory
@@ -31,6 +30,8 @@ from .sources import ModelSource, parse_source
 from .supervisor import ChildDied, Supervisor
 
 DEFAULT_PORTS = Ports(gateway=31313, metrics=31314, neuron=13131)
+ONE_MACHINE = {"gateway": {"listen": f"127.0.0.1:{DEFAULT_PORTS.gateway}"}}
+"""A gateway of its own is there for others to reach; this one is for who sits here, unless they say otherwise."""
 STOP_GRACE_S = runfiles.DRAIN_S + 4.0
 
 
@@ -71,13 +72,12 @@ def up(
     """
     console = Console(highlight=False)
     require_engine()
-    settings = load(config, os.environ)
+    settings = load(config, os.environ, defaults=ONE_MACHINE)
     load_catalogue(settings, config)
-    listen = settings.gateway.listen if config else Listen(f"127.0.0.1:{DEFAULT_PORTS.gateway}")
-    metrics = settings.gateway.metrics_listen
+    listen, metrics = settings.gateway.listen, settings.gateway.metrics_listen
     ports = Ports(
         gateway=port or listen.port,
-        metrics=metrics_port or (metrics.port if config and metrics else DEFAULT_PORTS.metrics),
+        metrics=metrics_port or (metrics.port if metrics else DEFAULT_PORTS.metrics),
         neuron=neuron_port,
     )
     host = host or listen.host

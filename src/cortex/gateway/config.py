@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -111,6 +111,11 @@ class Config(Section, frozen=True):
         return database if "://" in database else str(self.state_directory(directory) / Path(database).expanduser())
 
 
-def load(path: Path | None, env: Mapping[str, str]) -> Config:
-    """The configuration in `path` and the environment. Raises `SettingsError` with one clear line."""
-    return settings.load(Config, path, env_prefix="CORTEX_", env=env)
+def load(
+    path: Path | None, env: Mapping[str, str], *, defaults: Mapping[str, Mapping[str, Any]] | None = None
+) -> Config:
+    """The configuration in `path` and the environment, with `defaults` of the caller's own by section and key.
+
+    Raises `SettingsError` with one clear line.
+    """
+    return settings.load(Config, path, env_prefix="CORTEX_", env=env, defaults=defaults)

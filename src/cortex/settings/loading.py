@@ -21,15 +21,23 @@ T = TypeVar("T", bound=msgspec.Struct)
 _TOML_LINE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
-def load(cls: type[T], path: Path | None, *, env_prefix: str, env: Mapping[str, str]) -> T:
+def load(
+    cls: type[T],
+    path: Path | None,
+    *,
+    env_prefix: str,
+    env: Mapping[str, str],
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+) -> T:
     """Read `path` (or nothing), lay `env` over it, and return a `cls`.
 
     `CORTEX_GATEWAY__LISTEN` overrides `gateway.listen` when `env_prefix` is `CORTEX_`. A variable with `__`
     in its name must be a known key; one without is taken only when it names a top-level key, since other
-    programs share the prefix. Raises `SettingsError`.
+    programs share the prefix. `defaults`, by section and key, hold where neither says anything, in place of the
+    type's own. Raises `SettingsError`.
     """
     text = "" if path is None else _read(path)
-    return loads(cls, text, file=path, env_prefix=env_prefix, env=env)
+    return loads(cls, text, file=path, env_prefix=env_prefix, env=env, defaults=defaults)
 
 
 def loads(
@@ -39,6 +47,7 @@ def loads(
     file: Path | None = None,
     env_prefix: str = "",
     env: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> T:
     """`load` for TOML text already in hand; `file` only names it in errors."""
     data = _parse(text, file)
@@ -49,6 +58,9 @@ def loads(
         source.variables[override.path] = override.variable
     for path, table in unknown_keys(expected, data):
         raise unknown(path, table, source)
+    for section, values in (defaults or {}).items():
+        if isinstance(said := data.setdefault(section, {}), dict):  # what is no table is complained about below
+            data[section] = {**values, **said}
 
     def convert(raw: Any) -> T:
         return msgspec.convert(raw, cls, dec_hook=_from_text)

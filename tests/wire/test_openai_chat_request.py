@@ -223,10 +223,39 @@ def test_tool_choices() -> None:
     assert read(tools=[WEATHER], tool_choice="required").tool_choice == ToolChoice(mode="required")
     named = {"type": "function", "function": {"name": "weather"}}
     assert read(tools=[WEATHER], tool_choice=named).tool_choice == ToolChoice(mode="named", name="weather")
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}
-    assert read(tools=[WEATHER], tool_choice=allowed).tool_choice.mode == "required"
     assert read(tools=[WEATHER], parallel_tool_calls=False).tool_choice.parallel is False
     assert read(tools=[{"type": "web_search"}], tool_choice="required").tool_choice == ToolChoice()
+
+
+def allowed_tools(mode: str, *names: str, **fields: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools, **fields}}
+
+
+def test_allowed_tools_restrict_the_choice_and_not_what_the_model_is_told() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    request = read(tools=[WEATHER, other], tool_choice=allowed_tools("required", "weather"))
+    assert request.tool_choice == ToolChoice(mode="required", allowed=("weather",))
+    assert [tool.name for tool in request.tools] == ["weather", "other"]
+    assert [tool.name for tool in request.callable_tools] == ["weather"]
+    auto = read(tools=[WEATHER, other], tool_choice=allowed_tools("auto", "other"), parallel_tool_calls=False)
+    assert auto.tool_choice == ToolChoice(mode="auto", parallel=False, allowed=("other",))
+    assert read(tools=[WEATHER], tool_choice=allowed_tools("auto")).tool_choice.mode == "none"
+    listless = {"type": "allowed_tools", "allowed_tools": {"mode": "required"}}
+    assert read(tools=[WEATHER], tool_choice=listless).tool_choice == ToolChoice(mode="required")
+    searching = allowed_tools("auto", tools=[{"type": "web_search"}])
+    assert read(tools=[WEATHER, {"type": "web_search"}], tool_choice=searching).tool_choice.mode == "none"
+    with pytest.raises(InvalidValue, match="no tool named 'nothing'") as refused:
+        read(tools=[WEATHER], tool_choice=allowed_tools("auto", "nothing"))
+    assert refused.value.param == "tool_choice.allowed_tools.tools[0].name"
+
+
+def test_a_foreign_server_is_told_only_of_the_allowed_tools() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    request = read(tools=[WEATHER, other], tool_choice=allowed_tools("required", "weather"))
+    body = msgspec.json.decode(build(request))
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["weather"]
+    assert body["tool_choice"] == "required"
 
 
 def test_a_built_request_parses_back_to_the_same_meaning() -> None:

@@ -123,3 +123,12 @@ def test_what_needs_stored_state_or_cannot_be_honoured_is_refused(field: str, va
 def test_a_reference_to_a_stored_item_is_refused() -> None:
     with pytest.raises(InvalidValue, match="send the item itself"):
         read(input=[{"type": "item_reference", "id": "msg_1"}])
+
+
+def test_allowed_tools_restrict_the_choice() -> None:
+    tools = [{"type": "function", "name": name} for name in ("weather", "other")]
+    allowed = [{"type": "function", "name": "weather"}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+    request = read(tools=[*tools, {"type": "web_search"}], tool_choice=choice)
+    assert request.tool_choice == ToolChoice(mode="required", allowed=("weather",))
+    assert [tool.name for tool in request.callable_tools] == ["weather"]

@@ -74,6 +74,8 @@ class ToolChoice(Value, frozen=True):
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
     parallel: bool = True
+    allowed: tuple[str, ...] | None = None
+    """The only tools that may be called, by name; `None`: every one. The model is told of all of them."""
 
 
 class OutputFormat(Value, frozen=True):
@@ -142,3 +144,9 @@ class GenerateRequest(Value, frozen=True):
     """What the client sent beside the request and expects to see echoed (Responses API)."""
     dropped_tools: tuple[str, ...] = ()
     """Tool types the codec left out because no local model can run them; reported in a header."""
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call."""
+        allowed = self.tool_choice.allowed
+        return self.tools if allowed is None else tuple(tool for tool in self.tools if tool.name in allowed)

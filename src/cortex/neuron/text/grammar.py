@@ -15,7 +15,7 @@ from typing import Any
 from cortex.neuron.text.detect import ThoughtMarkers, ToolSyntax
 from cortex.neuron.text.lark import LarkGrammar, literal
 from cortex.neuron.text.tokenizer import Tokenizer
-from cortex.neuron.text.tools.grammar import add_calls
+from cortex.neuron.text.tools.grammar import MARKED, add_calls, add_free_answer
 from cortex.wire.errors import InvalidValue
 from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
 
@@ -32,7 +32,13 @@ class Thought(Enum):
 
 
 def is_constrained(request: GenerateRequest) -> bool:
-    return request.output is not None or request.tool_choice.mode in ("required", "named")
+    choice = request.tool_choice
+    return request.output is not None or choice.mode in ("required", "named") or _is_restricted(request)
+
+
+def _is_restricted(request: GenerateRequest) -> bool:
+    """Whether the answer may call tools, but not every one that the model is told of."""
+    return request.tool_choice.mode == "auto" and request.callable_tools != request.tools
 
 
 def build_grammar(
@@ -43,7 +49,7 @@ def build_grammar(
     thought: Thought,
 ) -> str | None:
     """The grammar, or None for free output; raises InvalidValue for what cannot be enforced."""
-    if not is_constrained(request):
+    if not is_constrained(request) or (request.output is None and _reader_suffices(request, syntax)):
         return None
     grammar = LarkGrammar(tokenizer)
     before = _thought(grammar, markers, thought)
@@ -52,13 +58,22 @@ def build_grammar(
         tools = _chosen(request)
         calls = add_calls(grammar, syntax or ToolSyntax.PLAIN_JSON, tools, parallel=request.tool_choice.parallel)
         return _checked(grammar, f"{before}{calls}", param="tools")
-    assert request.output is not None
+    if request.output is None:
+        assert syntax is not None, "without a syntax of calls there is nothing to restrict"
+        free = add_free_answer(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
+        return _checked(grammar, f"{before}{free}", param="tools")
     answer = _answer(grammar, request.output)
-    if request.tools and mode == "auto" and syntax is not None:
+    if request.callable_tools and mode == "auto" and syntax is not None:
         # Either way the client gets something it can parse.
-        calls = add_calls(grammar, syntax, request.tools, parallel=request.tool_choice.parallel)
+        calls = add_calls(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
         answer = f"({answer} | {calls})"
     return _checked(grammar, f"{before}{answer}", param="response_format")
+
+
+def _reader_suffices(request: GenerateRequest, syntax: ToolSyntax | None) -> bool:
+    """Whether a restriction is kept without a grammar: where calls have no markers, whoever reads the answer takes
+    only what names a callable tool for a call, and the rest for text."""
+    return request.tool_choice.mode == "auto" and syntax not in MARKED
 
 
 def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
@@ -66,7 +81,7 @@ def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
     if not request.tools:
         raise InvalidValue(f"tool_choice is {choice.mode} but the request has no tools; add them", param="tool_choice")
     if choice.mode == "required":
-        return request.tools
+        return request.callable_tools
     named = tuple(tool for tool in request.tools if tool.name == choice.name)
     if not named:
         known = ", ".join(tool.name for tool in request.tools)

@@ -42,6 +42,12 @@ class LarkGrammar:
         self._rules.append(f"{name}[lazy]: TEXT {token}")
         return name
 
+    def text_without(self, part: str) -> str:
+        """Any text in which `part` does not occur."""
+        name = f"WITHOUT_{len(self._rules)}"
+        self._rules.append(f"{name}: /(.|\\n)*/ & ~(/(.|\\n)*/ {literal(part)} /(.|\\n)*/)")
+        return name
+
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
         """JSON of this schema; `lenient` lets keywords pass that cannot be enforced."""
         options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient}

@@ -119,7 +119,7 @@ class TextModel:
         if self._thought_markers is not None:
             splitter = self._splitter(rendered)
         if request.tools and request.tool_choice.mode != "none" and self._tool_syntax is not None:
-            scanner = CallScanner(call_syntax(self._tool_syntax, request.tools), new_call_id, index)
+            scanner = CallScanner(call_syntax(self._tool_syntax, request.callable_tools), new_call_id, index)
         return OutputParser(splitter, scanner, index)
 
     def grammar(self, request: GenerateRequest) -> str | None:

@@ -197,10 +197,31 @@ def _read_tool_choice(fields: Fields, tools: tuple[Tool, ...], dropped: tuple[st
         named = fields.object("tool_choice")
         assert named is not None
         if (allowed := named.object("allowed_tools")) is not None:
-            return resolve_tool_choice(fields, allowed.text("mode") or "auto", None, parallel, tools, dropped)
+            choice = resolve_tool_choice(fields, allowed.text("mode") or "auto", None, parallel, tools, dropped)
+            return restrict_tool_choice(choice, allowed, tools)
         function = named.object("function") or named
         return resolve_tool_choice(fields, "named", function.text("name"), parallel, tools, dropped)
     return resolve_tool_choice(fields, fields.text("tool_choice") or "auto", None, parallel, tools, dropped)
+
+
+def restrict_tool_choice(choice: ToolChoice, allowed: Fields, tools: Iterable[Tool]) -> ToolChoice:
+    """`choice` among the functions that `allowed` lists under `tools`; without a list, among all.
+
+    Tools of other types may be listed: they are left out here as they are among the request's own.
+    """
+    if "tools" not in allowed or choice.mode == "none":
+        return choice
+    known = {tool.name for tool in tools}
+    names: list[str] = []
+    for entry in allowed.objects("tools"):
+        if (entry.text("type") or "function") == "function":
+            name = (entry.object("function") or entry).required_text("name")
+            if name not in known:
+                raise entry.invalid("name", f"no tool named '{name}' is in 'tools'")
+            names.append(name)
+    if not names:
+        return ToolChoice(mode="none", parallel=choice.parallel)
+    return ToolChoice(mode=choice.mode, parallel=choice.parallel, allowed=tuple(names))
 
 
 def resolve_tool_choice(

@@ -31,7 +31,8 @@ def build(request: GenerateRequest) -> bytes:
     }
     if request.stream:
         body["stream_options"] = {"include_usage": True}
-    if request.tools:
+    # Few servers know of lists of allowed tools; with the others left out, every one of them keeps to it.
+    if request.callable_tools:
         body["tools"] = [
             {
                 "type": "function",
@@ -42,7 +43,7 @@ def build(request: GenerateRequest) -> bytes:
                     **({"strict": True} if tool.strict else {}),
                 },
             }
-            for tool in request.tools
+            for tool in request.callable_tools
         ]
         body["tool_choice"] = _tool_choice_body(request.tool_choice)
         if not request.tool_choice.parallel:

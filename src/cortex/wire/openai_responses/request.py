@@ -6,7 +6,7 @@ from typing import Any
 
 from cortex.wire import body as wire_body
 from cortex.wire.body import Fields
-from cortex.wire.openai_chat.request import read_function, resolve_tool_choice
+from cortex.wire.openai_chat.request import read_function, resolve_tool_choice, restrict_tool_choice
 from cortex.wire.openai_responses.items import read_input
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Sampling, Text, Tool, ToolChoice
 from cortex.wire.sampling import MAX_TOP_LOGPROBS, read_effort, read_response_format, read_stops
@@ -109,6 +109,8 @@ def _read_tool_choice(fields: Fields, tools: tuple[Tool, ...], dropped: list[str
     if isinstance(mode, dict):
         choice = fields.object("tool_choice")
         assert choice is not None
-        name = choice.text("name")
-        mode = (choice.text("mode") or "auto") if choice.text("type") == "allowed_tools" else "named"
+        if choice.text("type") == "allowed_tools":
+            resolved = resolve_tool_choice(fields, choice.text("mode") or "auto", None, parallel, tools, dropped)
+            return restrict_tool_choice(resolved, choice, tools)
+        name, mode = choice.text("name"), "named"
     return resolve_tool_choice(fields, str(mode or "auto"), name, parallel, tools, dropped)

@@ -10,26 +10,44 @@ from cortex.neuron.text.lark import LarkGrammar, literal
 from cortex.neuron.text.tools.qwen_xml import FUNCTION_CLOSE, FUNCTION_OPEN, PARAMETER_CLOSE, PARAMETER_OPEN
 from cortex.wire.requests import Tool
 
+MARKED = frozenset({ToolSyntax.HERMES_JSON, ToolSyntax.QWEN_XML})
+"""Syntaxes in which a call stands between markers, wherever in the answer it is."""
+
 
 def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
     """Add rules for one call of one of `tools`, or several in a row; returns the rule's name."""
     calls = [_add_call(grammar, kind, tool) for tool in tools]
     one = grammar.rule("call", " | ".join(calls))
     # Only the marked syntaxes can tell where one call ends and the next begins.
-    if parallel and kind in (ToolSyntax.HERMES_JSON, ToolSyntax.QWEN_XML):
+    if parallel and kind in MARKED:
         return grammar.rule("calls", f'{one} ("\\n" {one})*')
     return one
 
 
+def add_free_answer(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
+    """Add rules for any text, in which only `tools` are called if any is, at its end; returns the rule's name.
+
+    For syntaxes that are `MARKED`: what begins with the marker must be a call, and one of these.
+    """
+    bodies = " | ".join(_body(grammar, kind, tool) for tool in tools)
+    rest = grammar.rule("rest", f'"\\n" ({bodies}) "\\n" {grammar.marker(TOOL_CALL_CLOSE)}')
+    more = f' ("\\n" {grammar.marker(TOOL_CALL_OPEN)} {rest})*' if parallel else ""
+    calls = grammar.rule("calls", f"{grammar.text_until(TOOL_CALL_OPEN)} {rest}{more}")
+    return grammar.rule("free", f"{grammar.text_without(TOOL_CALL_OPEN)} | {calls}")
+
+
 def _add_call(grammar: LarkGrammar, kind: ToolSyntax, tool: Tool) -> str:
+    body = _body(grammar, kind, tool)
+    return grammar.rule("tool", _wrapped(grammar, body) if kind in MARKED else body)
+
+
+def _body(grammar: LarkGrammar, kind: ToolSyntax, tool: Tool) -> str:
     if kind is ToolSyntax.QWEN_XML:
-        function = _xml_function(grammar, tool)
-        return grammar.rule("tool", f"{_wrapped(grammar, function)}")
+        return _xml_function(grammar, tool)
     arguments = grammar.json({"type": "object", **tool.parameters}, lenient=True)
     key = "parameters" if kind is ToolSyntax.LLAMA_JSON else "arguments"
     name = literal('{"name": ' + literal(tool.name) + f', "{key}": ')
-    body = f"{name} {arguments} {literal('}')}"
-    return grammar.rule("tool", _wrapped(grammar, body) if kind is ToolSyntax.HERMES_JSON else body)
+    return f"{name} {arguments} {literal('}')}"
 
 
 def _wrapped(grammar: LarkGrammar, body: str) -> str:

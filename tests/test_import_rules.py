@@ -24,7 +24,8 @@ MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
 ABOVE_ENGINE = {"wire", "settings", "telemetry", "exits", "neuron.text", "neuron.config"}
 DEVICE = {"neuron.device", *ENGINE, *ABOVE_ENGINE}
-NODE = {"neuron.node", *DEVICE}
+SCRIBE = {"neuron.scribe", *DEVICE}
+NODE = {"neuron.node", *SCRIBE}
 API = {"neuron.api", *NODE}
 NEURON = {"neuron", *API}
 GATEWAY = {"gateway", "fleet", "wire", "settings", "telemetry", "exits"}
@@ -56,6 +57,7 @@ RULES: dict[str, Rule] = {
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),
     "neuron.config": Rule({"wire", "settings", "telemetry"}),
     "neuron.device": Rule(DEVICE),
+    "neuron.scribe": Rule(SCRIBE),
     "neuron.node": Rule(NODE),
     "neuron.api": Rule(API),
     "neuron": Rule(NEURON),
@@ -243,8 +245,13 @@ def import_without(blocked: frozenset[str], *rooms: str, source: Path = SOURCE) 
         ),
         pytest.param(
             frozenset({"torch", "triton", "transformers"}),
-            ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.text"),
-            id="a node's HTTP process runs without torch",
+            ("cortex.neuron.text", "cortex.neuron.scribe.__main__"),
+            id="texts are read and encoded without torch",
+        ),
+        pytest.param(
+            frozenset({"torch", "triton", "transformers", "tokenizers"}),
+            ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.scribe"),
+            id="a node's HTTP process runs without torch, and builds no tokenizer",
         ),
         pytest.param(
             NOT_ON_A_GPU_HOST,

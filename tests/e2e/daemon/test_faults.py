@@ -70,13 +70,13 @@ def test_killed_mid_stream_twenty_times_it_answers_again_each_time(
         choices, taken_s = answer_again(daemon)
         assert choices == first["choices"]
         assert taken_s < ANSWERS_AGAIN_WITHIN_S * crowding()
-    assert sorted(daemon.descendants().values()) == ["neuron-worker", "python"]
+    assert sorted(daemon.descendants().values()) == ["neuron-scribe", "neuron-worker", "python"]
 
 
 def test_killed_along_with_the_process_it_was_forked_from_it_answers_again(daemon: Daemon) -> None:
     assert kill_mid_stream(daemon, "python")["error"]["code"] == "recovering"
     answer_again(daemon)  # the engine is imported anew
-    assert sorted(daemon.descendants().values()) == ["neuron-worker", "python"]
+    assert sorted(daemon.descendants().values()) == ["neuron-scribe", "neuron-worker", "python"]
 
 
 # Hostile files. Each takes a folder and writes what a download or a prankster may have left there; it gives the source.

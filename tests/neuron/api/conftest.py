@@ -17,6 +17,7 @@ from cortex.neuron.api import app, server
 from cortex.neuron.api.doors import Doors
 from cortex.neuron.api.protocol import accept
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
+from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
 from cortex.settings import Listen
 from cortex.wire.errors import ContextLengthExceeded, CortexError, ModelNotFound
@@ -69,7 +70,7 @@ def text_files() -> Callable[[Path], None]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     folder = tmp_path_factory.mktemp("text")
     write_text_files(folder)
-    return TextModel.load(folder)
+    return TextModel.of(*read_text(folder))
 
 
 @dataclass

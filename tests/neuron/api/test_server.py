@@ -79,12 +79,12 @@ class Daemon:
     url: str
     log: Path
 
-    def workers(self) -> list[int]:
-        """Processes that the daemon started and that still run."""
+    def children(self) -> dict[int, str]:
+        """Processes that the daemon started and that still run, with their names."""
         listed = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
+            ["ps", "-o", "pid=,comm=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
         )
-        return [int(pid) for pid in listed.stdout.split()]
+        return {int(pid): name for pid, name in (line.split(maxsplit=1) for line in listed.stdout.splitlines())}
 
 
 def free_port() -> int:
@@ -171,8 +171,8 @@ async def test_a_request_loads_the_model_a_client_that_leaves_frees_it_and_sigte
             while (await model(http))["load"]["running"]:
                 await asyncio.sleep(0.01)
 
-    workers = daemon.workers()
-    assert workers
+    children = daemon.children()
+    assert children
     long = asyncio.create_task(_read(http, chat(stream=True, max_tokens=2900, ignore_eos=True)))
     await asyncio.sleep(0.3)
     began_s = time.monotonic()
@@ -185,14 +185,14 @@ async def test_a_request_loads_the_model_a_client_that_leaves_frees_it_and_sigte
     assert b"shutting_down" in ended or ended.endswith(b"data: [DONE]\n\n")
     assert await asyncio.to_thread(daemon.process.wait, 15) == 0
     assert time.monotonic() - began_s < 12
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
 async def test_a_killed_worker_is_told_in_the_stream_and_the_model_comes_back(
     daemon: Daemon, http: ClientSession
 ) -> None:
     await _read(http, chat(max_tokens=2))
-    (worker,) = daemon.workers()
+    (worker,) = [pid for pid, name in daemon.children().items() if name != "neuron-scribe"]
     endless = chat(stream=True, max_tokens=2900, ignore_eos=True)
     async with http.post("/v1/chat/completions", json=endless) as response:
         await response.content.readany()

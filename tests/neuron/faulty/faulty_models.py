@@ -39,8 +39,25 @@ def write_model(folder: Path, *, config: dict | None = None, **behaviour) -> Pat
     return folder
 
 
-def load_text(path: Path):
-    return SimpleNamespace(path=path)
+class PlainText:
+    """A text without a tokenizer, nor a process."""
+
+    idle_s = 0.0
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def read(self):
+        return SimpleNamespace(path=self.path)
+
+    async def wake(self) -> None:
+        pass
+
+    async def rest(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
 
 
 def capabilities_of(path: Path) -> Capabilities:
@@ -52,7 +69,7 @@ def parts(**changes) -> Parts:
     return Parts(
         **{
             "engine": "faulty_engine:load",
-            "load_text": load_text,
+            "open_text": PlainText,
             "capabilities_of": capabilities_of,
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
             "patience": Patience(step_s=0.8, load_s=0.8, unload_s=1.0, exit_s=2.0),

@@ -434,11 +434,11 @@ async def test_text_comes_without_loading_the_weights(tmp_path):
 async def test_cold_models_show_what_they_will_need_and_their_tokenizers_are_not_made(tmp_path):
     made = []
 
-    def load_text(path):
+    def open_text(path):
         made.append(path)
-        return faulty_models.load_text(path)
+        return faulty_models.PlainText(path)
 
-    async with running_node(tmp_path, models(tmp_path, m={}), load_text=load_text) as node:
+    async with running_node(tmp_path, models(tmp_path, m={}), open_text=open_text) as node:
         await until(lambda: node.model("m").estimate_bytes)
         assert node.model("m").family == "llama"
         assert node.model("m").capabilities.tools
@@ -450,20 +450,68 @@ async def test_cold_models_show_what_they_will_need_and_their_tokenizers_are_not
         assert len(made) == 1
 
 
-async def test_a_tokenizer_that_cannot_be_read_fails_the_load_before_any_worker_is_started(tmp_path):
+@pytest.mark.parametrize("pieces", [1, 1000])
+async def test_a_tokenizer_that_cannot_be_read_fails_the_load_and_nothing_stays_loaded(tmp_path, pieces):
+    """Before the model is loaded or after it."""
     broken = True
 
-    def load_text(path):
-        if broken:
-            raise TextFileMalformed("tokenizer.json is not a tokenizer; download the model again")
-        return faulty_models.load_text(path)
+    class BrokenText(faulty_models.PlainText):
+        async def read(self):
+            if broken:
+                await asyncio.sleep(0.3)
+                raise TextFileMalformed("tokenizer.json is not a tokenizer; download the model again")
+            return await super().read()
 
-    async with running_node(tmp_path, models(tmp_path, m={}), load_text=load_text) as node:
+    behaviour = {"pieces": pieces, "piece_s": 0.005}
+    async with running_node(tmp_path, models(tmp_path, m=behaviour, n={}), open_text=BrokenText) as node:
         with pytest.raises(LoadFailed, match="tokenizer"):
             await load(node, "m")
-        assert worker_of(node) is None
+        assert node.model("m").state is ModelState.FAILED
+        assert not node._supervisors[0].has_models
         broken = False
-        await load(node, "m")
+        await load(node, "n")
+
+
+async def test_a_load_called_off_while_the_text_is_read_leaves_nothing(tmp_path):
+    class SlowText(faulty_models.PlainText):
+        async def read(self):
+            self.closed = asyncio.Event()
+            await self.closed.wait()
+            raise Recovering("let go")
+
+        async def close(self):
+            self.closed.set()
+
+    async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
+        loading = asyncio.create_task(load(node, "m"))
+        await until(lambda: node._supervisors[0].has_models)
+        await asyncio.sleep(0.2)  # by now the worker has loaded it
+        await node.unload(UnloadRequest(model_id="m"))
+        with pytest.raises(LoadFailed, match="unloaded while"):
+            await loading
+        assert not node._supervisors[0].has_models
+
+
+async def test_the_process_behind_a_text_rests_while_its_model_is_not_in_memory(tmp_path):
+    told = []
+
+    class WatchedText(faulty_models.PlainText):
+        async def wake(self):
+            told.append("wake")
+
+        async def rest(self):
+            told.append("rest")
+
+        async def close(self):
+            told.append("close")
+
+    async with running_node(tmp_path, models(tmp_path, m={}), open_text=WatchedText) as node:
+        for count in (1, 2):
+            await load(node, "m")
+            await node.unload(UnloadRequest(model_id="m"))
+            assert told.count("wake") == count
+            assert told[-1] == "rest"
+    assert told[-1] == "close"
 
 
 async def test_listeners_hear_of_every_state(tmp_path):

@@ -13,7 +13,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cortex.cli.cache import cache_directory
+from cortex.neuron.text.library_tokenizer import LibraryTokenizer
+from cortex.neuron.text.local import LocalEncoder, read_text
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.tokenizer import Tokenizer as TextTokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -70,10 +73,25 @@ def make_model(backend: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
 
     def make(family: str) -> TextModel:
         if family not in loaded:
-            loaded[family] = TextModel.load(write_model(tmp_path_factory.mktemp(family), backend, family))
+            loaded[family] = load_text(write_model(tmp_path_factory.mktemp(family), backend, family))
         return loaded[family]
 
     return make
+
+
+def load_text(path: Path) -> TextModel:
+    """A model's text, encoded in this process."""
+    return TextModel.of(*read_text(path))
+
+
+def local(library: LibraryTokenizer) -> TextTokenizer:
+    return TextTokenizer(library.vocabulary, LocalEncoder(library))
+
+
+def id_of(tokenizer: TextTokenizer, text: str | bytes) -> int | None:
+    """The first token that stands for exactly that."""
+    spelled = text if isinstance(text, bytes) else text.encode()
+    return next((i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == spelled), None)
 
 
 def write_model(path: Path, backend: Tokenizer, family: str | None, **files: Any) -> Path:

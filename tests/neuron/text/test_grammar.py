@@ -20,7 +20,7 @@ from cortex.wire.errors import InvalidValue
 from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text, Thinking, Tool, ToolChoice
 
-from .conftest import write_model
+from .conftest import id_of, load_text, write_model
 
 PADDED_VOCABULARY = 512
 """More logits than tokens, as models have."""
@@ -54,7 +54,7 @@ def draw(matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens
     row = numpy.zeros(matcher.mask_words, dtype=numpy.int32)
     ids: list[int] = []
     planned: list[int] = []
-    closing = [model.tokenizer.id_of(token) for token in ('"', "}", "]", "</think>", "</tool_call>", *"<Ċ")]
+    closing = [id_of(model.tokenizer, token) for token in ('"', "}", "]", "</think>", "</tool_call>", *"<\n")]
     while len(ids) < max_tokens:
         state.fill_mask(row)
         choices = allowed(row)
@@ -196,7 +196,7 @@ def test_a_thought_is_allowed_only_where_the_model_would_think(matchers: Matcher
         output = OutputFormat(kind="json_object")
         grammar = model.grammar(request(output=output, thinking=Thinking(enabled=enabled)))
         matchers.compile(grammar).fill_mask(row)
-        return model.tokenizer.id_of(token) in allowed(row)
+        return id_of(model.tokenizer, token) in allowed(row)
 
     assert may_start_with("qwen3", "<think>", None)
     assert may_start_with("qwen3", "{", None)
@@ -231,8 +231,8 @@ def test_markers_that_are_no_tokens_are_spelled_out(backend: Tokenizer, tmp_path
     described["added_tokens"] = [token for token in described["added_tokens"] if token["special"]]
     without = Tokenizer.from_str(json.dumps(described))
     path = write_model(tmp_path, without, family)
-    model = TextModel.load(path)
-    assert model.tokenizer.id_of("<tool_call>") is None
+    model = load_text(path)
+    assert id_of(model.tokenizer, "<tool_call>") is None
     asked = request(tools=TOOLS, tool_choice=ToolChoice(mode="required"), thinking=Thinking(enabled=False))
     text = draw(Matcher(path, PADDED_VOCABULARY), model, model.grammar(asked) or "", seed)
     parser = model.parser(asked, model.render(asked))
@@ -246,7 +246,7 @@ def test_a_thought_whose_end_is_no_token_ends_where_it_is_spelled(backend: Token
     described = json.loads(backend.to_str())
     described["added_tokens"] = [token for token in described["added_tokens"] if token["special"]]
     path = write_model(tmp_path, Tokenizer.from_str(json.dumps(described)), "qwen_xml")
-    model = TextModel.load(path)
+    model = load_text(path)
     state = Matcher(path, PADDED_VOCABULARY).compile(
         model.grammar(request(output=OutputFormat(kind="json_object"))) or ""
     )
@@ -298,7 +298,7 @@ def test_a_finished_output_allows_only_its_end(matchers: Matcher, make_model: An
     state = matchers.compile(model.grammar(request(output=OutputFormat(kind="choice", choices=("a",)))))
     assert not state.is_finished
     assert not state.is_accepting
-    state.accept(model.tokenizer.id_of("a"))
+    state.accept(id_of(model.tokenizer, "a"))
     assert state.is_accepting
     row = numpy.zeros(matchers.mask_words, dtype=numpy.int32)
     state.fill_mask(row)
@@ -310,7 +310,7 @@ def test_a_token_outside_the_mask_is_refused(matchers: Matcher, make_model: Any)
     model = make_model("chatml")
     state = matchers.compile(model.grammar(request(output=OutputFormat(kind="json_object"))))
     with pytest.raises(GrammarRejected, match="does not fit"):
-        state.accept(model.tokenizer.id_of("a"))
+        state.accept(id_of(model.tokenizer, "a"))
     with pytest.raises(GrammarRejected, match="does not compile"):
         matchers.compile("start: nothing_here")
 
@@ -321,7 +321,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused(backend: Tokenizer, tmp_p
 
 
 def test_the_demo_models_vocabulary_serves_grammars(demo_model: Path) -> None:
-    model = TextModel.load(demo_model)
+    model = load_text(demo_model)
     matcher = Matcher(demo_model, model.vocab_size)
     grammar = model.grammar(request(output=OutputFormat(kind="json_schema", schema=SCHEMA)))
     assert json.loads(draw(matcher, model, grammar or "", seed=1))["city"]

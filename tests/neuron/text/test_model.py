@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.neuron.text.local import text_of_gguf
 from cortex.neuron.text.model import TextModel, capabilities_of
 from cortex.neuron.weights.errors import CheckpointError
-from cortex.wire.errors import InvalidValue
+from cortex.wire.errors import ContextLengthExceeded, InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
 from cortex.wire.requests import (
     GenerateRequest,
@@ -27,7 +29,7 @@ from cortex.wire.requests import (
     ToolResult,
 )
 
-from .conftest import write_model
+from .conftest import load_text, write_model
 
 TOOLS = (Tool(name="f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}),)
 SOURCE = Path(__file__).parents[3] / "src"
@@ -59,7 +61,7 @@ def test_capabilities_are_read_off_the_template(make_model: Any, family: str, to
 
 
 def test_notes_say_what_a_user_should_know(backend: Tokenizer, tmp_path: Path) -> None:
-    model = TextModel.load(write_model(tmp_path, backend, None, config={"vision_config": {}}))
+    model = load_text(write_model(tmp_path, backend, None, config={"vision_config": {}}))
     assert [note.split(":")[0] for note in model.capabilities.notes] == [
         "the model has no chat template",
         "images are not read",
@@ -144,7 +146,7 @@ def test_the_end_of_the_last_query_is_kept_beside_the_last_turn(make_model: Any)
 def test_a_turn_end_is_never_inside_text_that_could_merge(backend: Tokenizer, tmp_path: Path) -> None:
     bare = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     path = write_model(tmp_path, backend, None, tokenizer_config={"chat_template": bare})
-    assert TextModel.load(path).render(ask(said("user", "a"))).turn_ends == ()
+    assert load_text(path).render(ask(said("user", "a"))).turn_ends == ()
 
 
 def test_a_raw_prompt_is_taken_as_it_is(make_model: Any) -> None:
@@ -197,25 +199,25 @@ def test_sampling_defaults_are_the_models_own(
     backend: Tokenizer, tmp_path: Path, gguf_metadata: dict[str, Any]
 ) -> None:
     stated = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": "bad", "max_new_tokens": 99}
-    model = TextModel.load(write_model(tmp_path, backend, "chatml", generation_config=stated))
+    model = load_text(write_model(tmp_path, backend, "chatml", generation_config=stated))
     assert model.generation == GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, max_tokens=99)
-    greedy = TextModel.load(write_model(tmp_path, backend, "chatml", generation_config={"do_sample": False}))
+    greedy = load_text(write_model(tmp_path, backend, "chatml", generation_config={"do_sample": False}))
     assert greedy.generation == GenerationDefaults(temperature=0.0)
-    sampled = TextModel.from_gguf({**gguf_metadata, "general.sampling.temp": 0.5, "general.sampling.top_k": 40})
+    sampled = TextModel.of(*text_of_gguf({**gguf_metadata, "general.sampling.temp": 0.5, "general.sampling.top_k": 40}))
     assert sampled.generation == GenerationDefaults(temperature=0.5, top_k=40)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "hermes", "chatml", None])
 def test_what_a_model_can_do_is_known_without_its_tokenizer(tmp_path: Path, backend: Any, family: str | None) -> None:
     path = write_model(tmp_path, backend, family, config={"vision_config": {}})
-    told = TextModel.load(path).capabilities
+    told = load_text(path).capabilities
     (path / "tokenizer.json").write_text("{")
     assert capabilities_of(path) == told
 
 
 def test_a_gguf_serves_the_same_text_as_a_directory(gguf_metadata: dict[str, Any], make_model: Any) -> None:
     directory = make_model("qwen3")
-    gguf = TextModel.from_gguf({**gguf_metadata, "tokenizer.chat_template": directory.template.source})
+    gguf = TextModel.of(*text_of_gguf({**gguf_metadata, "tokenizer.chat_template": directory.template.source}))
     request = ask(said("user", "x"), tools=TOOLS)
     assert gguf.render(request) == directory.render(request)
     assert gguf.capabilities == directory.capabilities
@@ -225,7 +227,7 @@ def test_a_damaged_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"not a model")
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(CheckpointError):
-            TextModel.load(path)
+            load_text(path)
 
 
 def test_one_model_serves_many_threads(make_model: Any) -> None:
@@ -251,8 +253,26 @@ def test_importing_the_room_stays_light(module: str, absent: tuple[str, ...]) ->
 
 
 def test_the_demo_model_is_read_whole(demo_model: Path) -> None:
-    model = TextModel.load(demo_model)
+    model = load_text(demo_model)
     rendered = model.render(ask(said("user", "Hi")))
     assert rendered.text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert model.decode(rendered.ids) == rendered.text
     assert model.decode(rendered.ids[: rendered.turn_ends[-1]]).endswith("Hi<|im_end|>\n")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(make_model: Any) -> None:
+    model = make_model("chatml")
+
+    class Unasked:
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError("a text that cannot fit was tokenised")
+
+        encode_document = encode_segmented = encode
+
+    unasked = replace(model, tokenizer=replace(model.tokenizer, encoder=Unasked()))
+    long = "word " * 10_000
+    for request in (ask(said("user", long)), GenerateRequest(model="m", prompt=long)):
+        with pytest.raises(ContextLengthExceeded, match=r"prompt is too long: [0-9]+ tokens > 99 maximum") as refusal:
+            unasked.render(request, 100)
+        assert 100 <= refusal.value.details["prompt_tokens"] <= len(model.render(request).ids)
+    assert model.render(ask(said("user", long)), 10**6).ids

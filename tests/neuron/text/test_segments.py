@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from cortex.neuron.text import segments
+from cortex.neuron.text.library_tokenizer import LibraryTokenizer
 from cortex.neuron.text.segments import SegmentEncoder
-from cortex.neuron.text.tokenizer import Tokenizer as TextTokenizer
 
 from .conftest import CONTROL, CORPUS, WHOLE
 
@@ -29,12 +29,12 @@ def test_segments_have_the_ids_of_the_whole(gguf_metadata: dict[str, Any], piece
         assert tokenizer.encode(text[character:]) == expected[token:]
 
 
-_ENCODERS: dict[str, tuple[TextTokenizer, SegmentEncoder]] = {}
+_ENCODERS: dict[str, tuple[LibraryTokenizer, SegmentEncoder]] = {}
 
 
-def _encoder(metadata: dict[str, Any], name: str) -> tuple[TextTokenizer, SegmentEncoder]:
+def _encoder(metadata: dict[str, Any], name: str) -> tuple[LibraryTokenizer, SegmentEncoder]:
     if name not in _ENCODERS:
-        tokenizer = TextTokenizer.from_gguf({**metadata, "tokenizer.ggml.pre": name})
+        tokenizer = LibraryTokenizer.from_gguf({**metadata, "tokenizer.ggml.pre": name})
         _ENCODERS[name] = (tokenizer, SegmentEncoder(tokenizer))
     return _ENCODERS[name]
 
@@ -42,20 +42,30 @@ def _encoder(metadata: dict[str, Any], name: str) -> tuple[TextTokenizer, Segmen
 def test_tokens_that_swallow_their_surroundings_are_left_to_the_library(backend: Tokenizer) -> None:
     changed = Tokenizer.from_str(backend.to_str())
     changed.add_tokens([AddedToken("<greedy>", lstrip=True, rstrip=True, normalized=False)])
-    tokenizer = TextTokenizer(changed, {}, ())
+    tokenizer = LibraryTokenizer(changed, {}, ())
     text = "one  <greedy>  two<|im_end|>three"
     encoded = SegmentEncoder(tokenizer).encode(text)
     assert list(encoded.ids) == tokenizer.encode(text)
-    assert encoded.cut_before(len(text)) == encoded.ids.index(tokenizer.id_of("<|im_end|>")) + 1
+    assert encoded.cut_before(len(text)) == encoded.ids.index(changed.token_to_id("<|im_end|>")) + 1
     assert encoded.cut_before(0) == 0
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first(backend: Tokenizer, monkeypatch: Any) -> None:
     monkeypatch.setattr(segments, "_MAX_REMEMBERED_CHARACTERS", 3000)
-    tokenizer = TextTokenizer(backend, {}, ())
+    tokenizer = LibraryTokenizer(backend, {}, ())
     encoder = SegmentEncoder(tokenizer)
     texts = [f"{i} " * 500 for i in range(6)]
     for text in texts:
         assert list(encoder.encode(text).ids) == tokenizer.encode(text)
     assert list(encoder._remembered) == texts[-3:]
     assert encoder._num_characters == 3000
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=st.lists(st.sampled_from([*CONTROL, *WHOLE, "a", "<", "think", "<|im_"]), max_size=30))
+def test_windows_cut_no_whole_token_in_two(gguf_metadata: dict[str, Any], monkeypatch: Any, pieces: list[str]) -> None:
+    tokenizer, encoder = _encoder(gguf_metadata, "gpt-2")
+    text = "".join(pieces)
+    for window in (1, 2, 7, 30):
+        monkeypatch.setattr(segments, "_WINDOW_CHARACTERS", window)
+        assert list(encoder.encode(text).ids) == tokenizer.encode(text)

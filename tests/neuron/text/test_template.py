@@ -29,7 +29,7 @@ from cortex.wire.requests import (
     ToolResult,
 )
 
-from .conftest import TEMPLATES, write_model
+from .conftest import TEMPLATES, load_text, write_model
 
 WEATHER = {
     "type": "object",
@@ -147,7 +147,7 @@ def test_a_conversation_renders_as_the_reference_renders_it(
 
 
 def test_the_demo_models_own_template_renders_as_the_reference_renders_it(backend: Tokenizer, demo_model: Path) -> None:
-    model = TextModel.load(demo_model)
+    model = load_text(demo_model)
     theirs = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=model.template.source)
     for messages, plain in (PLAIN, SYSTEM):
         expected = theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
@@ -356,16 +356,16 @@ def test_text_blocks_of_a_user_stay_apart_and_pieces_of_an_answer_join(make_mode
 def test_the_template_is_taken_from_where_the_model_keeps_it(
     backend: Tokenizer, tmp_path: Path, files: dict[str, Any], expected: str
 ) -> None:
-    model = TextModel.load(write_model(tmp_path, backend, None, **files))
+    model = load_text(write_model(tmp_path, backend, None, **files))
     request = GenerateRequest(model="m", messages=(said("user", "x"),))
     assert model.render(request).text == expected
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert TextModel.load(tmp_path).render(request).text == "file"
+    assert load_text(tmp_path).render(request).text == "file"
 
 
 def test_a_second_template_serves_requests_with_tools(backend: Tokenizer, tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
-    model = TextModel.load(write_model(tmp_path, backend, None, tokenizer_config={"chat_template": named}))
+    model = load_text(write_model(tmp_path, backend, None, tokenizer_config={"chat_template": named}))
     request = GenerateRequest(model="m", messages=(said("user", "x"),))
     assert model.render(request).text == "plain"
     with_tools = GenerateRequest(model="m", messages=(said("user", "x"),), tools=TOOLS)
@@ -375,7 +375,7 @@ def test_a_second_template_serves_requests_with_tools(backend: Tokenizer, tmp_pa
 
 def test_a_template_of_the_wrong_type_is_refused(backend: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(TextFileMalformed, match="chat_template"):
-        TextModel.load(write_model(tmp_path, backend, None, tokenizer_config={"chat_template": 5}))
+        load_text(write_model(tmp_path, backend, None, tokenizer_config={"chat_template": 5}))
 
 
 def test_a_conversation_needs_a_message(make_model: Any) -> None:

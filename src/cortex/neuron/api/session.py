@@ -53,7 +53,7 @@ class Session:
         status = await self._doors.wait_for(ready(self._backend, request.model))
         self.phase = "render"
         text = await self._doors.wait_for(self._backend.text(request.model))
-        rendered, grammar = await asyncio.to_thread(_prepare, text, request)
+        rendered, grammar = await asyncio.to_thread(_prepare, text, request, status.context_tokens)
         self.phase = "prefill"
         jobs = engine_requests(
             request,
@@ -103,9 +103,9 @@ async def ready(backend: Backend, model_id: str) -> ModelStatus:
     return await backend.load(LoadRequest(model_id=model_id), wait=True)
 
 
-def _prepare(text: TextModel, request: GenerateRequest) -> tuple[Rendered, str | None]:
+def _prepare(text: TextModel, request: GenerateRequest, context_tokens: int | None) -> tuple[Rendered, str | None]:
     """Off the loop: a long conversation takes a while to tokenise, and others are streaming."""
-    return text.render(request), text.grammar(request)
+    return text.render(request, context_tokens), text.grammar(request)
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:

@@ -36,7 +36,7 @@ class Unsendable(Exception):
     """A message that no frame can carry; the channel is as good as before."""
 
 
-def encode_frame(messages: Sequence[Command] | Sequence[Event] | Sequence[msgspec.Raw]) -> bytes:
+def encode_frame(messages: Sequence[msgspec.Struct] | Sequence[msgspec.Raw]) -> bytes:
     """One frame that carries `messages` in order."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(list(messages), frame, _LENGTH.size)
@@ -78,20 +78,22 @@ class FrameDecoder(Generic[T]):
             del self._buffer[:start]
 
 
-class BlockingChannel:
-    """The worker's end. `receive` belongs to its reader thread, `send` to its writer thread."""
+class BlockingChannel(Generic[T]):
+    """An end whose owner may wait: `receive` belongs to one thread, `send` to one, perhaps another."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, message_type: Any) -> None:
+        """`message_type` is the union `T` of what is received, which type checkers cannot take as `type[T]`."""
         self._connection = connection
-        self._decoder: FrameDecoder[Command] = FrameDecoder(Command)
+        self._decoder: FrameDecoder[T] = FrameDecoder(message_type)
 
-    def receive(self) -> Iterator[list[Command]]:
-        """Batches of commands until the daemon closes its end or dies."""
+    def receive(self) -> Iterator[list[T]]:
+        """Batches of messages until the other side closes its end or dies."""
         while data := self._connection.recv(1 << 20):
             yield from self._decoder.feed(data)
 
-    def send(self, events: Sequence[Event]) -> None:
-        self._connection.sendall(encode_frame(events))
+    def send(self, messages: Sequence[msgspec.Struct]) -> None:
+        """Raises ChannelError for messages that no frame can carry, OSError when there is nobody any more."""
+        self._connection.sendall(encode_frame(messages))
 
 
 class LoopChannel(asyncio.Protocol):

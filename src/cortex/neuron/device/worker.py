@@ -20,7 +20,7 @@ from cortex.neuron.device.executor import DeviceFault, Executor
 from cortex.neuron.device.faults import explain
 from cortex.neuron.device.outbox import Outbox
 from cortex.neuron.device.processcontrol import name_thread
-from cortex.neuron.device.protocol import CancelLoad, Event, Faulted, Hello
+from cortex.neuron.device.protocol import CancelLoad, Command, Event, Faulted, Hello
 from cortex.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ def run(channel: int, device: DeviceAddress, engine: str) -> NoReturn:
     name_thread("neuron-worker")
     logs.configure(*logs.in_use(), lambda: {"device": device.thread_name})
     try:
-        code = _serve(BlockingChannel(socket.socket(fileno=channel)), device, engine)
+        code = _serve(BlockingChannel(socket.socket(fileno=channel), Command), device, engine)
     except Exception:
         log.exception("the worker ended")
         code = EXIT_FAULTED
     os._exit(code)
 
 
-def _serve(channel: BlockingChannel, device: DeviceAddress, engine: str) -> int:
+def _serve(channel: BlockingChannel[Command], device: DeviceAddress, engine: str) -> int:
     """Runs the three threads; returns the exit code."""
     outbox = Outbox()
     outbox.put(Hello(os.getpid()))

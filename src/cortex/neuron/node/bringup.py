@@ -16,20 +16,19 @@ from pathlib import Path
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.device.discovery import DeviceReading
 from cortex.neuron.device.faults import FaultKind
-from cortex.neuron.device.supervisor import LoadRefused, Supervisor
+from cortex.neuron.device.supervisor import LoadRefused, Resident, Supervisor
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.forecast import Footprint, Forecast
 from cortex.neuron.node.instance import Instance, ServingLimits
 from cortex.neuron.node.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.observer import BringUpObserver
 from cortex.neuron.node.preflight import ModelFacts, choose_device, inspect
-from cortex.neuron.text.errors import TextModelError
-from cortex.neuron.text.model import TextModel
+from cortex.neuron.node.texts import Texts
+from cortex.neuron.scribe.scribe import UNREADABLE
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Capabilities, Device
 
-_UNREADABLE = (OSError, TextModelError, CheckpointError)
 _SETTLE_S = 2.0
 """A device may report memory as taken for a moment after it was freed."""
 _SETTLE_INTERVAL_S = 0.2
@@ -61,7 +60,7 @@ class BringUp:
         read_devices: Callable[[tuple[Device, ...]], dict[int, DeviceReading]],
         fetch: Fetch,
         find_local: FindLocal,
-        load_text: Callable[[Path], TextModel],
+        texts: Texts,
         capabilities_of: Callable[[Path], Capabilities],
     ) -> None:
         self._config = config
@@ -72,12 +71,11 @@ class BringUp:
         self._read_devices = read_devices
         self._fetch = fetch
         self._find_local = find_local
-        self._load_text = load_text
+        self._texts = texts
         self._capabilities_of = capabilities_of
         self._device_locks = {device.index: asyncio.Lock() for device in devices}
         self.surveyed: dict[str, Surveyed] = {}
         """By model id; kept after an unload."""
-        self._texts: dict[str, tuple[Path, asyncio.Task[TextModel]]] = {}
 
     async def __call__(self, model: KnownModel, observer: BringUpObserver) -> Instance:
         """Raises LoadFailed, InsufficientCapacity, or the supervisor's WorkerLost."""
@@ -85,12 +83,13 @@ class BringUp:
         path = await self._files(model, observer)
         observer.on_files_at_hand()
         survey = await self.survey(model, path)
-        await self.text(model, path)
         async with self._room_for(model, survey.facts) as device:
             supervisor = self._supervisors[device.index]
             instance = self._instance(model.id, supervisor, observer)
+            spec = self._spec(model, survey.facts, device)
+            text = asyncio.create_task(self._texts.awake(model.id, path))
             try:
-                resident = await supervisor.load(self._spec(model, survey.facts, device), instance)
+                resident = await _loaded_with(text, supervisor, spec, instance)
             except LoadRefused as error:
                 kind = InsufficientCapacity if error.kind is FaultKind.OUT_OF_MEMORY else LoadFailed
                 raise kind(f"{model.id}: {error}") from error
@@ -142,27 +141,8 @@ class BringUp:
         facts = inspect(path, model.quant, name=model.id)
         try:
             return Surveyed(facts, self._capabilities_of(path), model.quant)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
-
-    async def text(self, model: KnownModel, path: Path) -> TextModel:
-        """The model's tokenizer, template and parsers, made on a thread, once for all who ask; remembered, also after
-        an unload. Raises LoadFailed."""
-        known_path, reading = self._texts.get(model.id, (None, None))
-        if reading is None or known_path != path:
-            reading = asyncio.create_task(asyncio.to_thread(self._read_text, model, path))
-            self._texts[model.id] = (path, reading)
-        try:
-            return await asyncio.shield(reading)
-        except LoadFailed:
-            self._texts.pop(model.id, None)  # the files may be put right
-            raise
-
-    def _read_text(self, model: KnownModel, path: Path) -> TextModel:
-        try:
-            return self._load_text(path)
-        except _UNREADABLE as error:
-            raise LoadFailed(f"{model.id}: its tokenizer cannot be read: {error}") from error
 
     async def _files(self, model: KnownModel, observer: BringUpObserver) -> Path:
         """The local path of the model. What is on disk is used as it is; the hub is asked for the rest."""
@@ -246,3 +226,23 @@ class BringUp:
             on_lost=observer.on_lost,
             on_proved=observer.on_proved,
         )
+
+
+async def _loaded_with(
+    text: asyncio.Task[None], supervisor: Supervisor, spec: LoadSpec, instance: Instance
+) -> Resident:
+    """The model in the worker, loaded while its text is being read. Where either fails, and when this is cancelled,
+    nothing is left in the worker."""
+    loading = asyncio.create_task(supervisor.load(spec, instance))
+    try:
+        await asyncio.wait({loading, text}, return_when=asyncio.FIRST_EXCEPTION)
+        if text.done():
+            text.result()
+        return loading.result()
+    except BaseException:
+        text.cancel()
+        loading.cancel()
+        await asyncio.wait({loading})
+        if not loading.cancelled() and loading.exception() is None:
+            await supervisor.unload(loading.result())
+        raise

@@ -35,6 +35,8 @@ from cortex.neuron.node.library import Fetch, FindLocal, KnownModel, Library, sc
 from cortex.neuron.node.owner import Owner
 from cortex.neuron.node.parking import Parked, Parking, budget_bytes
 from cortex.neuron.node.status import describe
+from cortex.neuron.node.texts import Texts, TextSource
+from cortex.neuron.scribe.scribe import Scribe
 from cortex.neuron.text.model import TextModel, capabilities_of
 from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown
 from cortex.wire.node import (
@@ -65,7 +67,7 @@ class Parts:
     read_devices: Callable[[tuple[Device, ...]], dict[int, DeviceReading]] = read_devices
     fetch: Fetch = fetch
     find_local: FindLocal = find_local
-    load_text: Callable[[Path], TextModel] = TextModel.load
+    open_text: Callable[[Path], TextSource] = Scribe
     capabilities_of: Callable[[Path], Capabilities] = capabilities_of
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     patience: Patience | None = None
@@ -89,6 +91,7 @@ class Node:
             for device in inventory.devices
         }
         self._library = Library(config)
+        self._texts = Texts(parts.open_text)
         self._bring_up = BringUp(
             config,
             self._library,
@@ -97,7 +100,7 @@ class Node:
             read_devices=parts.read_devices,
             fetch=parts.fetch,
             find_local=parts.find_local,
-            load_text=parts.load_text,
+            texts=self._texts,
             capabilities_of=parts.capabilities_of,
         )
         self._owners: dict[str, Owner] = {}
@@ -181,16 +184,19 @@ class Node:
         owner = self._owner(request.model_id)
         take_down = owner.ensure_asleep if request.park else owner.ensure_gone
         await take_down(0.0 if request.force else drain_s)
+        await self._rest_text(request.model_id)
         return self.model(request.model_id)
 
     async def text(self, model_id: str) -> TextModel:
-        """The model's tokenizer, template and parsers, without its weights; remembered. Raises LoadFailed."""
+        """The model's tokenizer, template and parsers, without its weights; remembered. Raises ModelNotFound,
+        LoadFailed or ShuttingDown."""
+        self._refuse_when_closing()
         model = self._library.find(model_id)
         survey = self._bring_up.surveyed.get(model_id)
         path = survey.facts.path if survey is not None else await self._find_local(model)
         if path is None:
             raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")
-        return await self._bring_up.text(model, path)
+        return await self._texts.get(model_id, path)
 
     def submit(self, model_id: str, request: EngineRequest) -> Generation:
         """Takes a request for a model that is ready.
@@ -224,6 +230,7 @@ class Node:
             owner.abandon()
         await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
         await self._nursery.close()
+        await self._texts.close()
         await asyncio.gather(*(owner.abandoned() for owner in self._owners.values()))
         await asyncio.gather(*self._background, return_exceptions=True)
         self._feed.close()
@@ -256,6 +263,17 @@ class Node:
 
     def _model_changed(self, model_id: str) -> None:
         self._feed.publish(NodeEvent(kind="model", at_s=time.time(), model=self.model(model_id)))
+        if not self._is_in_memory(model_id):
+            self._run_in_background(self._rest_text(model_id), f"end the scribe of {model_id}")
+
+    async def _rest_text(self, model_id: str) -> None:
+        if not self._is_in_memory(model_id):  # it may have been wanted again meanwhile
+            await self._texts.rest(model_id)
+
+    def _is_in_memory(self, model_id: str) -> bool:
+        """Whether the model is loaded, or on its way in or out."""
+        owner = self._owners.get(model_id)
+        return owner is not None and owner.life.state not in (ModelState.COLD, ModelState.FAILED)
 
     def _activation_changed(self) -> None:
         self._feed.publish(NodeEvent(kind="activation", at_s=time.time(), activation=self._activation.status()))
@@ -275,6 +293,7 @@ class Node:
         )
 
     def _run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._background = [task for task in self._background if not task.done()]
         self._background.append(asyncio.create_task(work, name=name))
 
     async def _warm_nursery(self) -> None:
@@ -292,6 +311,7 @@ class Node:
             if sample % _SCAN_EVERY_SAMPLES == 0:
                 await self._scan_cache()
                 await self._survey_library()
+            await self._texts.rest_idle(self._is_in_memory)
             await asyncio.sleep(_SAMPLE_S)
             sample += 1
 

@@ -29,8 +29,8 @@ class LarkGrammar:
 
     def marker(self, text: str) -> str:
         """The token `text`, where the vocabulary has it as one, else its characters."""
-        token = self._tokenizer.id_of(text)
-        return f"<[{token}]>" if token is not None and token in self._tokenizer.whole_ids else literal(text)
+        token = self._tokenizer.whole_id(text)
+        return f"<[{token}]>" if token is not None else literal(text)
 
     def text_until(self, end: str) -> str:
         """Any text up to and including the first `end`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cortex.neuron.text.errors import GrammarRejected
-from cortex.neuron.text.tokenizer import Tokenizer
+from cortex.neuron.text.library_tokenizer import LibraryTokenizer
 
 if TYPE_CHECKING:
     import llguidance
@@ -55,7 +55,7 @@ class Matcher:
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance
 
-        tokenizer = Tokenizer.load(self._source)
+        tokenizer = LibraryTokenizer.load(self._source)
         if tokenizer.vocab_size > self.vocab_size:
             raise GrammarRejected(
                 f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {self.vocab_size}; "

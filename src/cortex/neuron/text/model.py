@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from cortex.neuron.text import defaults, template_source
+from cortex.neuron.text import files, template_source
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.detect import (
     PYTHON_TAG,
@@ -20,15 +20,16 @@ from cortex.neuron.text.detect import (
     tool_syntax,
 )
 from cortex.neuron.text.detokenizer import Detokenizer
+from cortex.neuron.text.encoder import Encoder
+from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar import Thought, build_grammar, is_constrained
 from cortex.neuron.text.output import OutputParser, call_syntax, new_call_id
 from cortex.neuron.text.prompt import Rendered, prompt_text, render_conversation, render_raw
 from cortex.neuron.text.reasoning import ReasoningSplitter, closes_thought, opens_thought
-from cortex.neuron.text.segments import SegmentEncoder
 from cortex.neuron.text.template import CHATML, ChatTemplate
 from cortex.neuron.text.template_source import TemplateSources
 from cortex.neuron.text.thought_watch import ThoughtWatch
-from cortex.neuron.text.tokenizer import Tokenizer, gguf_file, read_json
+from cortex.neuron.text.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.wire.node import Capabilities
@@ -46,35 +47,23 @@ class TextModel:
     tools_template: ChatTemplate
     """Used for requests with tools; the same one unless the model brings two."""
     generation: GenerationDefaults
+    thought_end: tuple[int, ...] = ()
+    """The tokens that end a thought, laid out as templates write it; none for a model that does not think."""
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def load(cls, path: Path) -> TextModel:
-        """From a model directory or a .gguf file; raises TextModelError, or CheckpointError for a bad GGUF header."""
-        gguf = gguf_file(path)
-        if gguf is not None:
-            return cls.from_gguf(read_metadata(gguf).metadata)
-        return cls._assemble(
-            Tokenizer.load(path),
-            template_source.from_directory(path),
-            defaults.from_generation_config(read_json(path / "generation_config.json")),
-            has_vision=_has_vision(path),
+    def of(cls, facts: TextFacts, encoder: Encoder) -> TextModel:
+        """Encodes a few letters, so call it off the event loop."""
+        tokenizer = Tokenizer(facts.vocabulary, encoder)
+        template, tools_template = _templates(facts.templates)
+        return cls(
+            tokenizer,
+            template,
+            tools_template,
+            facts.generation,
+            _thought_end(template, tokenizer),
+            _notes(facts.templates, has_vision=facts.has_vision),
         )
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> TextModel:
-        return cls._assemble(
-            Tokenizer.from_gguf(metadata),
-            template_source.from_gguf(metadata),
-            defaults.from_gguf(metadata),
-            has_vision=False,
-        )
-
-    @classmethod
-    def _assemble(
-        cls, tokenizer: Tokenizer, sources: TemplateSources, generation: GenerationDefaults, *, has_vision: bool
-    ) -> TextModel:
-        return cls(tokenizer, *_templates(sources), generation, _notes(sources, has_vision=has_vision))
 
     @property
     def vocab_size(self) -> int:
@@ -96,15 +85,16 @@ class TextModel:
         """The text of `ids`, control tokens spelled out."""
         return self.tokenizer.decode(ids)
 
-    def render(self, request: GenerateRequest) -> Rendered:
-        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; never a fallback.
+    def render(self, request: GenerateRequest, context_tokens: int | None = None) -> Rendered:
+        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; never a fallback. With
+        `context_tokens`, ContextLengthExceeded for a text that is too long for them however it is cut.
 
         100k new tokens take a third of a second, so call it off the event loop; turns seen before cost next to nothing.
         """
         if request.prompt is not None:
-            return render_raw(request.prompt, self.tokenizer)
+            return render_raw(request.prompt, self.tokenizer, context_tokens)
         return render_conversation(
-            request, self._template_for(request), self.tokenizer, self._encoder, self._thought_markers
+            request, self._template_for(request), self.tokenizer, self._thought_markers, context_tokens
         )
 
     def detokenizer(self) -> Detokenizer:
@@ -142,12 +132,6 @@ class TextModel:
         """For one choice of an answer that may begin with a thought."""
         return ThoughtWatch(self.detokenizer(), self._splitter(rendered))
 
-    @cached_property
-    def thought_end(self) -> tuple[int, ...]:
-        """The tokens that end a thought, laid out as templates write it; none for a model that does not think."""
-        markers = self._thought_markers
-        return () if markers is None else tuple(self.encode(f"\n{markers.close}\n\n"))
-
     def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
         assert self._thought_markers is not None, "only a model that thinks aloud has thoughts to tell apart"
         return ReasoningSplitter(self._thought_markers, starts_in_thought=rendered.starts_in_reasoning)
@@ -167,10 +151,6 @@ class TextModel:
         return self.tools_template if request.tools else self.template
 
     @cached_property
-    def _encoder(self) -> SegmentEncoder:
-        return SegmentEncoder(self.tokenizer)
-
-    @cached_property
     def _tool_syntax(self) -> ToolSyntax | None:
         return tool_syntax(self.tools_template)
 
@@ -182,20 +162,20 @@ class TextModel:
     def _hidden_ids(self) -> frozenset[int]:
         markers = self._thought_markers
         shown = (*_OUTPUT_MARKERS, *((markers.open, markers.close) if markers else ()))
-        return self.tokenizer.special_ids - {self.tokenizer.id_of(marker) for marker in shown}
+        return self.tokenizer.special_ids - {self.tokenizer.whole_id(marker) for marker in shown}
 
 
 def capabilities_of(path: Path) -> Capabilities:
-    """What `TextModel.load(path)` would be able to do, told by the templates alone.
+    """What the model at `path` would be able to do, told by the templates alone.
 
-    A tokenizer is not made for it: with a large vocabulary that takes a second, in which the library lets no other
-    thread run, and a hundred megabytes. Raises as `load` does for what it reads.
+    A tokenizer is not made for it, which takes a second and a hundred megabytes where the vocabulary is large. Raises
+    TextModelError, or CheckpointError for a bad GGUF header.
     """
-    gguf = gguf_file(path)
+    gguf = files.gguf_file(path)
     if gguf is not None:
         sources, has_vision = template_source.from_gguf(read_metadata(gguf).metadata), False
     else:
-        sources, has_vision = template_source.from_directory(path), _has_vision(path)
+        sources, has_vision = template_source.from_directory(path), files.has_vision(path)
     return _capabilities(*_templates(sources), _notes(sources, has_vision=has_vision))
 
 
@@ -214,8 +194,9 @@ def _notes(sources: TemplateSources, *, has_vision: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _has_vision(directory: Path) -> bool:
-    return "vision_config" in read_json(directory / "config.json")
+def _thought_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    markers = thought_markers(template)
+    return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}\n\n"))
 
 
 def _capabilities(template: ChatTemplate, tools_template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:

@@ -9,10 +9,9 @@ from typing import Any, Final
 from cortex.neuron.text import conversation
 from cortex.neuron.text.detect import ThoughtMarkers
 from cortex.neuron.text.reasoning import opens_thought
-from cortex.neuron.text.segments import SegmentEncoder
 from cortex.neuron.text.template import ChatTemplate
 from cortex.neuron.text.tokenizer import Tokenizer
-from cortex.wire.errors import InvalidValue, TemplateRenderFailed
+from cortex.wire.errors import ContextLengthExceeded, InvalidValue, TemplateRenderFailed
 from cortex.wire.requests import GenerateRequest
 
 _CONTINUE: Final = "continue_final_message"
@@ -43,9 +42,11 @@ class PromptText:
     """Characters where finished turns end."""
 
 
-def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer) -> Rendered:
-    """A plain prompt, as it is; text gets the beginning that the model was trained to see."""
+def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer, context_tokens: int | None = None) -> Rendered:
+    """A plain prompt, as it is; text gets the beginning that the model was trained to see. Raises InvalidValue or
+    ContextLengthExceeded."""
     if isinstance(prompt, str):
+        _check_length(prompt, tokenizer, context_tokens)
         return Rendered(prompt, tuple(tokenizer.encode_document(prompt)))
     outside = next((i for i in prompt if not 0 <= i < tokenizer.vocab_size), None)
     if outside is not None:
@@ -60,12 +61,13 @@ def render_conversation(
     request: GenerateRequest,
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    encoder: SegmentEncoder,
     markers: ThoughtMarkers | None,
+    context_tokens: int | None = None,
 ) -> Rendered:
-    """Raises TemplateRenderFailed, UnsupportedModality or InvalidValue."""
+    """Raises TemplateRenderFailed, UnsupportedModality, InvalidValue or ContextLengthExceeded."""
     prompt = prompt_text(request, template, tokenizer)
-    encoded = encoder.encode(prompt.text)
+    _check_length(prompt.text, tokenizer, context_tokens)
+    encoded = tokenizer.encode_segmented(prompt.text)
     # Only a cut is safe to keep: elsewhere the next turn's text could merge with the last token.
     turn_ends = {encoded.cut_before(end) for end in prompt.turn_ends}
     return Rendered(
@@ -93,6 +95,17 @@ def prompt_text(request: GenerateRequest, template: ChatTemplate, tokenizer: Tok
         text,
         text[ends.get(finished) or 0 :],
         tuple(sorted({end for end in ends.values() if end is not None})),
+    )
+
+
+def _check_length(text: str, tokenizer: Tokenizer, context_tokens: int | None) -> None:
+    """Tokenising twenty megabytes takes a core for a minute, only to find that they are too many."""
+    if context_tokens is None or (least := tokenizer.least_tokens(text)) < context_tokens:
+        return
+    raise ContextLengthExceeded(
+        f"prompt is too long: {least} tokens > {context_tokens - 1} maximum (at the least, told by its "
+        f"{len(text)} characters; the context has {context_tokens} tokens); shorten the conversation",
+        details={"prompt_tokens": least, "context_tokens": context_tokens},
     )
 
 

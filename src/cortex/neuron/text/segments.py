@@ -10,44 +10,32 @@ from __future__ import annotations
 import re
 import threading
 from array import array
-from bisect import bisect_right
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Final
 
-from tokenizers import AddedToken
-
-from cortex.neuron.text.tokenizer import Tokenizer
+from cortex.neuron.text.encoder import Segmented
+from cortex.neuron.text.library_tokenizer import LibraryTokenizer
+from cortex.neuron.text.vocabulary import WholeToken
 
 _MAX_REMEMBERED_CHARACTERS: Final = 8 << 20
 _MIN_REMEMBERED_CHARACTERS: Final = 256
 """Shorter segments are tokenised faster than they are looked after."""
 _MAX_WHOLE_TOKENS: Final = 1024
 """Beyond that, looking for them in Python costs more than it saves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segmented:
-    """A text's ids, and where it was cut: `cut_tokens[i]` ids precede character `cut_characters[i]`."""
-
-    ids: tuple[int, ...]
-    cut_characters: tuple[int, ...]
-    cut_tokens: tuple[int, ...]
-
-    def cut_before(self, character: int) -> int:
-        """The number of tokens up to the last cut at or before `character`; 0 if there is none."""
-        found = bisect_right(self.cut_characters, character)
-        return self.cut_tokens[found - 1] if found else 0
+_WINDOW_CHARACTERS: Final = 1 << 16
+"""Looked through at once: a search lets no other thread run."""
 
 
 class SegmentEncoder:
     """Encodes exactly as `tokenizer.encode` does. Safe to share between threads; its memory is bounded."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: LibraryTokenizer) -> None:
         self._tokenizer = tokenizer
-        whole = tokenizer.backend.get_added_tokens_decoder()
-        self._ids_by_whole = {token.content: i for i, token in whole.items()}
-        self._pattern = _pattern(list(whole.values())) if tokenizer.is_context_free else None
+        vocabulary = tokenizer.vocabulary
+        self._ids_by_whole = {token.text: token.id for token in vocabulary.whole_tokens}
+        self._longest_whole = max(map(len, self._ids_by_whole), default=0)
+        self._pattern = _pattern(vocabulary.whole_tokens) if vocabulary.is_context_free else None
         self._remembered: OrderedDict[str, array[int]] = OrderedDict()
         self._num_characters = 0
         self._lock = threading.Lock()
@@ -59,7 +47,7 @@ class SegmentEncoder:
         ids: list[int] = []
         cuts: list[tuple[int, int]] = []
         position = 0
-        for found in pattern.finditer(text):
+        for found in self._whole_tokens(pattern, text):
             ids += self._segment(text[position : found.start()])
             cuts.append((found.start(), len(ids)))
             ids.append(self._ids_by_whole[found.group()])
@@ -68,9 +56,22 @@ class SegmentEncoder:
         ids += self._segment(text[position:])
         return _segmented(ids, cuts)
 
+    def _whole_tokens(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """What `pattern.finditer` gives, found window by window."""
+        position = 0
+        while position < len(text):
+            window_end = position + _WINDOW_CHARACTERS
+            # A token that begins in the window is seen whole; one that begins behind it is the next window's.
+            found = pattern.search(text, position, window_end + self._longest_whole - 1)
+            if found is None or found.start() >= window_end:
+                position = window_end
+            else:
+                yield found
+                position = found.end()
+
     def _encode_whole(self, text: str) -> Segmented:
         encoding = self._tokenizer.encoding(text)
-        whole = self._tokenizer.whole_ids
+        whole = set(self._ids_by_whole.values())
         cuts: list[tuple[int, int]] = []
         for i, (token, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
             if token in whole:
@@ -100,11 +101,9 @@ def _segmented(ids: list[int], cuts: list[tuple[int, int]]) -> Segmented:
     return Segmented(tuple(ids), tuple(character for character, _ in cuts), tuple(token for _, token in cuts))
 
 
-def _pattern(whole: list[AddedToken]) -> re.Pattern[str] | None:
+def _pattern(whole: tuple[WholeToken, ...]) -> re.Pattern[str] | None:
     """Finds whole tokens as the library does, longest first; None where they do more than stand for themselves."""
-    if not whole or len(whole) > _MAX_WHOLE_TOKENS:
+    if not whole or len(whole) > _MAX_WHOLE_TOKENS or not all(token.is_plain for token in whole):
         return None
-    if any(token.lstrip or token.rstrip or token.single_word or token.normalized for token in whole):
-        return None
-    contents = sorted((token.content for token in whole), key=len, reverse=True)
+    contents = sorted((token.text for token in whole), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, contents)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.text.errors import TextFileMalformed
-from cortex.neuron.text.tokenizer import read_json
+from cortex.neuron.text.files import read_json
 
 _GGUF_KEY = "tokenizer.chat_template"
 

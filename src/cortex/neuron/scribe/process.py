@@ -1,0 +1,142 @@
+"""One incarnation of a scribe: the process, and the connections to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from cortex.neuron.device.channel import BlockingChannel, ChannelError
+from cortex.neuron.scribe.protocol import Reply, Request
+from cortex.telemetry import logs
+
+_MAX_IDLE_CONNECTIONS = 8
+"""So many are kept for the next callers; each is a thread over there."""
+
+
+class ScribeLost(Exception):
+    """The process ended, or its connection did, before it answered."""
+
+
+class ScribeProcess:
+    """`start` and `stop` belong to the daemon's loop; `ask` to any other thread, any number of them at once."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._idle: list[_Connection] = []
+        self._is_stopped = False
+        self._is_lost = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    async def start(cls, model: Path, fingerprint: str | None) -> ScribeProcess:
+        """A process that begins to read the model's files, which must say what they said when `fingerprint` was taken.
+        Raises OSError where none can be made."""
+        log_format, log_level = logs.in_use()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                # A session of its own: a signal to the terminal's group must not reach it before the daemon decides.
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-m", "cortex.neuron.scribe"),
+                    *("--control", str(theirs.fileno())),
+                    *("--parent", str(os.getpid())),
+                    *("--model", str(model)),
+                    *(("--fingerprint", fingerprint) if fingerprint is not None else ()),
+                    *("--log-format", log_format),
+                    *("--log-level", log_level),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=_environment(),
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return cls(process, ours)
+
+    @property
+    def is_gone(self) -> bool:
+        """Of no more use. A connection tells of its death before the loop can."""
+        return self._is_stopped or self._is_lost or self._process.returncode is not None
+
+    def ask(self, request: Request) -> Reply:
+        """Blocks until the answer is there. Raises ScribeLost."""
+        try:
+            connection = self._connection()
+            try:
+                reply = connection.ask(request)
+            except BaseException:
+                connection.close()
+                raise
+        except ScribeLost:
+            self._is_lost = True
+            raise
+        with self._lock:
+            if len(self._idle) < _MAX_IDLE_CONNECTIONS and not self._is_stopped:
+                self._idle.append(connection)
+                return reply
+        connection.close()
+        return reply
+
+    async def stop(self) -> None:
+        """Ends the process, whatever it is doing; who waits for an answer gets ScribeLost. Idempotent."""
+        with self._lock:
+            self._is_stopped = True
+            idle, self._idle = self._idle, []
+            self._control.close()
+        for connection in idle:
+            connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)  # it has nothing to tidy up
+        await self._process.wait()
+
+    def _connection(self) -> _Connection:
+        with self._lock:
+            if self._is_stopped:
+                raise ScribeLost("the scribe was ended")
+            if self._idle:
+                return self._idle.pop()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                except OSError as error:
+                    ours.close()
+                    raise ScribeLost(f"the scribe takes no connection: {error}") from error
+        return _Connection(ours)
+
+
+class _Connection:
+    """Used by one caller at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._channel: BlockingChannel[Reply] = BlockingChannel(connection, Reply)
+        self._replies = self._channel.receive()
+
+    def ask(self, request: Request) -> Reply:
+        try:
+            self._channel.send([request])
+            [reply] = next(self._replies)
+        except StopIteration:
+            raise ScribeLost("the scribe ended") from None
+        except (OSError, ChannelError) as error:
+            raise ScribeLost(f"the connection to the scribe failed: {error}") from error
+        return reply
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _environment() -> dict[str, str]:
+    """The daemon's own, so that the same code is imported."""
+    # With threads of the library's own, of which there are as many as cores, long texts would hold up short ones.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}

@@ -1,0 +1,168 @@
+"""Reads while texts are at work: a tokenizer of 150,000 tokens is built, and a very long prompt is tokenised."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import random
+import shutil
+import string
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import pre_tokenizers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .conftest import Daemon, StartDaemon
+
+pytestmark = pytest.mark.e2e
+
+TINY = "tiny"
+TRIES = 3
+VOCABULARY = 150_000
+READ_WITHIN_S = 0.05
+
+
+def large_tokenizer() -> dict[str, Any]:
+    """`tokenizer.json` of a vocabulary as large as today's: every short word, merged letter by letter."""
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges: list[tuple[str, str]] = []
+    words = list(string.ascii_lowercase)
+    for word in words:  # which grows meanwhile
+        for letter in string.ascii_lowercase:
+            vocabulary[word + letter] = len(vocabulary)
+            merges.append((word, letter))
+            words.append(word + letter)
+        if len(vocabulary) >= VOCABULARY:
+            break
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+    }
+
+
+@pytest.fixture(scope="module")
+def large_models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[Path]:
+    """Models that share nothing, so that each has its tokenizer built."""
+    described = json.dumps(large_tokenizer())
+    folders = [tmp_path_factory.mktemp("large") for _ in range(TRIES)]
+    for folder in folders:
+        shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+        (folder / "tokenizer.json").write_text(described)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def daemon(start_daemon: StartDaemon, large_models: list[Path]) -> Daemon:
+    return start_daemon(
+        *(f'[[models]]\nid = "large-{number}"\nsource = "{path}"' for number, path in enumerate(large_models))
+    )
+
+
+class Reads:
+    """How long `/health`, `/models` and `/discovery` took, one after the other, for as long as something lasted."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @property
+    def worst_s(self) -> float:
+        return max(self.seconds)
+
+    @property
+    def usual_s(self) -> float:
+        """What 95 in 100 stayed within."""
+        return sorted(self.seconds)[int(len(self.seconds) * 0.95)]
+
+
+@contextmanager
+def reading(daemon: Daemon) -> Iterator[Reads]:
+    reads, ended = Reads(), threading.Event()
+
+    def read() -> None:
+        connection = http.client.HTTPConnection(daemon.url.removeprefix("http://"), timeout=60)
+        for path in itertools.cycle(("/health", "/models", "/discovery")):
+            began_s = time.monotonic()
+            connection.request("GET", path)
+            connection.getresponse().read()
+            reads.seconds.append(time.monotonic() - began_s)
+            if ended.wait(0.005):
+                break
+        connection.close()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield reads
+    finally:
+        ended.set()
+        reader.join()
+
+
+@pytest.fixture(scope="module")
+def idle(daemon: Daemon) -> Reads:
+    """The same reads while nothing else is going on in the daemon."""
+    with reading(daemon) as reads:
+        time.sleep(1.0)
+    return reads
+
+
+def count(daemon: Daemon, model: str, text: str) -> int:
+    body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
+    status, answer = daemon.call("/v1/messages/count_tokens", body)
+    assert status == 200, answer
+    return int(answer["input_tokens"])
+
+
+def test_reads_do_not_wait_for_a_large_tokenizer_that_is_being_built(daemon: Daemon, idle: Reads) -> None:
+    tries = []
+    for number in range(TRIES):
+        with reading(daemon) as reads:
+            assert count(daemon, f"large-{number}", "hello") > 1
+        tries.append(reads)
+    assert min(reads.usual_s for reads in tries) < READ_WITHIN_S + 2 * idle.usual_s
+    # One stall would hide among many reads. What builds in the daemon itself stalls it every time.
+    assert min(reads.worst_s for reads in tries) < READ_WITHIN_S + 2 * idle.worst_s
+
+
+def test_reads_do_not_wait_for_a_long_prompt_that_is_tokenised(daemon: Daemon, idle: Reads) -> None:
+    letters = random.Random(7)
+    prompt = " ".join("".join(letters.choices(string.ascii_lowercase, k=7)) for _ in range(120_000))
+    tries = []
+    for number in range(TRIES):
+        with reading(daemon) as reads:
+            assert count(daemon, f"large-{number}", prompt) > 120_000
+        tries.append(reads)
+    assert min(reads.usual_s for reads in tries) < READ_WITHIN_S + 2 * idle.usual_s
+    assert min(reads.worst_s for reads in tries) < 2 * READ_WITHIN_S + 2 * idle.worst_s
+
+
+def test_no_tokenizer_is_built_in_the_process_that_answers(daemon: Daemon) -> None:
+    def holds_the_library(process_id: int) -> bool:
+        return "tokenizers.abi3.so" in Path(f"/proc/{process_id}/maps").read_text()
+
+    count(daemon, TINY, "hello")
+    scribes = [process_id for process_id, name in daemon.descendants().items() if name == "neuron-scribe"]
+    assert scribes
+    assert all(map(holds_the_library, scribes))
+    assert not holds_the_library(daemon.process.pid)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(daemon: Daemon) -> None:
+    assert daemon.call("/models/load", {"model_id": TINY})[0] == 200
+    body = {"model": TINY, "messages": [{"role": "user", "content": "word " * 1_000_000}]}
+    status, refusal = daemon.call("/v1/chat/completions", body)
+    assert (status, refusal["error"]["code"]) == (400, "context_length_exceeded")
+    assert "at the least" in refusal["error"]["message"]
+    assert refusal["error"]["prompt_tokens"] > 1_000_000

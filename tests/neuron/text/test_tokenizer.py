@@ -314,6 +314,15 @@ def test_the_length_tells_nothing_where_characters_can_vanish(
         assert local(LibraryTokenizer(changed, {}, ())).least_tokens(" " * 1000) == 0
 
 
+def test_characters_without_a_token_do_not_count(demo_model: Path) -> None:
+    tokenizer = load(demo_model)  # it knows no token for some control characters
+    assert "\x04" in tokenizer.vocabulary.silent_characters
+    for text in ("\x04" * 10_000, "\x04a" * 10_000, "word " * 10_000, "\U000fffff" * 1000):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.least_tokens("\x04" * 10_000) == 0
+    assert tokenizer.least_tokens("word " * 10_000) > 100
+
+
 def test_a_vocabulary_survives_the_way_between_processes(backend: Tokenizer, tmp_path: Path) -> None:
     vocabulary = load(write_model(tmp_path, backend, "chatml")).vocabulary
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(vocabulary), type=Vocabulary) == vocabulary

@@ -26,6 +26,10 @@ from cortex.neuron.text.files import gguf_file, read_json
 from cortex.neuron.text.vocabulary import Vocabulary, WholeToken, joined
 from cortex.neuron.weights.gguf.metadata import read_metadata
 
+_LATER_BYTES: Final = frozenset(range(0x80, 0xC0))
+"""Those that follow the first in characters of several bytes."""
+_IN_TEXT: Final = frozenset({*range(0xC0), *range(0xC2, 0xF5)})
+"""The bytes that UTF-8 makes use of."""
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -74,6 +78,7 @@ class LibraryTokenizer:
             eos_ids=self.eos_ids,
             is_context_free=self._is_context_free,
             characters_per_token=self._characters_per_token(max(map(len, each_spelling), default=0)),
+            silent_characters=self._silent_characters,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -119,14 +124,25 @@ class LibraryTokenizer:
         if any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
             return None
         steps = [*_steps(self.backend.normalizer), *_steps(self.backend.pre_tokenizer)]
-        if not all(map(_keeps_characters, steps)):
+        if longest_bytes == 0 or not all(map(_keeps_characters, steps)):
             return None
-        bytes_alone = _BYTE_OF_CHARACTER if self._is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
-        if any(self.backend.token_to_id(token) is None for token in bytes_alone):
+        composes = any(step.get("type") == "NFC" for step in steps)
+        # Some vocabularies lack the first byte of rare characters. What follows it is left to count, unless several
+        # characters were composed into one before.
+        needed = _IN_TEXT - {*range(0x80)} if composes or not self._is_byte_level else _LATER_BYTES
+        if needed & self._absent_bytes:
             return None
-        if any(step.get("type") == "NFC" for step in steps):
-            return -(-longest_bytes * 3 // 2)  # three characters may be composed into one of two bytes, as in Ǖ
-        return longest_bytes or None
+        return -(-longest_bytes * 3 // 2) if composes else longest_bytes  # Ǖ has two bytes, and three letters apart
+
+    @cached_property
+    def _absent_bytes(self) -> frozenset[int]:
+        """Bytes that no token stands for alone, so that they vanish."""
+        spelled = _BYTE_OF_CHARACTER if self._is_byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
+        return frozenset(byte for token, byte in spelled.items() if self.backend.token_to_id(token) is None)
+
+    @property
+    def _silent_characters(self) -> str:
+        return "".join(chr(byte) for byte in sorted(self._absent_bytes) if byte < 0x80)
 
 
 def _from_directory(path: Path) -> LibraryTokenizer:

@@ -56,7 +56,9 @@ class Tokenizer:
     def least_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at the least, told by its length alone."""
         most = self.vocabulary.characters_per_token
-        return -(-len(text) // most) if most else 0
+        if most is None:
+            return 0
+        return -(-(len(text) - sum(map(text.count, self.vocabulary.silent_characters))) // most)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` as a continuation: control tokens are spelled out, a leading space is kept."""

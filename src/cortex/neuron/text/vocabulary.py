@@ -45,6 +45,8 @@ class Vocabulary:
     """Whether a text between two whole tokens has the same ids wherever it stands."""
     characters_per_token: int | None
     """No token stands for more characters of a text; None where some may stand for any number of them."""
+    silent_characters: str
+    """Characters without a token, which are not counted for that: they vanish."""
 
     @property
     def size(self) -> int:

@@ -44,7 +44,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rms_norm_of_few(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """By way of torch's layer norm, one operation for five: numbers beside their negatives have the mean zero."""
     size = x.shape[-1]
-    normed = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), eps=eps).narrow(-1, 0, size)
+    exact = torch.cat((x, -x), dim=-1).float()  # rounded once, at the end
+    normed = F.layer_norm(exact, (2 * size,), eps=eps).narrow(-1, 0, size)
     return (normed * weight).to(x.dtype)
 
 

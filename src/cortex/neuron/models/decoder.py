@@ -75,4 +75,4 @@ class Decoder(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]"""
-        return self.head(hidden, norm=self.norm)
+        return self.head.logits(hidden, self.norm)

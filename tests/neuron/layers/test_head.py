@@ -1,0 +1,51 @@
+"""The head: which token is likeliest must not hang on how half precision rounds."""
+
+import pytest
+import torch
+
+from cortex.neuron.layers.embedding import Head
+from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.parameters import Parameters
+
+VOCAB, HIDDEN = 300, 64
+
+
+def make(dtype):
+    parameters = Parameters(torch.device("cpu"), dtype)
+    head, norm = Head(parameters, VOCAB, HIDDEN, "head", None), RMSNorm(parameters, HIDDEN, 1e-6, "norm")
+    # All rows of the matrix have much in common, so the logits are large beside what tells them apart.
+    head.weight.copy_(torch.randn(VOCAB, HIDDEN) * 0.1 + torch.randn(HIDDEN).sign())
+    norm.weight.fill_(1.0)
+    return head, norm, head.weight.float().mean(0)
+
+
+def exact(head, norm, hidden):
+    return norm(hidden.float()) @ head.weight.float().t()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 3, 20])
+def test_the_likeliest_token_is_that_of_float32(num_rows, dtype):
+    torch.manual_seed(num_rows)
+    head, norm, common = make(dtype)
+    for _ in range(20):
+        hidden = (common + torch.randn(num_rows, HIDDEN) * 0.1).to(dtype)
+        logits, expected = head.logits(hidden, norm), exact(head, norm, hidden)
+        assert logits.dtype == torch.float32
+        near = expected >= expected.amax(-1, keepdim=True) * 0.999
+        assert near.sum() >= num_rows
+        assert torch.allclose(logits[near], expected[near], rtol=1e-5)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_a_row_without_a_favourite_is_left_as_it_is():
+    head, norm, _ = make(torch.bfloat16)
+    head.weight.fill_(0.5)
+    hidden = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+    assert torch.equal(head.logits(hidden, norm), head(hidden, norm=norm).float())
+
+
+def test_float32_is_not_computed_twice():
+    head, norm, common = make(torch.float32)
+    hidden = common[None]
+    assert torch.equal(head.logits(hidden, norm), head(hidden, norm=norm))

@@ -9,13 +9,12 @@ import logging
 import os
 import signal
 import socket
-import sys
 
 import msgspec
 
 from cortex.neuron.device.address import DeviceAddress
+from cortex.neuron.device.child import start_child
 from cortex.neuron.device.protocol import PACKET_BYTES, Ended, Fork, Forked, Kill, Notice, Order, Warm
-from cortex.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -80,43 +79,23 @@ class Nursery:
 class _Stock:
     """One incarnation of the process, and the workers it has."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        control.setblocking(False)
         self.is_gone = False
+        self._process = process
         self._control = control
-        self._process: asyncio.subprocess.Process | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._warm = False
         self._newborns: dict[int, Newborn] = {}
         self._notices: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
+        asyncio.get_running_loop().add_reader(control.fileno(), self._hear)
+        self._watch = asyncio.create_task(self._await_end())
 
     @classmethod
     async def start(cls, engine: str) -> _Stock:
-        log_format, log_level = logs.in_use()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        stock = cls(ours)
-        with theirs:
-            try:
-                # A session of its own: a signal to the terminal's group must not reach it before the daemon decides.
-                stock._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "cortex.neuron.device.zygote"),
-                    *("--control", str(theirs.fileno())),
-                    *("--parent", str(os.getpid())),
-                    *("--engine", engine),
-                    *("--log-format", log_format),
-                    *("--log-level", log_level),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env=_environment(),
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        asyncio.get_running_loop().add_reader(ours.fileno(), stock._hear)
-        stock._watch = asyncio.create_task(stock._await_end(stock._process))
-        return stock
+        process, control = await start_child(
+            "cortex.neuron.device.zygote", "--engine", engine, environment=_spinning_little()
+        )
+        return cls(process, control)
 
     def fork(self, birth: int, device: DeviceAddress, channel: socket.socket) -> Newborn:
         order = Fork(birth, device.kind, device.index, device.uuid)
@@ -127,14 +106,12 @@ class _Stock:
     def kill(self, birth: int) -> None:
         if self._warm:
             self._order(Kill(birth))
-        elif self._process is not None:
+        else:
             # It takes no orders before the import is over, which may never come; and it has no workers yet.
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     async def close(self) -> None:
-        assert self._process is not None
-        assert self._watch is not None
         if not self._warm:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -165,8 +142,8 @@ class _Stock:
             case Ended(birth, return_code):
                 self._newborns.pop(birth).ended(return_code)
 
-    async def _await_end(self, process: asyncio.subprocess.Process) -> None:
-        return_code = await process.wait()
+    async def _await_end(self) -> None:
+        return_code = await self._process.wait()
         self.is_gone = True
         self._hear()
         asyncio.get_running_loop().remove_reader(self._control.fileno())
@@ -179,11 +156,9 @@ class _Stock:
             newborn.ended(return_code if newborn.process_id is None else -signal.SIGKILL)
 
 
-def _environment() -> dict[str, str]:
-    """The daemon's own, so that workers import from the same places."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if "OMP_WAIT_POLICY" not in environment:
-        # Threads of a parallel loop wait for each other by spinning. By default that goes on for milliseconds, and
-        # where another program wants the same core, a token takes ten times as long. A few microseconds are enough.
-        environment.setdefault("GOMP_SPINCOUNT", "1000")
-    return environment
+def _spinning_little() -> dict[str, str]:
+    """Threads of a parallel loop wait for each other by spinning. By default that goes on for milliseconds, and where
+    another program wants the same core, a token takes ten times as long. A few microseconds are enough."""
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        return {}
+    return {"GOMP_SPINCOUNT": "1000"}

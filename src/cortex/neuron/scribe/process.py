@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 
 from cortex.neuron.device.channel import BlockingChannel, ChannelError
+from cortex.neuron.device.child import start_child
 from cortex.neuron.scribe.protocol import Reply, Request
-from cortex.telemetry import logs
 
 _MAX_IDLE_CONNECTIONS = 8
 """So many are kept for the next callers; each is a thread over there."""
@@ -38,29 +36,14 @@ class ScribeProcess:
     async def start(cls, model: Path, fingerprint: str | None) -> ScribeProcess:
         """A process that begins to read the model's files, which must say what they said when `fingerprint` was taken.
         Raises OSError where none can be made."""
-        log_format, log_level = logs.in_use()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                # A session of its own: a signal to the terminal's group must not reach it before the daemon decides.
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "cortex.neuron.scribe"),
-                    *("--control", str(theirs.fileno())),
-                    *("--parent", str(os.getpid())),
-                    *("--model", str(model)),
-                    *(("--fingerprint", fingerprint) if fingerprint is not None else ()),
-                    *("--log-format", log_format),
-                    *("--log-level", log_level),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env=_environment(),
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        return cls(process, ours)
+        process, control = await start_child(
+            "cortex.neuron.scribe",
+            *("--model", str(model)),
+            *(("--fingerprint", fingerprint) if fingerprint is not None else ()),
+            # With threads of the library's own, as many as cores, long texts would hold up short ones.
+            environment={"TOKENIZERS_PARALLELISM": "false"},
+        )
+        return cls(process, control)
 
     @property
     def is_gone(self) -> bool:
@@ -134,9 +117,3 @@ class _Connection:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _environment() -> dict[str, str]:
-    """The daemon's own, so that the same code is imported."""
-    # With threads of the library's own, of which there are as many as cores, long texts would hold up short ones.
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}

@@ -34,6 +34,14 @@ from cortex.wire.events import Usage
             Usage(prompt_tokens=7, completion_tokens=3),
         ),
         (b'"usage": {"input_tokens": 3, "output_tokens": 4}}', Usage(prompt_tokens=3, completion_tokens=4)),
+        (
+            b'57\r\ndata: {"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n\r\ne\r\ndata: [DONE]\n\n\r\n',
+            Usage(prompt_tokens=7, completion_tokens=3),
+        ),
+        (
+            b'34\r\n: usage {"prompt_tokens":1,"completion_tokens":2}\n\n\r\ne\r\ndata: [DONE]\n\n\r\n',
+            Usage(prompt_tokens=1, completion_tokens=2),
+        ),
         (b"", None),
         (b'data: {"choices":[]}\n\ndata: [DONE]\n\n', None),
         (b'"usage":{"prompt_tok', None),

@@ -246,7 +246,7 @@ class Passage:
         lease = self._lease
         self._release(self._record.error_code)
         told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
-        self._record.close(lease, outcome, told, relay.num_body_bytes)
+        self._record.close(lease, outcome, told, relay.num_answer_bytes)
 
 
 @lru_cache(maxsize=4096)

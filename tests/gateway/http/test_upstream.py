@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from cortex.gateway.http.chunks import SIZE_LINES
 from cortex.gateway.http.faults import ConnectFailed, ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
 from cortex.gateway.http.request import Headers
 from cortex.gateway.http.upstream_connection import UpstreamConnection
@@ -28,13 +29,20 @@ class Recorder:
         assert self.said == []
         self.said.append(f"head {status} {content_length}")
 
-    def on_data(self, data: bytes, chunk: bytes | None) -> None:
+    def on_data(self, data: bytes) -> None:
         assert data
         assert self.said
         assert not self.over.is_set()
         self.body += data
-        if chunk is not None:
-            self.chunks.append(chunk)
+
+    def on_chunk(self, wire: bytes) -> bool:
+        assert self.said
+        assert not self.over.is_set()
+        if len(wire) >= len(SIZE_LINES) or not wire.startswith(SIZE_LINES[len(wire)]) or not wire.endswith(b"\r\n"):
+            return False
+        self.body += wire[wire.index(b"\n") + 1 : -2]
+        self.chunks.append(wire)
+        return True
 
     def on_end(self) -> None:
         assert not self.over.is_set()

@@ -9,7 +9,8 @@ from cortex.gateway.http.request import Headers
 
 
 class Sink(Protocol):
-    """Receives one answer: `on_head`, then `on_data` any number of times, then `on_end`; or `on_fault` at any point.
+    """Receives one answer: `on_head`, then `on_data` or `on_chunk` any number of times, then `on_end`; or `on_fault`
+    at any point.
 
     Called on the loop's thread, never from inside `Pool.send`, and never again after `on_end`, `on_fault` or
     `Call.abort`.
@@ -18,10 +19,14 @@ class Sink(Protocol):
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:
         """The final head (1xx are skipped). Hop-by-hop headers, the date and the length are not among `headers`."""
 
-    def on_data(self, data: bytes, chunk: bytes | None) -> None:
-        """Body bytes: whatever one read brought, chunk framing removed; never empty.
+    def on_data(self, data: bytes) -> None:
+        """Body bytes: whatever one read brought, chunk framing removed; never empty."""
 
-        Where they came as one whole chunk that was framed as `chunks.frame` does it, `chunk` may be that.
+    def on_chunk(self, wire: bytes) -> bool:
+        """Whatever one read brought between two chunks, offered as it came: most often one chunk that is one event.
+
+        True when it was one whole chunk, framed as `chunks.frame` does it, and has been dealt with; the parser is not
+        shown it. False, and nothing has happened, when it is to come parsed, through `on_data`.
         """
 
     def on_end(self) -> None:

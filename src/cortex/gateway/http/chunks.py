@@ -18,26 +18,13 @@ def frame(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def unframe(wire: bytes) -> bytes:
-    """The bytes which `frame` makes exactly `wire` of, or none: it is several chunks, a part of one, framed in another
-    way, the last one, or too long to be worth the look."""
-    try:
-        size_line = _SIZE_LINES[len(wire)]
-    except IndexError:
-        return b""
-    if size_line is not None and wire.startswith(size_line) and wire.endswith(b"\r\n"):
-        return wire[len(size_line) : -_NUM_CLOSING_BYTES]
-    return b""
-
-
 def ends_with_chunk(wire: bytes, data: bytes) -> bool:
     """`wire` ends with `data` as one whole chunk. False is also said of one too long to be worth the look."""
     return len(data) < _LONGEST_QUICK_BYTES and wire.endswith(frame(data))
 
 
-def _size_lines() -> tuple[bytes | None, ...]:
-    """How a chunk of so many bytes on the wire must begin; None where no chunk is that long."""
-    lines: list[bytes | None] = [None] * (_LONGEST_QUICK_BYTES + 1)
+def _size_lines() -> tuple[bytes, ...]:
+    lines = [bytes(_LONGEST_QUICK_BYTES + 1)] * (_LONGEST_QUICK_BYTES + 1)  # nothing that short begins with this
     for num_bytes in range(1, _LONGEST_QUICK_BYTES):
         line = b"%x\r\n" % num_bytes
         num_wire_bytes = len(line) + num_bytes + _NUM_CLOSING_BYTES
@@ -46,4 +33,6 @@ def _size_lines() -> tuple[bytes | None, ...]:
     return tuple(lines)
 
 
-_SIZE_LINES = _size_lines()
+SIZE_LINES = _size_lines()
+"""By its length on the wire: how one whole chunk, framed as `frame` does it, begins. Of some lengths there is none, and
+what stands there begins nothing. Longer ones are not worth the look."""

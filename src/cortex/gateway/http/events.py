@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
+BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
+"""What ends an event."""
 _COMMENTS = re.compile(rb"(?::[^\r\n]*[\r\n]+)+")
 _MAX_HELD_BYTES = 256 * 1024
 
@@ -31,15 +32,20 @@ class EventBoundary:
         self.inside = False
         """The last bytes passed on ended within an event: nothing else may be said now."""
 
+    @property
+    def is_between_events(self) -> bool:
+        """All that was pushed has been passed on, and it was whole."""
+        return not self.inside and not self._held
+
     def push(self, data: bytes) -> bytes:
         """The bytes that may go on, up to the end of the last whole event."""
         if self._held:
             data = self._held + data
             self._held = b""
-        if data.endswith(_BLANK_LINES):
+        if data.endswith(BLANK_LINES):
             self.inside = False
             return data
-        end = max(data.rfind(blank) + len(blank) if blank in data else 0 for blank in _BLANK_LINES)
+        end = max(data.rfind(blank) + len(blank) if blank in data else 0 for blank in BLANK_LINES)
         if len(data) - end > _MAX_HELD_BYTES:
             self.inside = True
             return data

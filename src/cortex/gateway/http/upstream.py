@@ -175,7 +175,10 @@ class _Collector:
         self._status = status
         self._headers = headers
 
-    def on_data(self, data: bytes, chunk: bytes | None) -> None:  # noqa: ARG002 - Sink's shape
+    def on_chunk(self, wire: bytes) -> bool:  # noqa: ARG002 - Sink's shape
+        return False
+
+    def on_data(self, data: bytes) -> None:
         self._body += data
         if len(self._body) > self._max_body_bytes:
             self.on_fault(MalformedResponse(f"{self._origin} sent more than {self._max_body_bytes} bytes"))

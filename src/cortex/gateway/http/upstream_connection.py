@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import httptools
 
 from cortex.gateway.http.call import Call
-from cortex.gateway.http.chunks import ends_with_chunk, unframe
+from cortex.gateway.http.chunks import ends_with_chunk
 from cortex.gateway.http.faults import ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
 from cortex.gateway.http.head import NOT_FOR_CLIENTS, passing
 from cortex.gateway.http.limits import UpstreamLimits
@@ -46,6 +47,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._call: Call | None = None
         self.kept = False
         """Has lain unused, so the node may have closed it without our knowing; set by the pool."""
+        self._on_chunk: Callable[[bytes], bool] | None = None
+        """The sink's, while the parser has seen whole chunks only: another whole one would leave it where it is."""
         self._reading_paused = False
         self._heard = True
         """Since the last tick; cheaper to note for each event than the time."""
@@ -57,8 +60,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._num_head_bytes = 0
         self._content_length: int | None = None
         self._chunked = False
-        self._between_chunks = False
-        """The parser has seen whole chunks only: another whole one would leave it where it is."""
         self._in_head = True
         self._head_due = False
         """The head is complete and the sink has not seen it."""
@@ -75,7 +76,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Send the call's request; the answer goes to its sink. Only on a free connection."""
         self._call = call
         self._heard = True
-        self._received = self._complete = self._surplus = self._head_due = self._between_chunks = False
+        self._received = self._complete = self._surplus = self._head_due = False
         self._status = 0
         self._malformed = None
         body = call.body
@@ -97,7 +98,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def cut(self) -> None:
         """Close at once, without a word to anybody."""
-        self._call = None
+        self._call = self._on_chunk = None
         self.transport.abort()
 
     # --- the transport's callbacks
@@ -108,13 +109,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._house.ticker.add(self)
 
     def data_received(self, data: bytes) -> None:
+        self._heard = True
+        on_chunk = self._on_chunk
+        if on_chunk is not None and on_chunk(data):
+            return
         call = self._call
         if call is None:
             self.transport.abort()  # nobody asked: whatever this is, it must not become somebody's answer
-            return
-        self._heard = True
-        if self._between_chunks and (body := unframe(data)):
-            call.sink.on_data(body, data)
             return
         self._received = True
         if self._in_head:
@@ -127,8 +128,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._malformed = str(error)
         if self._in_head and self._num_head_bytes > self._house.limits.head_bytes:
             self._malformed = f"its head is over {self._house.limits.head_bytes} bytes"
-        self._between_chunks = self._chunked and bool(self._body) and ends_with_chunk(data, self._body[-1])
+        between_chunks = self._chunked and bool(self._body) and ends_with_chunk(data, self._body[-1])
         self._deliver(call)
+        self._on_chunk = call.sink.on_chunk if between_chunks and self._call is call else None
 
     def eof_received(self) -> None:
         self._over(None)
@@ -197,7 +199,7 @@ class UpstreamConnection(asyncio.Protocol):
             data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body = []
             if not call.done and not self._head_due:
-                call.sink.on_data(data, None)
+                call.sink.on_data(data)
         if call.done:
             return
         if self._complete:

@@ -26,7 +26,7 @@ from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.kernels.decode_attention import decode_attention
 from cortex.neuron.kernels.gated_delta import gated_delta
 from cortex.neuron.kernels.gated_delta_rules import DeltaRules, DeltaState
-from cortex.neuron.kernels.matvec import MATVEC_ROWS, gated_matvec, matvec
+from cortex.neuron.kernels.matvec import beats_library, gated_matvec, matvec
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.moe.routing import choose_reference
@@ -142,7 +142,7 @@ def matrices(limits: Limits) -> Iterator[Row]:
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             x = normal(rows, inputs)
             library = chain_us([partial(F.linear, x, weight) for weight in weights])
-            if rows > MATVEC_ROWS:
+            if not beats_library(rows, inputs):
                 ours = library
             elif name == "gate, up":
                 ours = chain_us([partial(gated_matvec, x, weight, gain, EPS) for weight in weights])

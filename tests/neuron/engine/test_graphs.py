@@ -68,7 +68,7 @@ class Bench:
             torch.nn.init.normal_(binding.destination, std=0.3)
         KVCache(model.attentions, 40, 8, torch.float32, CPU)
         self.capture = capture
-        self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, capture=capture)
+        self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture)
         self.scheduler = Scheduler(PagePool(40, 8), Limits(MAX_ROWS, 64, 64, CONTEXT))
 
     def answers(self, prompts, max_tokens, temperature=0.0):

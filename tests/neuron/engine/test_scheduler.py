@@ -68,6 +68,25 @@ def spans(plan: StepPlan) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
+    ("num_decodes", "num_waiting", "expected"),
+    [
+        (0, 1, 16_384),  # nobody to hold up
+        (0, 200, 16_384),
+        (1, 1, 2_048),
+        (200, 7, 2_048),
+        (1, 15, 2_048),
+        (1, 16, 4_096),  # the more wait, the more they get
+        (16, 31, 6_144),
+        (16, 240, 8_192),  # but never more than half of a step
+        (15_000, 240, 1_384),  # what is left of it
+    ],
+)
+def test_what_prompts_get_of_a_step(num_decodes, num_waiting, expected):
+    limits = Limits(max_rows=512, step_tokens=16_384, mixed_prefill_tokens=2_048, context_tokens=40_960)
+    assert limits.prefill_tokens(num_decodes, num_waiting) == expected
+
+
+@pytest.mark.parametrize(
     ("bad", "message"),
     [
         (request("r", ()), "empty"),

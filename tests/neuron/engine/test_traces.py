@@ -217,14 +217,16 @@ class Trace(RuleBasedStateMachine):
         assert self.scheduler.pool.num_held == 0, "a page was leaked"
 
     def _plan(self) -> StepPlan | None:
+        num_sequences = len(self.scheduler.running) + len(self.scheduler.waiting)
         plan = self.scheduler.plan()
         if plan is None:
             return None
         assert plan.rows
         assert plan.num_tokens <= self.limits.step_tokens, "over the step's budget"
         prefill = sum(row.count for row in plan.rows if row.tokens is not None)
-        if prefill != plan.num_tokens:
-            assert prefill <= self.limits.mixed_prefill_tokens, "prefill holds up the running streams"
+        num_decodes = plan.num_tokens - prefill
+        allowed = self.limits.prefill_tokens(num_decodes, num_sequences - num_decodes)
+        assert prefill <= allowed, "prefill holds up the running streams"
         assert [row.count > 1 for row in plan.rows] == sorted(row.count > 1 for row in plan.rows)
         assert plan.num_singles == sum(row.count == 1 for row in plan.rows)
         assert max(Counter(row.row for row in plan.rows).values()) == 1

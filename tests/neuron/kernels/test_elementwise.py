@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from cortex.neuron.kernels.norm import _rms_norm_of_few, rms_norm, rms_norm_reference
-from cortex.neuron.kernels.rotate import rotate_and_store, rotate_and_store_reference
+from cortex.neuron.kernels.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.rules import AttentionRules
 from cortex.neuron.kernels.silu import silu_mul, silu_mul_reference
 
@@ -51,6 +51,9 @@ def test_rotate_and_store_matches_its_reference(
         out = function(q.to(kind), k.to(kind), v.to(kind), rules, positions, slots, *pages)
         return out, *pages
 
-    expected = run(rotate_and_store_reference, torch.float32)
-    for out, reference in zip(run(rotate_and_store, dtype), expected, strict=True):
-        assert_close(out, reference)
+    def reference(q, k, v, rules, positions, slots, *pages):
+        return rotate_and_store_by(Rotation.at(positions, rope, q.dtype), q, k, v, rules, slots, *pages)
+
+    expected = run(reference, torch.float32)
+    for out, exact in zip(run(rotate_and_store, dtype), expected, strict=True):
+        assert_close(out, exact)

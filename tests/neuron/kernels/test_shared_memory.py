@@ -51,17 +51,23 @@ def test_decode_takes_the_tile_it_wants_or_the_next_that_fits(device, wanted, di
     assert fitting_tile(wanted, 16, dim * element_bytes, DEVICES[device]) == tile
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (12_288, 4096), (4096, 151_936)])
-@pytest.mark.parametrize("normed", [False, True])
-def test_products_of_few_rows_run_on_hopper_as_tuned_and_fit_everywhere(inputs, outputs, normed, gated):
-    if gated and (not normed or outputs > 65_536):
-        pytest.skip("a gated product is a feed-forward block's first")
-    block_out, block_in, _, stages = few_rows_blocks(inputs, outputs, normed)
-    column_bytes = ((1 + gated) * block_out + 16) * 2
-    assert loop_over_columns(block_in, stages, column_bytes, HOPPER) == (block_in, stages)
+@pytest.mark.parametrize("rows", [2, 16, 32])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "gated"),
+    [
+        (4096, 6144, False),
+        (4096, 4096, False),
+        (12_288, 4096, False),
+        (4096, 151_936, False),
+        (4096, 12_288, True),
+    ],
+)
+def test_products_of_few_rows_run_on_hopper_as_tuned_and_fit_everywhere(rows, inputs, outputs, gated):
+    blocks = few_rows_blocks(rows, inputs, outputs, gated=gated)
+    column_bytes = ((1 + gated) * blocks.outputs + max(16, rows)) * 2
+    assert loop_over_columns(blocks.inputs, blocks.stages, column_bytes, HOPPER) == (blocks.inputs, blocks.stages)
     for shared in DEVICES.values():
-        columns, kept = loop_over_columns(block_in, stages, column_bytes, shared)
+        columns, kept = loop_over_columns(blocks.inputs, blocks.stages, column_bytes, shared)
         assert kept >= MIN_STAGES
         assert shared.holds((kept - 2 + shared.copies) * columns * column_bytes)
 

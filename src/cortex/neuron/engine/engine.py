@@ -102,7 +102,10 @@ class Engine:
         if memory.states is not None:
             states = StateBook(rows + 1, memory.slots.checkpoints, CHECKPOINT_SPACING_TOKENS[self._device.type])
         pool = PagePool(memory.num_pages, memory.page_tokens)
-        runner = Runner(self._loaded.model, memory.page_tokens, rows, self._limits.context_tokens, memory.states)
+        limits = self._limits
+        runner = Runner(
+            self._loaded.model, memory.page_tokens, rows, limits.context_tokens, limits.step_tokens, memory.states
+        )
         self._scheduler, self._runner = Scheduler(pool, self._limits, states), runner
 
     @classmethod

@@ -22,7 +22,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.models.decoder import Decoder
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 OFTEN = 8
 """Steps without a graph after which one is captured between them; that takes as long as about two such steps."""
 

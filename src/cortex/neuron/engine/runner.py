@@ -18,6 +18,7 @@ from torch import Tensor
 from cortex.neuron.engine.graphs import Capture, CudaCapture, StepGraphs
 from cortex.neuron.engine.inputs import StepInputs
 from cortex.neuron.engine.pages import PADDING_PAGE
+from cortex.neuron.engine.prompt_plans import PromptPlans
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.scheduler import StepPlan
@@ -75,6 +76,7 @@ class Runner:
         page_tokens: int,
         max_rows: int,
         context_tokens: int,
+        step_tokens: int,
         states: StateMemory | None = None,
         capture: Capture | None = None,
     ) -> None:
@@ -97,12 +99,15 @@ class Runner:
         if capture is not None:
             self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens, capture)
 
+        self._prompt_plans = PromptPlans(model, min(step_tokens, context_tokens))
+
     def prepare(self) -> bool:
-        """Captures the graph of one more batch size, the smallest first; false when none is left to capture."""
-        if self._graphs is None:
-            return False
+        """Captures the graph of one more batch size, the smallest first, or when all are there builds the plan of one
+        more length of prompts; false when nothing is left."""
         with torch.inference_mode():
-            return self._graphs.prepare()
+            if self._graphs is not None and self._graphs.prepare():
+                return True
+            return self._prompt_plans.prepare()
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
         """Starts a step. `draws` are the plan's drawing rows in order; `mask` forbids tokens to them."""

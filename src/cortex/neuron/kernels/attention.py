@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels import prompt_attention
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.rotate import Rotation, rotate_and_store, rotate_and_store_by
@@ -27,23 +28,29 @@ def attention(
     from cortex.neuron.kernels.decode_attention import decode_attention
     from cortex.neuron.kernels.prefill_attention import prefill_attention
 
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     decodes = batch.num_decodes
+    whole_prompts = bool(batch.prefills) and prompt_attention.takes(q, k.shape[1], rules, batch)
+    out = torch.empty((decodes if whole_prompts else len(q), *q.shape[1:]), dtype=q.dtype, device=q.device)
     if decodes:
         decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
-    if batch.prefills:
-        rotated = rotate_and_store(
-            q[decodes:],
-            k[decodes:],
-            v[decodes:],
-            rules,
-            batch.positions[decodes:],
-            batch.slots[decodes:],
-            key_pages,
-            value_pages,
-        )
+    if not batch.prefills:
+        return out
+    rotated = rotate_and_store(
+        q[decodes:],
+        k[decodes:],
+        v[decodes:],
+        rules,
+        batch.positions[decodes:],
+        batch.slots[decodes:],
+        key_pages,
+        value_pages,
+        prompt_attention.spare_tokens(batch) if whole_prompts else 0,
+    )
+    if not whole_prompts:
         prefill_attention(rotated, rules, batch, key_pages, value_pages, out[decodes:])
-    return out
+        return out
+    parts = prompt_attention.prompt_attention(rotated, rules, batch, key_pages, value_pages)
+    return parts[0] if len(parts) == 1 and not decodes else torch.cat((out, *parts))
 
 
 def attention_reference(

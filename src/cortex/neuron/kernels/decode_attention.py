@@ -52,15 +52,17 @@ def decode_attention(
     """Writes the first `batch.num_decodes` rows of `out` ([tokens, heads, dim], contiguous) and their KV."""
     rows, (_, heads, dim) = batch.num_decodes, q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
-    splits = _num_splits(rows * kv_heads, batch.max_length, q.device)
+    cells = rows * kv_heads
+    splits = _num_splits(cells, batch.max_length, q.device)
     group = heads // kv_heads
     group_pad = triton.next_power_of_2(group)
     group_block = max(16, group_pad)
     dim_block = triton.next_power_of_2(dim)
-    wanted = 128 if splits == 1 else TILE  # a program with a whole row to itself runs longer, with more in flight
+    # Programs with whole rows to themselves, and no more than two of them on a processor, have more in flight each.
+    wanted = 2 * TILE if splits == 1 and cells <= 2 * num_processors(q.device) else TILE
     tile = fitting_tile(wanted, group_block, dim_block * q.element_size(), shared_memory(q.device))
-    partial = torch.empty((rows * kv_heads * splits, group_pad, dim), dtype=torch.float32, device=q.device)
-    sums = torch.empty((rows * kv_heads * splits, 2, group_pad), dtype=torch.float32, device=q.device)
+    partial = torch.empty((cells * splits, group_pad, dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((cells * splits, 2, group_pad), dtype=torch.float32, device=q.device)
     _decode_kernel[(rows, kv_heads, splits)](
         q,
         k,
@@ -99,7 +101,7 @@ def decode_attention(
         NORM=rules.q_scale is not None,
         PAGE=page_tokens,
         TILE=tile,
-        PREFETCH=splits > 1,  # a program with one tile waits for it; one with many keeps its registers for the loop
+        HOLD=splits > 1,  # a program with one tile waits for it; one with many keeps its registers for the loop
         num_warps=max(1, tile // 32),
         num_stages=3,
         **launch_options(q.device),
@@ -204,7 +206,7 @@ def _decode_kernel(
     NORM: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    HOLD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -223,7 +225,8 @@ def _decode_kernel(
         return
     start = first + split * stretch
     end = tl.minimum(newest, start + stretch)
-    if PREFETCH:  # earlier positions were written by earlier steps: they may be fetched before the wait
+    # Earlier positions were written by earlier steps: they may be fetched before the wait.
+    if HOLD:
         keys, values, valid = _tile(
             start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE
         )
@@ -237,12 +240,19 @@ def _decode_kernel(
     source = q + index * q_token_stride + kv_head * GROUP * q_head_stride
     exact = rotated_heads(source, head, q_head_stride, GROUP, q_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
     query = exact.to(q.dtype.element_ty)  # [group, dim]
+    # Only the last stretch needs the new token's key and value, but they come along here: later it would wait for them.
+    only = tl.arange(0, 1)
+    source = k + index * k_token_stride + kv_head * DIM
+    exact = rotated_heads(source, only, DIM, 1, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+    new_key = exact.to(key_pages.dtype.element_ty)  # [1, dim]
+    new_value = tl.load(v + index * v_token_stride + kv_head * DIM + dim, mask=dim_inside, other=0.0)
+    slot = tl.load(slots + index)
 
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
     begin = start
-    if PREFETCH:
+    if HOLD:
         if start < end:
             highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
         begin = start + TILE
@@ -253,20 +263,15 @@ def _decode_kernel(
         highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
 
     if split == active - 1:
-        only = tl.arange(0, 1)
-        source = k + index * k_token_stride + kv_head * DIM
-        key = rotated_heads(source, only, DIM, 1, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
-        key = key.to(key_pages.dtype.element_ty)  # [1, dim]
-        value = tl.load(v + index * v_token_stride + kv_head * DIM + dim, mask=dim_inside, other=0.0)
-        where = (tl.load(slots + index) * KV_HEADS + kv_head) * DIM + dim
-        tl.store(key_pages + where[None, :], key, mask=dim_inside[None, :])
-        tl.store(value_pages + where, value, mask=dim_inside)
-        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+        where = (slot * KV_HEADS + kv_head) * DIM + dim
+        tl.store(key_pages + where[None, :], new_key, mask=dim_inside[None, :])
+        tl.store(value_pages + where, new_value, mask=dim_inside)
+        score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1) * scale
         higher = tl.maximum(highest, score)
         shrink = tl.exp2(highest - higher)
         weight = tl.exp2(score - higher)
         total = total * shrink + weight
-        mixed = mixed * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+        mixed = mixed * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
         highest = higher
 
     inside = (head < GROUP)[:, None] & dim_inside[None, :]

@@ -1,24 +1,38 @@
 """Matrix times a few vectors: what decoding is made of. Bound by the bytes of the matrix, so everything around it
 (the norm before, the gate or the addition after) rides along in the same pass.
 
-One row: each program reads whole rows of the matrix and sums. Up to MATVEC_ROWS: the matrix is the left operand of a
-tensor-core product whose right operand is the few rows, padded to 16. The norm's scale is a common factor of each dot
-product and is applied at the end.
+One row: each program reads whole rows of the matrix and sums. The norm's scale is a common factor of each dot product
+and is applied at the end. A few rows: the matrix is the left operand of a tensor-core product whose right operand is
+the rows, padded to 16 or 32. Here the norm is a launch of its own: each program would have to norm all rows again.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.norm import rms_norm_reference
+from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.shared_memory import loop_over_columns, shared_memory
 from cortex.neuron.kernels.silu import silu_mul_reference
 
-MATVEC_ROWS = 16
-"""Up to this many rows these kernels beat a matrix product followed by the rest."""
+
+class Blocks(NamedTuple):
+    """How a product is cut into programs."""
+
+    outputs: int
+    inputs: int
+    """At a time."""
+    warps: int
+    stages: int
+
+
+def beats_library(rows: int, inputs: int) -> bool:
+    """Whether these kernels are faster than the library's product between a norm and an addition, by measurements."""
+    return rows <= 16 or (rows <= 32 and inputs <= 8192)
 
 
 def matvec(
@@ -73,51 +87,59 @@ def _launch(
 ) -> None:
     rows, inputs = x.shape
     outputs = out.shape[1]
-    shared = {
-        "BIAS": bias is not None,
-        "NORM": norm_weight is not None,
-        "RESIDUAL": residual is not None,
-        "GATED": gated,
-        "INPUTS": inputs,
-        **launch_options(x.device),
-    }
-    pointers = (x, weight, bias, norm_weight, residual, out)
+    options = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated, "INPUTS": inputs}
+    options |= launch_options(x.device)
     if rows == 1:
         block_in = min(2048 if norm_weight is None else 4096, triton.next_power_of_2(inputs))
         block_out = 2
         _one_row_kernel[(triton.cdiv(outputs, block_out),)](
-            *pointers, outputs, eps, **shared, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4
-        )
-    else:
-        block_rows = max(16, triton.next_power_of_2(rows))
-        block_out, block_in, warps, stages = few_rows_blocks(inputs, outputs, norm_weight is not None)
-        column_bytes = ((1 + gated) * block_out + block_rows) * x.element_size()
-        block_in, stages = loop_over_columns(block_in, stages, column_bytes, shared_memory(x.device))
-        _few_rows_kernel[(triton.cdiv(outputs, block_out),)](
-            *pointers,
-            rows,
+            x,
+            weight,
+            bias,
+            norm_weight,
+            residual,
+            out,
             outputs,
             eps,
-            **shared,
-            ROWS=block_rows,
+            **options,
+            NORM=norm_weight is not None,
             BLOCK_IN=block_in,
             BLOCK_OUT=block_out,
-            num_warps=warps,
-            num_stages=stages,
+            num_warps=4,
         )
+        return
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    block_rows = max(16, triton.next_power_of_2(rows))
+    blocks = few_rows_blocks(rows, inputs, outputs, gated=gated)
+    column_bytes = ((1 + gated) * blocks.outputs + block_rows) * x.element_size()
+    block_in, stages = loop_over_columns(blocks.inputs, blocks.stages, column_bytes, shared_memory(x.device))
+    _few_rows_kernel[(triton.cdiv(outputs, blocks.outputs),)](
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        rows,
+        outputs,
+        **options,
+        ROWS=block_rows,
+        BLOCK_IN=block_in,
+        BLOCK_OUT=blocks.outputs,
+        num_warps=blocks.warps,
+        num_stages=stages,
+    )
 
 
-def few_rows_blocks(inputs: int, outputs: int, normed: bool) -> tuple[int, int, int, int]:
-    """Outputs and inputs of a tile, warps and pipeline stages: the fastest of a sweep on Hopper, where they fit."""
-    if outputs > 65_536:
-        block_out, block_in, warps, stages = 128, 128, 8, 3
-    elif normed:
-        block_out, block_in, warps, stages = 64, 256, 4, 3
-    elif inputs <= 8192:
-        block_out, block_in, warps, stages = 16, 256, 2, 6
+def few_rows_blocks(rows: int, inputs: int, outputs: int, *, gated: bool) -> Blocks:
+    """The fastest of a sweep on Hopper, where they fit."""
+    if gated or outputs > 65_536:
+        blocks = Blocks(128, 128, warps=8, stages=3)
+    elif outputs > 4096 or rows > 16:
+        blocks = Blocks(64, 256, warps=4, stages=4)
     else:
-        block_out, block_in, warps, stages = 64, 128, 4, 5
-    return block_out, min(block_in, triton.next_power_of_2(inputs)), warps, stages
+        blocks = Blocks(16, 512, warps=2, stages=4)
+    return blocks._replace(inputs=min(blocks.inputs, triton.next_power_of_2(inputs)))
 
 
 @jit
@@ -194,15 +216,12 @@ def _few_rows_kernel(
     x,
     weight,
     bias,
-    norm_weight,
     residual,
     out,
     rows,
     outputs,
-    eps,
     INPUTS: tl.constexpr,
     BIAS: tl.constexpr,
-    NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -222,7 +241,6 @@ def _few_rows_kernel(
     line_up = line + outputs.to(tl.int64) * INPUTS
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, INPUTS, BLOCK_IN):
         column = start + tl.arange(0, BLOCK_IN)
         if INPUTS % BLOCK_IN == 0:
@@ -233,19 +251,10 @@ def _few_rows_kernel(
             x_inside = row_inside[None, :] & (column < INPUTS)[:, None]
         tile = tl.load(line + column[None, :], mask=inside, other=0.0)
         value = tl.load(x + row[None, :] * INPUTS + column[:, None], mask=x_inside, other=0.0)  # [in, rows]
-        if NORM:
-            exact = value.to(tl.float32)
-            squares += tl.sum(exact * exact, 0)
-            gain = tl.load(norm_weight + column, mask=column < INPUTS, other=0.0).to(tl.float32)
-            value = (exact * gain[:, None]).to(x.dtype.element_ty)
         total = tl.dot(tile, value, total)
         if GATED:
             tile_up = tl.load(line_up + column[None, :], mask=inside, other=0.0)
             total_up = tl.dot(tile_up, value, total_up)
-    if NORM:
-        scale = tl.rsqrt(squares / INPUTS + eps)
-        total *= scale[None, :]
-        total_up *= scale[None, :]
     if GATED:
         total = total * tl.sigmoid(total) * total_up
     if BIAS:

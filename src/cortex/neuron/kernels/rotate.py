@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.norm import rms_norm_reference
 from cortex.neuron.kernels.rules import AttentionRules
 
@@ -23,15 +23,15 @@ def rotate_and_store(
     slots: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
+    spare_tokens: int = 0,
 ) -> Tensor:
     """Returns the rotated q; writes the rotated k, and v, into their slots of the pages.
 
-    q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], strided views allowed, each head dense.
+    q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], strided views allowed, each head dense. The result has
+    `spare_tokens` more, of any content.
     """
-    if not has_kernels(q):
-        return rotate_and_store_reference(q, k, v, rules, positions, slots, key_pages, value_pages)
     tokens, heads, dim = q.shape
-    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens + spare_tokens, heads, dim), dtype=q.dtype, device=q.device)
     _rotate_kernel[(tokens,)](
         q,
         k,
@@ -60,20 +60,6 @@ def rotate_and_store(
         **launch_options(q.device),
     )
     return out
-
-
-def rotate_and_store_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rules: AttentionRules,
-    positions: Tensor,
-    slots: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-) -> Tensor:
-    rotation = Rotation.at(positions, rules.rope, q.dtype)
-    return rotate_and_store_by(rotation, q, k, v, rules, slots, key_pages, value_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +94,7 @@ def rotate_and_store_by(
     key_pages: Tensor,
     value_pages: Tensor,
 ) -> Tensor:
-    """`rotate_and_store_reference` with a rotation at hand."""
+    """The reference of `rotate_and_store`, with a rotation at hand."""
     if rules.q_scale is not None and rules.k_scale is not None:
         q = rms_norm_reference(q, rules.q_scale, rules.eps)
         k = rms_norm_reference(k, rules.k_scale, rules.eps)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.four_bit import dense_product
 from cortex.neuron.kernels.jit import has_kernels
-from cortex.neuron.kernels.matvec import MATVEC_ROWS, gated_matvec, matvec
+from cortex.neuron.kernels.matvec import beats_library, gated_matvec, matvec
 from cortex.neuron.kernels.silu import silu_mul
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -55,7 +55,7 @@ class Linear:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         """x: [tokens, in] → [tokens, out]. `residual` may be overwritten: use the result in its place."""
-        if has_kernels(x) and x.shape[0] <= MATVEC_ROWS:
+        if has_kernels(x) and beats_library(*x.shape):
             return matvec(x, self.weight, self.bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual)
         if norm is not None:
             x = norm(x)
@@ -84,6 +84,6 @@ class GatedLinear:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        if has_kernels(x) and x.shape[0] <= MATVEC_ROWS and self.gate_up.bias is None:
+        if has_kernels(x) and beats_library(*x.shape) and self.gate_up.bias is None:
             return gated_matvec(x, self.gate_up.weight, norm.weight, norm.eps)
         return silu_mul(self.gate_up(x, norm=norm))

@@ -59,7 +59,7 @@ def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
         return prompt
     if not isinstance(prompt, list) or not prompt:
         raise fields.invalid("prompt", "it is required: a string or an array of token ids")
-    if all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in prompt):
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0:
         return tuple(prompt)
     if all(isinstance(item, str | list) for item in prompt):
         raise fields.invalid("prompt", f"one prompt per request is taken, got {len(prompt)}; send them separately")

@@ -82,6 +82,9 @@ async def test_openai_sdk_uses_responses_and_completions(api: Any, openai_client
         assert (await stream.get_final_response()).output_text == "Hello there!"
     completion = await openai_client.completions.create(model="org/tiny", prompt="hi", echo=True)
     assert completion.choices[0].text == "hiHello there!"
+    _, tokenized, _ = await api.post("/tokenize", {"model": "org/tiny", "prompt": "hi"})
+    completion = await openai_client.completions.create(model="org/tiny", prompt=tokenized["tokens"], echo=True)
+    assert completion.choices[0].text == "hiHello there!"
 
 
 async def test_anthropic_sdk_talks_with_tools_and_thoughts(

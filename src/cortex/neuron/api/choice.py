@@ -122,9 +122,10 @@ class Choice:
             prompt_tokens=len(answer.rendered.ids),
             cached_tokens=self._num_cached_tokens,
         )
-        if answer.request.echo and answer.rendered.text:
-            return [start, TextDelta(index=self.index, text=answer.rendered.text)]
-        return [start]
+        if not answer.request.echo:
+            return [start]
+        prompt = answer.rendered.text or answer.text.decode(answer.rendered.ids)
+        return [start, TextDelta(index=self.index, text=prompt)] if prompt else [start]
 
     def _say(self, text: str, num_tokens: int) -> list[AnyEvent]:
         events: list[AnyEvent] = list(self._parser.push(text)) if text else []

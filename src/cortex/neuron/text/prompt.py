@@ -24,6 +24,7 @@ class Rendered:
     """A prompt, ready for an engine."""
 
     text: str
+    """Empty where the prompt came as token ids."""
     ids: tuple[int, ...]
     turn_ends: tuple[int, ...] = ()
     """Token positions, rising, up to which a later turn of this conversation will repeat the prompt exactly."""
@@ -48,13 +49,13 @@ def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer, context_tokens
     if isinstance(prompt, str):
         _check_length(prompt, tokenizer, context_tokens)
         return Rendered(prompt, tuple(tokenizer.encode_document(prompt)))
-    outside = next((i for i in prompt if not 0 <= i < tokenizer.vocab_size), None)
-    if outside is not None:
-        raise InvalidValue(
-            f"token id {outside} is outside the vocabulary of {tokenizer.vocab_size} tokens; use /tokenize",
-            param="prompt",
-        )
-    return Rendered(tokenizer.decode(prompt), tuple(prompt))
+    for edge in (min(prompt, default=0), max(prompt, default=0)):
+        if not 0 <= edge < tokenizer.vocab_size:
+            raise InvalidValue(
+                f"token id {edge} is outside the vocabulary of {tokenizer.vocab_size} tokens; use /tokenize",
+                param="prompt",
+            )
+    return Rendered("", tuple(prompt))
 
 
 def render_conversation(

@@ -15,7 +15,7 @@ from cortex.gateway.record import STATUS_CODE
 from cortex.gateway.services import Services
 from cortex.telemetry import Span
 from cortex.wire.anthropic_messages import strip_billing_header
-from cortex.wire.errors import CortexError, ShuttingDown
+from cortex.wire.errors import CortexError, InsufficientQuota, RateLimitExceeded, ShuttingDown
 
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
@@ -52,7 +52,10 @@ class Inference:
             return
 
         def admitted(result: Admission | CortexError) -> None:
-            if isinstance(result, CortexError):
+            if isinstance(result, (RateLimitExceeded, InsufficientQuota)) and self.services.closings.drain():
+                # What requests that are over had reserved may have been all that was missing.
+                self.services.desk.admit(request, envelope, route.need, admitted)
+            elif isinstance(result, CortexError):
                 self._refuse(exchange, route, id, span, result)
             else:
                 Passage(self.services, exchange, route, body, envelope, result, id, span).go()

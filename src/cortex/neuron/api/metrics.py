@@ -91,16 +91,19 @@ class Watch:
         self.finishes: list[Finish] = []
         """How the choices ended, as far as they did."""
         self._metrics = metrics
-        self._last_s: float | None = None
+        self._last_s = self.began_s
+        self._inter_token: Histogram | None = None
+        """From the first token on: it is looked up once, not for every token."""
 
     def saw(self, events: Iterable[AnyEvent]) -> None:
         """A batch of the answer's events came."""
         now_s = time.monotonic()
-        if self._last_s is None:
-            self._metrics.first_token.labels(self.model).observe(now_s - self.began_s)
+        passed_s, self._last_s = now_s - self._last_s, now_s
+        if self._inter_token is None:
+            self._metrics.first_token.labels(self.model).observe(passed_s)
+            self._inter_token = self._metrics.inter_token.labels(self.model)
         else:
-            self._metrics.inter_token.labels(self.model).observe(now_s - self._last_s)
-        self._last_s = now_s
+            self._inter_token.observe(passed_s)
         for event in events:
             if isinstance(event, Finish):
                 self.finishes.append(event)

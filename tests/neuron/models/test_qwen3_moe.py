@@ -111,6 +111,20 @@ def test_every_logit_matches_the_reference_library(name, tmp_path):
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["renormalised", "tied, biased"])
+@torch.inference_mode()
+def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
+    randomised(**CHECKPOINTS[name]).to(dtype).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    reference = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.randint(0, 96, (60,))
+    expected = reference(tokens[None]).logits[0]
+    logits = logits_of(load_model(spec(tmp_path), CPU, lambda *_: None, lambda: False).model, tokens)
+    assert (logits - expected).abs().max() < 1e-3
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
 @pytest.mark.parametrize("name", ["plain", "many experts", "dense layers between"])
 @torch.inference_mode()
 def test_the_engine_says_what_the_reference_library_says(name, tmp_path):

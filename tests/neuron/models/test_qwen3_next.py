@@ -92,8 +92,8 @@ def randomised(build):
     return reference
 
 
-def load(reference, path):
-    reference.save_pretrained(path)
+def load(reference, path, **saving):
+    reference.save_pretrained(path, **saving)
     return load_model(LoadSpec(str(path), dtype="float32", max_num_seqs=3), CPU, lambda *_: None, lambda: False)
 
 
@@ -132,6 +132,21 @@ def test_every_logit_matches_the_reference_library(name, tmp_path):
         logits = logits_of(loaded, tokens, cuts, row=len(cuts) - 1)
         assert (logits - expected).abs().max() < 1e-3
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["next", "next, tied", "3.5 text", "3.5 multimodal, experts"])
+@torch.inference_mode()
+def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
+    halved = randomised(CHECKPOINTS[name]).to(dtype)
+    loaded = load(halved, tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    reference = type(halved).from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.randint(0, 96, (70,))
+    expected = reference(tokens[None]).logits[0]
+    logits = logits_of(loaded, tokens, [64])
+    assert (logits - expected).abs().max() < 1e-3
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
 def test_a_multimodal_checkpoint_says_that_it_reads_text_only(tmp_path):

@@ -37,7 +37,7 @@ class PromptPlans:
         geometry, scale, length = self._missing.popleft()
         try:
             prompt_attention.prepare(geometry, scale, length)
-        except (torch.OutOfMemoryError, RuntimeError) as refusal:
+        except RuntimeError as refusal:  # also for want of memory
             log.info("prompts of %d tokens and more stay with our own attention: %s", length, refusal)
             self._missing.clear()
         return bool(self._missing)

@@ -16,10 +16,10 @@ import pytest
 
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.faults import FaultKind
-from cortex.neuron.device.hostmemory import anonymous_bytes
 from cortex.neuron.device.nursery import Nursery
 from cortex.neuron.device.supervisor import Damaged, LoadRefused, SleepRefused, Supervisor, WorkerLost
 from cortex.neuron.device.watchdog import Patience
+from cortex.neuron.engine.hostmemory import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
 
 CPU = DeviceAddress("cpu", 0)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cortex.neuron.device.hostmemory import anonymous_bytes
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import DamagedError, LoadError, RequestError, SleepError
+from cortex.neuron.engine.hostmemory import anonymous_bytes
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory import DeviceMemory
 from cortex.neuron.engine.parked_weights import HostMemory, ParkedWeights

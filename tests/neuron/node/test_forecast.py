@@ -9,7 +9,7 @@ import transformers
 from cortex.cli.cache import cache_directory
 from cortex.cli.demo import SMOLLM2
 from cortex.neuron.config import HarnessSettings, Limits, NeuronConfig, TorchHarness
-from cortex.neuron.device.hostmemory import read_host_memory
+from cortex.neuron.engine.hostmemory import read_host_memory
 from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.forecast import Forecast

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.device.backoff import BackoffPolicy
-from cortex.neuron.device.hostmemory import anonymous_bytes
 from cortex.neuron.device.nursery import ENGINE
+from cortex.neuron.engine.hostmemory import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
 from cortex.wire.errors import Recovering

@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 from pynvml import NVMLError
 
-from cortex.neuron.device.hostmemory import read_host_memory
+from cortex.neuron.engine.hostmemory import read_host_memory
 from cortex.wire.node import Device
 
 _library: Any = pynvml

@@ -6,8 +6,8 @@ import ctypes
 import gc
 
 from cortex.neuron.device.address import DeviceAddress
-from cortex.neuron.device.hostmemory import anonymous_bytes, read_host_memory
 from cortex.neuron.device.protocol import DeviceMemory
+from cortex.neuron.engine.hostmemory import anonymous_bytes, read_host_memory
 
 
 def measure(device: DeviceAddress) -> DeviceMemory:

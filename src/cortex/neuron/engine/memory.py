@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from cortex.neuron.engine.hostmemory import read_host_memory
 from cortex.neuron.engine.kept_free import KeptFree
 from cortex.neuron.engine.numbers import number_format
 
@@ -23,15 +23,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
-        total, free = _host_memory()
+        host = read_host_memory()
+        total, free = host.total_bytes, host.free_bytes
     return DeviceMemory(total, free, KeptFree.on(device.type, total).bytes_of(free))
-
-
-def _host_memory() -> tuple[int, int]:
-    """(total, free) bytes."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return total, free
 
 
 def numeric_format(wanted: str, device: torch.device) -> torch.dtype:

@@ -21,10 +21,10 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.backoff import BackoffPolicy
 from cortex.neuron.device.discovery import DeviceReading, Inventory, discover, read_devices
-from cortex.neuron.device.hostmemory import read_host_memory
 from cortex.neuron.device.nursery import ENGINE, Nursery
 from cortex.neuron.device.supervisor import Supervisor
 from cortex.neuron.device.watchdog import Patience
+from cortex.neuron.engine.hostmemory import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.activation import Activation
 from cortex.neuron.node.bringup import BringUp

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from cortex.neuron.device.hostmemory import HostMemory, anonymous_bytes, read_host_memory
+from cortex.neuron.engine.hostmemory import HostMemory, anonymous_bytes, read_host_memory
 
 
 def host(root, files):

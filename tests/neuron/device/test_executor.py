@@ -7,8 +7,7 @@ import faulty_engine
 import pytest
 
 from cortex.neuron.device.address import DeviceAddress
-from cortex.neuron.device.executor import DeviceFault, Executor, choose_victims
-from cortex.neuron.device.faults import FaultKind
+from cortex.neuron.device.executor import PREPARE_AFTER_S, DeviceFault, Executor
 from cortex.neuron.device.outbox import Outbox
 from cortex.neuron.device.protocol import (
     CancelLoad,
@@ -131,6 +130,22 @@ def test_idle_models_prepare_themselves_until_nothing_is_left(monkeypatch):
     assert any(isinstance(event, Outputs) for event in events)
 
 
+def test_silence_is_waited_for_once_and_not_before_every_piece(monkeypatch):
+    pieces = iter([True, True, False])
+    waits_s = []
+
+    class Silence(Pauses):
+        def get(self, timeout=None):
+            waits_s.append(timeout)
+            return super().get(timeout)
+
+    monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", lambda _engine: next(pieces))
+    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", Outbox())
+    executor.inbox = Silence(executor, [[load(1)], [], [Exit()]])
+    executor.run()
+    assert [wait_s for wait_s in waits_s if wait_s is not None] == [PREPARE_AFTER_S, 0.0, 0.0]
+
+
 def test_nothing_is_prepared_while_commands_keep_coming(monkeypatch):
     def prepare(_engine):
         pytest.fail("there was something else to do")
@@ -161,16 +176,3 @@ def test_a_model_whose_every_step_fails_is_given_up_and_the_others_are_not():
     assert [event.handle for event in events if isinstance(event, ModelBroken)] == [1]
     assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["a"]
     assert any(isinstance(event, Outputs) and event.handle == 2 for event in events)
-
-
-@pytest.mark.parametrize(
-    ("kind", "live", "victims"),
-    [
-        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": False, "newer": False}, ["newer"]),
-        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": True}, ["new"]),
-        (FaultKind.OUT_OF_MEMORY, {}, []),
-        (FaultKind.BUG, {"old": True, "new": False}, ["old", "new"]),
-    ],
-)
-def test_who_pays_for_a_failed_step(kind, live, victims):
-    assert choose_victims(kind, live) == victims

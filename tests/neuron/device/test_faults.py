@@ -3,7 +3,7 @@ import errno
 import pytest
 import torch
 
-from cortex.neuron.device.faults import FaultKind, chain, classify, explain
+from cortex.neuron.device.faults import FaultKind, chain, choose_victims, classify, explain
 from cortex.neuron.engine.errors import LoadError, NoRoomError, RequestError
 
 
@@ -108,3 +108,16 @@ def test_suppressed_context_does_not_count():
     error.__context__ = RuntimeError("CUDA error: unknown error")
     error.__suppress_context__ = True
     assert classify(error) is FaultKind.BUG
+
+
+@pytest.mark.parametrize(
+    ("kind", "live", "victims"),
+    [
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": False, "newer": False}, ["newer"]),
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": True}, ["new"]),
+        (FaultKind.OUT_OF_MEMORY, {}, []),
+        (FaultKind.BUG, {"old": True, "new": False}, ["old", "new"]),
+    ],
+)
+def test_who_pays_for_a_failed_step(kind, live, victims):
+    assert choose_victims(kind, live) == victims

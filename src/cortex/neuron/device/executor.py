@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from cortex.neuron.device import memoryprobe
 from cortex.neuron.device.address import DeviceAddress
-from cortex.neuron.device.faults import FaultKind, chain, classify, explain
+from cortex.neuron.device.faults import FaultKind, chain, choose_victims, classify, explain
 from cortex.neuron.device.harness import LoadedEngine, resolve_loader
+from cortex.neuron.device.loadturns import LoadTurns
 from cortex.neuron.device.outbox import Outbox
 from cortex.neuron.device.protocol import (
     Activity,
@@ -54,7 +55,6 @@ log = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3
 """Steps of one model that may fail in a row before it is given up and must be loaded anew."""
 STATS_INTERVAL_S = 0.25
-PROGRESS_INTERVAL_S = 0.05
 PREPARE_AFTER_S = 0.2
 """Silence after which models get to prepare themselves: a request that waited for its model to load comes sooner."""
 
@@ -132,12 +132,14 @@ class Executor:
                 return
 
     def _await_jobs(self) -> list[Command]:
-        """The next commands. Until they come the models prepare themselves, one piece at a time."""
+        """The next commands. After some silence the models prepare themselves, one piece at a time, until they come."""
+        patience_s = PREPARE_AFTER_S
         while unprepared := [resident for resident in self._residents.values() if not resident.prepared]:
             try:
-                return self.inbox.get(timeout=PREPARE_AFTER_S)
+                return self.inbox.get(timeout=patience_s)
             except queue.Empty:
                 self._prepare(unprepared[0])
+                patience_s = 0.0
         return self.inbox.get()
 
     def _prepare(self, resident: _Resident) -> None:
@@ -265,7 +267,7 @@ class Executor:
             engine = self._load_engine(
                 command.spec,
                 self._device.torch_device,
-                _Progress(self, handle),
+                LoadTurns(self, handle),
                 lambda: handle in self._cancelled_loads,
             )
         except LoadCancelled as error:
@@ -361,7 +363,7 @@ class Executor:
             self._outbox.put(WakeFailed(handle, FaultKind.REQUEST, "the model is not loaded", damaged=True))
             return
         try:
-            resident.engine.wake(_Progress(self, handle))
+            resident.engine.wake(LoadTurns(self, handle))
         except Exception as error:
             is_damaged = isinstance(error, DamagedError)
             kind = FaultKind.OUT_OF_MEMORY if isinstance(error, LoadError) else self._judge(error, "wake")
@@ -394,38 +396,3 @@ class Executor:
         if kind is FaultKind.DEVICE:
             raise DeviceFault(f"device fault in {where}: {explain(error)}") from error
         return kind
-
-
-class _Progress:
-    """The progress callback of one load: tells the daemon, and lets the serving models have their turn."""
-
-    def __init__(self, executor: Executor, handle: int) -> None:
-        self._executor = executor
-        self._handle = handle
-        self._stage: str | None = None
-        self._told_at_s = 0.0
-        self._resumed_at_s = time.monotonic()
-        self._served_s = 0.0
-
-    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        now_s = time.monotonic()
-        tell = stage != self._stage or done_bytes >= total_bytes or now_s - self._told_at_s >= PROGRESS_INTERVAL_S
-        if tell:
-            self._stage, self._told_at_s = stage, now_s
-        self._executor.load_progressed(self._handle, stage, done_bytes, total_bytes, tell=tell)
-        if now_s - self._resumed_at_s >= self._served_s:
-            self._executor.serve_during_load()
-            self._resumed_at_s = time.monotonic()
-            self._served_s = self._resumed_at_s - now_s
-
-
-def choose_victims(kind: FaultKind, live: dict[str, bool]) -> list[str]:
-    """Which of the live requests (id → has produced, oldest first) a failed step ends.
-
-    Out of memory: the newest of those still in their prompt, else the newest of all. Anything else cannot
-    be pinned on one request: all of them.
-    """
-    if kind is not FaultKind.OUT_OF_MEMORY:
-        return list(live)
-    in_prompt = [request_id for request_id, has_produced in live.items() if not has_produced]
-    return (in_prompt or list(live))[-1:]

@@ -116,6 +116,18 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             pending.extend(link.exceptions)
 
 
+def choose_victims(kind: FaultKind, live: dict[str, bool]) -> list[str]:
+    """Which of the live requests (id → has produced, oldest first) a failed step ends.
+
+    Out of memory: the newest of those still in their prompt, else the newest of all. Anything else cannot
+    be pinned on one request: all of them.
+    """
+    if kind is not FaultKind.OUT_OF_MEMORY:
+        return list(live)
+    in_prompt = [request_id for request_id, has_produced in live.items() if not has_produced]
+    return (in_prompt or list(live))[-1:]
+
+
 def _classify_one(error: BaseException) -> FaultKind:
     if isinstance(error, RequestError):
         return FaultKind.REQUEST

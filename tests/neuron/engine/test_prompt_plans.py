@@ -28,17 +28,18 @@ WINDOWED = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_
 
 
 class Library:
-    """Takes the place of `prompt_attention.prepare`: notes what is asked for, and refuses from a length on."""
+    """Takes the place of `prompt_attention.prepare`: notes what is asked for, and fails from a length on."""
 
-    def __init__(self, refuses_from: int = 1 << 30) -> None:
+    def __init__(self, fails_from: int = 1 << 30, error: Exception | None = None) -> None:
         self.lengths: list[int] = []
-        self._refuses_from = refuses_from
+        self._fails_from = fails_from
+        self._error = error or prompt_attention.Unserved("no plan for this")
 
     def __call__(self, geometry: prompt_attention.Geometry, scale: float, length: int) -> None:
         assert geometry[2:] == (4, 2, 8)
         assert scale == 8**-0.5
-        if length >= self._refuses_from:
-            raise RuntimeError("no plan for this")
+        if length >= self._fails_from:
+            raise self._error
         self.lengths.append(length)
 
 
@@ -61,14 +62,23 @@ def test_lengths_are_prepared_once_for_all_layers_the_shortest_first(monkeypatch
     assert len(library.lengths) == 9
 
 
-def test_what_the_library_refuses_ends_the_attempts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library(refuses_from=1280)
+@pytest.mark.parametrize("error", [prompt_attention.Unserved("not this one"), torch.OutOfMemoryError("full")])
+def test_what_the_library_cannot_do_ends_the_attempts_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    library = Library(1280, error)
     plans = plans_of(monkeypatch, library)
     assert plans.prepare()
     assert plans.prepare()
     assert not plans.prepare()
     assert not plans.prepare()
     assert library.lengths == [1024, 1152]
+
+
+def test_a_broken_device_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = plans_of(monkeypatch, Library(1024, RuntimeError("CUDA error: an illegal memory access was encountered")))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        plans.prepare()
 
 
 @pytest.mark.parametrize(

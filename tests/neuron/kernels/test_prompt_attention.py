@@ -108,3 +108,19 @@ def test_plans_belong_to_a_geometry(device, dtype, prepared):
     rules = AttentionRules(DIM**-0.5, torch.empty(0))
     assert prompt_attention.takes(torch.empty(64, HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
     assert not prompt_attention.takes(torch.empty(64, 4, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        ("No available kernel. Aborting execution.", prompt_attention.Unserved),
+        ("CUDA error: an illegal memory access was encountered", RuntimeError),
+    ],
+)
+def test_a_refusal_is_told_from_a_fault(said, raised, device, dtype, monkeypatch):
+    def fail(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(prompt_attention, "_attend", fail)
+    with pytest.raises(raised):
+        prompt_attention.prepare(Geometry(device, dtype, HEADS, KV_HEADS, DIM), 1.0, 1024)

@@ -37,7 +37,7 @@ class PromptPlans:
         geometry, scale, length = self._missing.popleft()
         try:
             prompt_attention.prepare(geometry, scale, length)
-        except RuntimeError as refusal:  # also for want of memory
+        except (prompt_attention.Unserved, torch.OutOfMemoryError) as refusal:
             log.info("prompts of %d tokens and more stay with our own attention: %s", length, refusal)
             self._missing.clear()
         return bool(self._missing)

@@ -28,6 +28,12 @@ SHORTEST = 1024
 STEPS_PER_DOUBLING = 8
 """Lengths between one power of two and the next: at most an eighth is computed in vain."""
 GATHERED_TOKENS = 8
+_REFUSAL = "No available kernel"
+"""How torch says that the one library it was told to use does not serve such tensors."""
+
+
+class Unserved(Exception):
+    """The library has no attention for this geometry."""
 
 
 class Geometry(NamedTuple):
@@ -68,10 +74,15 @@ def planned_lengths(longest: int) -> Iterator[int]:
 
 
 def prepare(geometry: Geometry, scale: float, length: int) -> None:
-    """Builds the plan for a length. Raises RuntimeError where the library does not serve this geometry."""
+    """Builds the plan for a length. Raises Unserved, and what torch raises when a device is out of memory or broken."""
     device, dtype, heads, kv_heads, dim = geometry
     q, k, v = (torch.zeros(length, count, dim, dtype=dtype, device=device) for count in (heads, kv_heads, kv_heads))
-    _attend(q, k, v, scale)
+    try:
+        _attend(q, k, v, scale)
+    except RuntimeError as error:
+        if _REFUSAL in str(error):
+            raise Unserved(f"no library attention for {heads} heads over {kv_heads} of {dim} in {dtype}") from error
+        raise
     _plans.ready.add((geometry, length))
 
 

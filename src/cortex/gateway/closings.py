@@ -15,9 +15,7 @@ log = logging.getLogger(__name__)
 
 DELAY_S = 0.02
 """From the end of a request until its books are closed, as a rule: a crowd is served by then."""
-NUM_PER_TURN = 16
-"""Closed in one turn of the loop, a third of a millisecond's work; events that flow go in between."""
-MAX_OPEN = 128
+MAX_OPEN = 64
 """More than this do not wait: the oldest is closed for each that comes."""
 
 
@@ -31,6 +29,8 @@ class Books(Protocol):
 class Closings:
     """Closes every book that it is given exactly once, oldest first. Owned by the loop.
 
+    One per turn of the loop, so that no request waits for the books of many that went before.
+
     Who needs them closed now calls `drain`: a scrape, a refusal that an open book may have caused, the end of the
     process.
     """
@@ -39,7 +39,7 @@ class Closings:
         self._loop = loop
         self._open: deque[Books] = deque()
         self._awaited = False
-        """The loop will call `_close_some`."""
+        """The loop will call `_close_one`."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -50,7 +50,7 @@ class Closings:
             self._close_oldest()
         elif not self._awaited:
             self._awaited = True
-            self._loop.call_later(DELAY_S, self._close_some)
+            self._loop.call_later(DELAY_S, self._close_one)
 
     def drain(self) -> bool:
         """Close all that are open now; False when none was."""
@@ -59,12 +59,12 @@ class Closings:
             self._close_oldest()
         return had_any
 
-    def _close_some(self) -> None:
-        for _ in range(min(NUM_PER_TURN, len(self._open))):
+    def _close_one(self) -> None:
+        if self._open:
             self._close_oldest()
         self._awaited = bool(self._open)
         if self._awaited:
-            self._loop.call_soon(self._close_some)
+            self._loop.call_soon(self._close_one)
 
     def _close_oldest(self) -> None:
         books = self._open.popleft()

@@ -9,6 +9,7 @@ import re
 from cortex.gateway import envelope as envelopes
 from cortex.gateway.desk import Admission
 from cortex.gateway.dialects import Route, error_answer
+from cortex.gateway.envelope import Envelope
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.passage import Passage
 from cortex.gateway.record import STATUS_CODE
@@ -50,17 +51,19 @@ class Inference:
         except CortexError as error:
             self._refuse(exchange, route, id, span, error)
             return
+        self._admit(exchange, route, body, envelope, id, span)
 
+    def _admit(self, exchange: Exchange, route: Route, body: bytes, envelope: Envelope, id: bytes, span: Span) -> None:
         def admitted(result: Admission | CortexError) -> None:
             if isinstance(result, (RateLimitExceeded, InsufficientQuota)) and self.services.closings.drain():
                 # What requests that are over had reserved may have been all that was missing.
-                self.services.desk.admit(request, envelope, route.need, admitted)
+                self._admit(exchange, route, body, envelope, id, span)
             elif isinstance(result, CortexError):
                 self._refuse(exchange, route, id, span, result)
             else:
                 Passage(self.services, exchange, route, body, envelope, result, id, span).go()
 
-        self.services.desk.admit(request, envelope, route.need, admitted)
+        self.services.desk.admit(exchange.request, envelope, route.need, admitted)
 
     def _taken(self, body: bytes, route: Route) -> bytes:
         """The client's words as they go on from here: untouched, but for the billing line where that is switched on."""

@@ -14,9 +14,15 @@ PAGE = 4
 
 
 def scheduler_of(
-    pages: int = 64, *, rows: int = 8, step_tokens: int = 64, mixed: int = 16, context: int | None = None
+    pages: int = 64,
+    *,
+    rows: int = 8,
+    step_tokens: int = 64,
+    mixed: int = 16,
+    context: int | None = None,
+    reserved: int = 0,
 ) -> Scheduler:
-    limits = Limits(rows, step_tokens, mixed, context or pages * PAGE)
+    limits = Limits(rows, step_tokens, mixed, context or pages * PAGE, reserved)
     return Scheduler(PagePool(pages + 1, PAGE), limits)
 
 
@@ -338,3 +344,50 @@ def test_what_a_sick_sequence_is_made_of_is_not_used_again() -> None:
     again = scheduler.submit(request("again", 12))
     planned(scheduler)
     assert again.cached == 0
+
+
+def test_answers_within_the_reservation_are_never_preempted() -> None:
+    scheduler = scheduler_of(pages=8, reserved=16)
+    for number in range(4):
+        scheduler.submit(other(f"{number}", 8, 100 * number, max_tokens=8))
+    plan = planned(scheduler)
+    assert len(plan.rows) == 2, "two of sixteen tokens are all that eight pages of four hold"
+    collect(scheduler, plan)
+    run_to_the_end(scheduler)
+    assert scheduler.preemptions == 0
+
+
+def test_without_a_reservation_more_begin_than_can_end_and_the_youngest_gives_way() -> None:
+    scheduler = scheduler_of(pages=8)
+    for number in range(4):
+        scheduler.submit(other(f"{number}", 8, 100 * number, max_tokens=12))
+    plan = planned(scheduler)
+    assert len(plan.rows) == 2
+    collect(scheduler, plan)
+    run_to_the_end(scheduler)
+    assert scheduler.preemptions > 0
+
+
+def test_what_is_reserved_ends_with_what_the_request_allows() -> None:
+    scheduler = scheduler_of(pages=8, reserved=1000)
+    for number in range(4):
+        scheduler.submit(other(f"{number}", 6, 100 * number, max_tokens=2))
+    assert len(planned(scheduler).rows) == 4
+
+
+def test_the_rest_of_a_prompt_that_is_cut_into_chunks_is_promised_its_pages() -> None:
+    scheduler = scheduler_of(pages=8, step_tokens=8)
+    scheduler.submit(other("long", 28, 100, max_tokens=1))
+    scheduler.submit(other("short", 4, 500, max_tokens=1))
+    collect(scheduler, planned(scheduler))
+    for _ in range(2):
+        collect(scheduler, planned(scheduler))
+        assert [sequence.request.id for sequence in scheduler.running] == ["long"]
+    run_to_the_end(scheduler)
+    assert scheduler.preemptions == 0
+
+
+def test_alone_a_request_is_let_in_however_much_it_allows_itself() -> None:
+    scheduler = scheduler_of(pages=8, reserved=1000)
+    scheduler.submit(other("greedy", 4, 100, max_tokens=28))
+    assert len(planned(scheduler).rows) == 1

@@ -122,14 +122,18 @@ class Trace(RuleBasedStateMachine):
         max_rows=st.integers(1, 4),
         step_tokens=st.integers(4, 12),
         mixed=st.integers(1, 6),
+        reserved=st.integers(0, 12),
         late=st.booleans(),
     )
-    def begin(self, num_pages: int, page_tokens: int, max_rows: int, step_tokens: int, mixed: int, late: bool) -> None:
+    def begin(
+        self, num_pages: int, page_tokens: int, max_rows: int, step_tokens: int, mixed: int, reserved: int, late: bool
+    ) -> None:
         self.limits = Limits(
             max_rows=max_rows,
             step_tokens=step_tokens,
             mixed_prefill_tokens=min(mixed, step_tokens),
             context_tokens=num_pages * page_tokens,
+            reserved_tokens=reserved,
         )
         self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits)
         self.device = Device(page_tokens)

@@ -33,6 +33,8 @@ from cortex.neuron.engine.states import StateBook
 
 STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
+RESERVED_TOKENS = 512
+"""Answers up to this length are sure of their pages once they have begun."""
 CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A checkpoint costs a step of its own, and saves so many tokens of a later prompt: about as much as a step takes."""
 
@@ -75,6 +77,7 @@ class Engine:
             step_tokens=step_tokens,
             mixed_prefill_tokens=min(step_tokens, MIXED_PREFILL_TOKENS[device.type]),
             context_tokens=loaded.context_tokens,
+            reserved_tokens=RESERVED_TOKENS,
         )
         self._constraints = Constraints(Path(spec.path), loaded.model.config.vocab, device)
         self._sequences: dict[str, Sequence] = {}

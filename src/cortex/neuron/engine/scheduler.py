@@ -34,6 +34,9 @@ class Limits:
     """Prefill tokens in a step that also decodes, unless many wait: what keeps running streams at their pace."""
     context_tokens: int
     """Longest sequence, prompt and output together."""
+    reserved_tokens: int = 0
+    """How far ahead of each row's latest token pages are kept for it, where `max_tokens` allows it so many: an answer
+    of that length is never preempted. Clients allow far more than answers are long; all of it would leave rows idle."""
 
     def prefill_tokens(self, num_decodes: int, num_waiting: int) -> int:
         """Most prefill tokens of a step. Beside decode rows a few newcomers get little, so that running streams do not
@@ -241,9 +244,9 @@ class Scheduler:
         return known
 
     def _try_admit(self, sequence: Sequence, known: list[int], draft: _Draft) -> bool:
-        needed = -(-(len(sequence.tokens) + 1) // self.pool.page_tokens) - len(known)
-        headroom = len(self.running)  # a page for each running sequence, so that admission does not cause preemption
-        if needed + self.pool.num_idle_among(known) + headroom > self.pool.num_free:
+        needed = self._pages_ahead(sequence) - len(known)
+        promised = sum(max(0, self._pages_ahead(other) - len(other.pages)) for other in self.running)
+        if needed + self.pool.num_idle_among(known) + promised > self.pool.num_free:
             return False
         self.waiting.remove(sequence)
         self.pool.hold(known)
@@ -262,6 +265,12 @@ class Scheduler:
         if self.states is not None:
             self._resume(sequence, self.states, draft)
         return True
+
+    def _pages_ahead(self, sequence: Sequence) -> int:
+        """Pages that it is to have in all, as far ahead as admission looks: for its prompt and a part of its answer."""
+        allowed = sequence.request.max_tokens - sequence.num_drawn
+        ahead = max(1, min(self.limits.reserved_tokens, allowed))
+        return -(-(sequence.length + ahead) // self.pool.page_tokens)
 
     def _resume(self, sequence: Sequence, states: StateBook, draft: _Draft) -> None:
         """Gives an admitted sequence the state after its known pages, and decides where its own will be kept."""

@@ -430,8 +430,9 @@ async def test_nothing_is_said_inside_an_event_too_long_to_hold(stage):
     reader, _ = await stage.client(port, POST)
     _, body = await stage.read_message(reader)
     event = b"data: " + b"x" * 300_000 + b"end\n\n"
-    assert body.startswith(event)
-    assert set(body[len(event) :].split(b"\n\n")) == {b": still here", b""}
+    before, _, after = body.partition(event)
+    assert set(before.split(b"\n\n")) <= {b": still here", b""}, "a slow machine says so before the first bytes"
+    assert set(after.split(b"\n\n")) == {b": still here", b""}
 
 
 async def test_a_node_asked_while_the_client_is_full_waits_too(stage):

@@ -149,7 +149,7 @@ async def test_a_client_that_leaves_during_a_load_does_not_stop_it(narrow: Daemo
 async def test_sigterm_under_load_ends_within_its_bound_and_leaves_nothing(daemon: Daemon) -> None:
     family = [daemon.process.pid, *daemon.descendants()]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        answers = [stream(session, daemon.url, completion(1500)) for _ in range(16)]
+        answers = [stream(session, daemon.url, completion(1500)) for _ in range(8)]
         # Each has begun: what ends before its first byte is told by the status, and no stream.
         await asyncio.gather(*(anext(answer) for answer in answers))
         told_s = time.monotonic()
@@ -158,7 +158,7 @@ async def test_sigterm_under_load_ends_within_its_bound_and_leaves_nothing(daemo
         assert await asyncio.to_thread(daemon.process.wait, 30) == 0
         # The drain, then two bounded farewells: to the clients and to the workers.
         assert time.monotonic() - told_s < DRAIN_S + 6.0
-    assert [event["error"]["code"] for event in ended] == ["shutting_down"] * 16
+    assert [event["error"]["code"] for event in ended] == ["shutting_down"] * 8
     assert not [each for each in family if alive(each)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientSession, ClientTimeout
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
@@ -110,11 +110,3 @@ async def spawn(tmp_path):
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-@pytest.fixture
-async def strangers():
-    """Every request on a connection of its own, so that any process may get it."""
-    connector = TCPConnector(limit=0, force_close=True)
-    async with ClientSession(connector=connector, timeout=ClientTimeout(total=20)) as session:
-        yield session

@@ -290,7 +290,7 @@ class Client:
             return await response.read()
 
     def metrics(self) -> str:
-        return self.gateway.exposition().decode()
+        return self.gateway.metrics.exposition().decode()
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 3.0) -> None:

@@ -86,7 +86,6 @@ async def test_shutting_down_settles_what_is_still_open(keyed):
     asked = asyncio.create_task(leave(stream=True))
     await until(lambda: beast.seen)
     await client.gateway.server.close()
-    client.gateway._services.closings.drain()
     await client.gateway._services.departures.close()
     await asked
     assert (account.reserved_tokens, account.total_spent()) == (0, 40)

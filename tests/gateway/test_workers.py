@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import msgspec
-from aiohttp import ClientError
+import pytest
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from fake_neuron import GB, begin_stream, chunk, until
 
 from cortex.exits import ExitCode
@@ -16,6 +17,14 @@ from cortex.wire.node import ModelState
 
 READY = ModelState.READY
 CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def strangers():
+    """Every request on a connection of its own, so that any process may get it."""
+    connector = TCPConnector(limit=0, force_close=True)
+    async with ClientSession(connector=connector, timeout=ClientTimeout(total=20)) as session:
+        yield session
 
 
 def children(gateway) -> list[int]:

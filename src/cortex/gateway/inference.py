@@ -9,14 +9,13 @@ import re
 from cortex.gateway import envelope as envelopes
 from cortex.gateway.desk import Admission
 from cortex.gateway.dialects import Route, error_answer
-from cortex.gateway.envelope import Envelope
 from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.passage import Passage
 from cortex.gateway.record import STATUS_CODE
 from cortex.gateway.services import Services
 from cortex.telemetry import Span
 from cortex.wire.anthropic_messages import strip_billing_header
-from cortex.wire.errors import CortexError, InsufficientQuota, RateLimitExceeded, ShuttingDown
+from cortex.wire.errors import CortexError, ShuttingDown
 
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
@@ -51,19 +50,14 @@ class Inference:
         except CortexError as error:
             self._refuse(exchange, route, id, span, error)
             return
-        self._admit(exchange, route, body, envelope, id, span)
 
-    def _admit(self, exchange: Exchange, route: Route, body: bytes, envelope: Envelope, id: bytes, span: Span) -> None:
         def admitted(result: Admission | CortexError) -> None:
-            if isinstance(result, (RateLimitExceeded, InsufficientQuota)) and self.services.closings.drain():
-                # What requests that are over had reserved may have been all that was missing.
-                self._admit(exchange, route, body, envelope, id, span)
-            elif isinstance(result, CortexError):
+            if isinstance(result, CortexError):
                 self._refuse(exchange, route, id, span, result)
             else:
                 Passage(self.services, exchange, route, body, envelope, result, id, span).go()
 
-        self.services.desk.admit(exchange.request, envelope, route.need, admitted)
+        self.services.desk.admit(request, envelope, route.need, admitted)
 
     def _taken(self, body: bytes, route: Route) -> bytes:
         """The client's words as they go on from here: untouched, but for the billing line where that is switched on."""

@@ -24,6 +24,7 @@ from cortex.gateway.record import STATUS_CODE, Record
 from cortex.gateway.services import Services
 from cortex.gateway.tickets import NOBODY, Lease, Ticket
 from cortex.gateway.translation import ChatTranslation, foreign_error
+from cortex.gateway.usage import usage_in
 from cortex.telemetry import Span
 from cortex.wire import openai_chat
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
@@ -237,16 +238,15 @@ class Passage:
         return self._route.codec.stream_error(error)
 
     def on_done(self, relay: Relay, outcome: Outcome) -> None:
-        """Give back what is held; the record is closed when there is time."""
+        """Give back what is held, and have the record closed."""
         self._relay = None
         if self._ticket is not None:
             self._services.desk.cancel(self._ticket)
             self._ticket = None
         lease = self._lease
         self._release(self._record.error_code)
-        told = self._translation.usage if self._translation else None
-        self._record.end(lease, outcome, told, relay.tail, relay.num_answer_bytes)
-        self._services.closings.add(self._record)
+        told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
+        self._record.close(lease, outcome, told, relay.num_answer_bytes)
 
 
 @lru_cache(maxsize=4096)

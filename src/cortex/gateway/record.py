@@ -10,7 +10,6 @@ from cortex.gateway.dialects import Route
 from cortex.gateway.http.relay import Outcome
 from cortex.gateway.services import Services
 from cortex.gateway.tickets import Lease
-from cortex.gateway.usage import usage_in
 from cortex.telemetry import UNTRACED, Span
 from cortex.wire.events import Usage
 
@@ -23,23 +22,17 @@ BYTES_PER_STREAMED_TOKEN = 200
 
 
 class Record:
-    """Written by the passage as it goes, ended by it exactly once, and closed after that (`Closings`)."""
+    """Written by the passage as it goes, closed by it exactly once."""
 
     __slots__ = (
         "_admission",
-        "_ended_at",
         "_id",
-        "_lease",
-        "_num_answer_bytes",
         "_num_request_bytes",
-        "_outcome",
         "_route",
         "_services",
         "_span",
         "_started_at",
         "_stream",
-        "_tail",
-        "_told",
         "error_code",
         "first_data_at",
         "num_attempts",
@@ -74,13 +67,6 @@ class Record:
         self.overhead_s: float | None = None
         """What the gateway itself took to send it the first time."""
         self.first_data_at: float | None = None
-        # How it ended:
-        self._ended_at = 0.0
-        self._lease: Lease | None = None
-        self._outcome = Outcome.COMPLETE
-        self._told: Usage | None = None
-        self._tail = b""
-        self._num_answer_bytes = 0
 
     def sent(self, lease: Lease) -> None:
         """It goes to a node now."""
@@ -92,27 +78,15 @@ class Record:
         """A node did not serve it; another may."""
         self._services.metrics.retries.labels(self._admission.model, lease.node).inc()
 
-    def end(
-        self, lease: Lease | None, outcome: Outcome, told: Usage | None, tail: bytes, num_answer_bytes: int
-    ) -> None:
-        """The answer is over. `lease` is the last node's, `told` what the answer is known to have cost; where that is
-        not known, `tail`, its last bytes, will be read for it."""
-        self._ended_at = self._services.clock()
-        self._lease = lease
-        self._outcome = outcome
-        self._told = told
-        self._tail = tail
-        self._num_answer_bytes = num_answer_bytes
-
-    def close(self) -> None:
-        """Settle, count and tell."""
+    def close(self, lease: Lease | None, outcome: Outcome, told: Usage | None, num_answer_bytes: int) -> None:
+        """The answer is over. `lease` is the last node's, `told` what the answer itself says it cost."""
         services = self._services
-        lease = self._lease
+        now = services.clock()
         node = lease.node if lease is not None else ""
-        left = self._outcome is Outcome.CLIENT_LEFT
+        left = outcome is Outcome.CLIENT_LEFT
         has_answer = self.first_data_at is not None and self.status < 400 and self._route.generates
-        guess = self._guess() if has_answer else None
-        usage = (self._told or usage_in(self._tail)) if has_answer else None
+        guess = self._guess(num_answer_bytes) if has_answer else None
+        usage = told if has_answer else None
         if left and usage is None and lease is not None and lease.has_lifecycle and self._route.generates:
             services.departures.ask(services.nodes.get(node), self._id.decode(), guess, partial(self._book, node))
         else:
@@ -123,17 +97,17 @@ class Record:
         if failure := self._failure():
             services.metrics.errors.labels(self._admission.model, node, failure).inc()
         if node:
-            self._count(node, usage)
+            self._count(node, now, usage)
         if self._span is not UNTRACED:
-            self._end_span(node, usage)
+            self._end_span(node, outcome, usage)
         if services.config.access_log:
-            self._log(node, usage)
+            self._log(node, now, outcome, usage)
 
-    def _guess(self) -> Usage:
+    def _guess(self, num_answer_bytes: int) -> Usage:
         """What an answer that does not say so cost, roughly, from its size: it is never free."""
         return Usage(
             prompt_tokens=self._num_request_bytes // BYTES_PER_TOKEN,
-            completion_tokens=self._num_answer_bytes // (BYTES_PER_STREAMED_TOKEN if self._stream else BYTES_PER_TOKEN),
+            completion_tokens=num_answer_bytes // (BYTES_PER_STREAMED_TOKEN if self._stream else BYTES_PER_TOKEN),
         )
 
     def _book(self, node: str, usage: Usage | None) -> None:
@@ -151,8 +125,7 @@ class Record:
     def _failure(self) -> str | None:
         return self.error_code or (f"status_{self.status}" if self.status >= 400 else None)
 
-    def _count(self, node: str, usage: Usage | None) -> None:
-        now = self._ended_at
+    def _count(self, node: str, now: float, usage: Usage | None) -> None:
         metrics = self._services.metrics
         traffic = metrics.traffic(self._admission.model, node)
         traffic.num_requests += 1
@@ -168,12 +141,12 @@ class Record:
             if first is not None and now > first and later_tokens > 0:
                 traffic.speed.observe(later_tokens / (now - first))
 
-    def _end_span(self, node: str, usage: Usage | None) -> None:
+    def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
         attributes: dict[str, str | int | float] = {
             "cortex.request_id": self._id.decode(),
             "cortex.principal": self._admission.hold.principal,
             "cortex.node": node,
-            "cortex.outcome": self._outcome.value,
+            "cortex.outcome": outcome.value,
             "cortex.attempts": self.num_attempts,
             "gen_ai.request.model": self._admission.model,
             STATUS_CODE: self.status,
@@ -181,9 +154,9 @@ class Record:
         if usage is not None:
             attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
             attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
-        self._span.end(attributes, error=self._failure(), ago_s=self._services.clock() - self._ended_at)
+        self._span.end(attributes, error=self._failure())
 
-    def _log(self, node: str, usage: Usage | None) -> None:
+    def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
         fields = {
             "request_id": self._id.decode(),
             "principal": self._admission.hold.principal,
@@ -191,8 +164,8 @@ class Record:
             "node": node,
             "route": self._route.path.decode(),
             "status": self.status,
-            "outcome": self._outcome.value,
-            "duration_ms": round(1000 * (self._ended_at - self._started_at), 1),
+            "outcome": outcome.value,
+            "duration_ms": round(1000 * (now - self._started_at), 1),
         }
         if usage is not None:
             fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}

@@ -14,7 +14,6 @@ from cortex import settings
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway import config as configuration
 from cortex.gateway import gauges
-from cortex.gateway.closings import Closings
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.control import Control
 from cortex.gateway.departures import Departures
@@ -93,7 +92,6 @@ class Gateway:
             metrics=self.metrics,
             tracer=self._tracer,
             ticker=self._ticker,
-            closings=Closings(loop),
             departures=Departures(),
             clock=loop.time,
         )
@@ -141,7 +139,6 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(poller.stop() for poller in self._pollers.values()))
         await self._lifecycle.close()
-        self._services.closings.drain()
         await self._services.departures.close()
         for node in self._nodes.values():
             node.pool.close()
@@ -221,13 +218,11 @@ class Gateway:
 
     def _handle_metrics(self, exchange: Exchange) -> None:
         if exchange.request.path in (b"/metrics", b"/"):
-            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self.exposition())
+            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self._exposition())
         else:
             exchange.respond(*error_answer(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
 
-    def exposition(self) -> bytes:
-        """The text that Prometheus scrapes: what all processes have counted, up to the requests that ended just now."""
-        self._services.closings.drain()
+    def _exposition(self) -> bytes:
         own = self.metrics.exposition()
         return own if self._crew is None else merged([own, *self._crew.counts()])
 

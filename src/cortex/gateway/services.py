@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cortex.gateway.closings import Closings
 from cortex.gateway.config import GatewaySection
 from cortex.gateway.departures import Departures
 from cortex.gateway.desk import Desk
@@ -25,6 +24,5 @@ class Services:
     metrics: Metrics
     tracer: Tracer
     ticker: Ticker
-    closings: Closings
     departures: Departures
     clock: Callable[[], float]

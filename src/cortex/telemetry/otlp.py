@@ -50,11 +50,11 @@ class OtlpSpan:
         part = self._tracer.start_span(name, context=context, kind=SpanKind.INTERNAL, start_time=begin_ns)
         part.end(self._began_ns + int(end_s * _NS))
 
-    def end(self, attributes: Attributes, *, error: str | None = None, ago_s: float = 0.0) -> None:
+    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
         self._span.set_attributes(attributes)
         if error is not None:
             self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end(time.time_ns() - int(ago_s * _NS))
+        self._span.end()
 
 
 class OtlpTracer:

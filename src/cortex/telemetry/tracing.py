@@ -38,8 +38,8 @@ class Span(Protocol):
     def phase(self, name: str, begin_s: float, end_s: float) -> None:
         """A part of this that is over; seconds since this began."""
 
-    def end(self, attributes: Attributes, *, error: str | None = None, ago_s: float = 0.0) -> None:
-        """It is over, since `ago_s`, and `error` is why it failed, if it did."""
+    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
+        """It is over, and `error` is why it failed, if it did."""
 
 
 class Tracer(Protocol):
@@ -66,7 +66,7 @@ class _Untraced:
     def phase(self, name: str, begin_s: float, end_s: float) -> None:
         """Nothing is recorded."""
 
-    def end(self, attributes: Attributes, *, error: str | None = None, ago_s: float = 0.0) -> None:
+    def end(self, attributes: Attributes, *, error: str | None = None) -> None:
         """Nothing is recorded."""
 
 

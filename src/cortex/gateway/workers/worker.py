@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from cortex.gateway.closings import Closings
 from cortex.gateway.config import Config
 from cortex.gateway.departures import Departures
 from cortex.gateway.dialects import ROUTES, refuse
@@ -67,7 +66,6 @@ class Worker:
             metrics=self._metrics,
             tracer=self._tracer,
             ticker=self._ticker,
-            closings=Closings(loop),
             departures=Departures(),
             clock=loop.time,
         )
@@ -99,14 +97,12 @@ class Worker:
 
     def count(self) -> None:
         """Tell the main process what was counted."""
-        self._services.closings.drain()
         self._channel.send(messages.Counts(self._metrics.exposition()))
 
     async def close(self, grace_s: float) -> None:
         self._inference.closing = True
         await self._server.close(grace_s)
         self._main.close()
-        self._services.closings.drain()
         await self._services.departures.close()
         for node in self._nodes.values():
             node.pool.close()

@@ -1,7 +1,7 @@
 // A pretend OpenAI server for benchmarks: it speaks just enough HTTP/1.1 on raw sockets to cost almost nothing.
 //
-// POST anything: one JSON answer, or (with "stream":true in the body) events, the first at once and the others
-// `-pace` apart. GET /v1/models lists the model "bench"; GET /pace?us=N changes the pace of streams that start later.
+// POST anything: one JSON answer, or (with "stream":true in the body) events, all at once or, with a pace, that
+// much apart. GET /v1/models lists the model "bench"; GET /pace?us=N changes the pace of streams that start later.
 package main
 
 import (
@@ -33,6 +33,9 @@ const lastEvents = `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","c
 const streamHead = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 var paceMicroseconds int64
+
+// A paced stream's first event comes so long after the request, as from a model that reads its prompt first.
+const promptTime = 20 * time.Millisecond
 
 func chunk(data string) []byte {
 	return []byte(fmt.Sprintf("%x\r\n%s\r\n", len(data), data))
@@ -79,6 +82,9 @@ func serve(connection net.Conn, numEvents int) {
 			_, err = connection.Write(wholeModels)
 		case bytes.Contains(body, []byte(`"stream":true`)):
 			pace := time.Duration(atomic.LoadInt64(&paceMicroseconds)) * time.Microsecond
+			if pace > 0 {
+				time.Sleep(promptTime)
+			}
 			next := time.Now()
 			_, err = connection.Write(first)
 			for i := 1; i < numEvents && err == nil; i++ {

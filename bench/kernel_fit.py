@@ -118,6 +118,10 @@ def products(inputs: int, outputs: int, rows: int) -> None:
     matvec(x, weight, None, None, 1e-6, empty(rows, outputs))
 
 
+def gated(rows: int) -> None:
+    gated_matvec(empty(rows, 4096), empty(24_576, 4096), empty(4096), 1e-6)
+
+
 def experts(tokens: int) -> None:
     all_experts = Experts(empty(128, 2048), empty(1).expand(128, 1536, 2048), empty(1).expand(128, 2048, 768), 8, True)
     lists = Lists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
@@ -143,9 +147,10 @@ def cases() -> Iterator[tuple[str, Any]]:
             yield f"attention {dim}, {decodes} rows", lambda s=(dim, heads, kv_heads, decodes): attention(*s)
         yield f"attention {dim}, window", lambda s=(dim, heads, kv_heads, 1, 512): attention(*s)
     for inputs, outputs in ((4096, 6144), (12_288, 4096), (4096, 131_072)):
-        for rows in (1, 16):
+        for rows in (1, 16, 32):
             yield f"{inputs} to {outputs}, {rows} rows", lambda s=(inputs, outputs, rows): products(*s)
-    yield "gated 4096 to 12288, 16 rows", lambda: gated_matvec(empty(16, 4096), empty(24_576, 4096), empty(4096), 1e-6)
+    for rows in (16, 32):
+        yield f"gated 4096 to 12288, {rows} rows", lambda count=rows: gated(count)
     for tokens in (64, 512, 2048):
         yield f"experts, {tokens} tokens", lambda count=tokens: experts(count)
     yield "gated delta net 128", lambda: gated_delta(128)

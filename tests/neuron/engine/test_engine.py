@@ -186,6 +186,13 @@ def test_preempted_requests_go_on_as_if_nothing_had_been(
         assert sum(part.cached_tokens is not None for part in parts) == 1
 
 
+def test_short_answers_wait_for_pages_instead_of_taking_them_from_each_other(make_engine: EngineMaker) -> None:
+    tight = make_engine(pages=6)
+    outputs = run(tight, *(ask(str(number), some_tokens(30, seed=number), 60) for number in range(3)))
+    assert [len(tokens_of(parts)) for parts in outputs.values()] == [60] * 3
+    assert tight.stats().preemptions == 0
+
+
 def test_a_later_turn_takes_all_but_its_tail_from_the_cache(make_engine: EngineMaker) -> None:
     engine = make_engine()
     history = some_tokens(50)

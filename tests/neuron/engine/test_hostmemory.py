@@ -1,8 +1,10 @@
 import os
 
 import pytest
+import torch
 
 from cortex.neuron.engine.hostmemory import HostMemory, anonymous_bytes, read_host_memory
+from cortex.neuron.engine.memory import device_memory
 
 
 def host(root, files):
@@ -51,3 +53,9 @@ def test_an_unlimited_v1_group_is_no_limit(tmp_path):
 def test_the_memory_of_this_process_and_of_none():
     assert anonymous_bytes() == pytest.approx(anonymous_bytes(os.getpid()), rel=0.2)
     assert anonymous_bytes(2**22 - 1) == 0
+
+
+def test_the_engine_counts_on_no_more_than_that(monkeypatch):
+    monkeypatch.setattr("cortex.neuron.engine.memory.read_host_memory", lambda: HostMemory(4 << 30, 3 << 30))
+    memory = device_memory(torch.device("cpu"))
+    assert (memory.total_bytes, memory.free_bytes) == (4 << 30, 3 << 30)

@@ -34,7 +34,7 @@ from cortex.neuron.engine.states import StateBook
 STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
-"""Answers up to this length are sure of their pages once they have begun."""
+"""Answers up to this length do not take pages from each other."""
 CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A checkpoint costs a step of its own, and saves so many tokens of a later prompt: about as much as a step takes."""
 

@@ -35,8 +35,8 @@ class Limits:
     context_tokens: int
     """Longest sequence, prompt and output together."""
     reserved_tokens: int = 0
-    """How far ahead of each row's latest token pages are kept for it, where `max_tokens` allows it so many: an answer
-    of that length is never preempted. Clients allow far more than answers are long; all of it would leave rows idle."""
+    """How far ahead of each row's latest token pages are kept for it, where `max_tokens` allows it so many: where no
+    answer is longer, none is preempted. Clients allow far more than answers are long; all of it would idle rows."""
 
     def prefill_tokens(self, num_decodes: int, num_waiting: int) -> int:
         """Most prefill tokens of a step. Beside decode rows a few newcomers get little, so that running streams do not

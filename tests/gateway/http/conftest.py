@@ -17,7 +17,7 @@ from cortex.gateway.http.faults import UpstreamFault
 from cortex.gateway.http.limits import ClientLimits, UpstreamLimits
 from cortex.gateway.http.relay import Keepalive, Outcome, Relay
 from cortex.gateway.http.request import Headers
-from cortex.gateway.http.server import Answer, Handler, Server
+from cortex.gateway.http.server import AdmitHead, Answer, Handler, Server
 from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.http.upstream import Pool
 from cortex.wire.errors import CortexError, Family, envelope
@@ -204,8 +204,10 @@ class Stage:
         self.pools.append(pool)
         return pool
 
-    async def server(self, handler: Handler, **limits: float) -> tuple[Server, int]:
-        server = Server(handler, refuse, self.ticker, ClientLimits(**limits))  # type: ignore[arg-type]
+    async def server(
+        self, handler: Handler, *, admit_head: AdmitHead | None = None, **limits: float
+    ) -> tuple[Server, int]:
+        server = Server(handler, refuse, self.ticker, ClientLimits(**limits), admit_head)  # type: ignore[arg-type]
         self.servers.append(server)
         return server, (await server.listen("127.0.0.1", 0))[1]
 
@@ -232,8 +234,10 @@ class Stage:
         self.books.append(Books([], exchange))
         return self.books[-1]
 
-    async def client(self, port: int, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async def client(
+        self, port: int, data: bytes = b"", *, from_address: str = "127.0.0.1"
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(from_address, 0))
         self.writers.append(writer)
         writer.write(data)
         return reader, writer
@@ -256,6 +260,7 @@ class Stage:
         await eventually(lambda: not any(server.connections for server in self.servers))
         for server in self.servers:
             assert server.num_exchanges == 0
+            assert server.buffered.num_bytes == 0
         await eventually(lambda: not any(pool.num_calls or pool.connections for pool in self.pools))
         await eventually(lambda: len(self.ticker) == 0)
 

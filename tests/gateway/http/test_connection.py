@@ -81,6 +81,7 @@ class Drive:
         self.connection.connection_lost(None)
         assert self.server.num_exchanges == 0
         assert not self.server.connections
+        assert self.server.buffered.num_bytes == 0
         self.loop.close()
 
 
@@ -174,17 +175,31 @@ def test_deadlines_follow_the_phase(seconds):
     drive.close()
 
 
-def test_a_body_may_take_its_time_as_long_as_it_moves():
+@pytest.mark.parametrize("rate", [0.9, 1.1])
+def test_a_body_may_take_its_time_as_long_as_it_keeps_the_minimum_rate(rate):
+    limits = ClientLimits()
     drive = Drive(at_once=False)
     clock = drive.loop.time()
     drive.loop.time = lambda: clock  # type: ignore[method-assign]
-    drive.connection.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
-    for _ in range(8):
-        clock += 0.9 * ClientLimits().body_s
+    drive.connection.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n")
+    for _ in range(100):
+        clock += 0.9 * limits.body_s
         drive.connection.on_tick(clock)
-        drive.connection.data_received(b".")
+        drive.connection.data_received(bytes(int(rate * 0.9 * limits.body_s * limits.body_bytes_per_s)))
+    assert (b"HTTP/1.1 408 " in drive.wire.written) == (rate < 1)
+    drive.close()
+
+
+def test_a_body_that_stops_times_out_however_much_of_it_has_come():
+    limits = ClientLimits()
+    drive = Drive(at_once=False)
+    now = drive.loop.time()
+    drive.connection.data_received(
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n" + bytes(50_000_000)
+    )
+    drive.connection.on_tick(now + 0.9 * limits.body_s)
     assert drive.wire.written == b""
-    drive.connection.on_tick(clock + 1.1 * ClientLimits().body_s)
+    drive.connection.on_tick(now + 1.5 * limits.body_s)
     assert b"HTTP/1.1 408 " in drive.wire.written
     drive.close()
 

@@ -13,8 +13,9 @@ from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, Malfo
 _NOTABLE = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect"))
 
 
-def judge(method: bytes, version: str, headers: Headers, limits: ClientLimits) -> tuple[CortexError | None, bool]:
-    """Why a request that the parser accepted must not be served, if so; and whether it awaits a go-ahead."""
+def judge(method: bytes, version: str, headers: Headers, limits: ClientLimits) -> tuple[CortexError | None, bool, int]:
+    """Why a request that the parser accepted must not be served, if so; whether it awaits a go-ahead; and the length
+    it announces, 0 without one."""
     num_hosts = 0
     content_length: int | None = None
     transfer_encoding: bytes | None = None
@@ -34,7 +35,7 @@ def judge(method: bytes, version: str, headers: Headers, limits: ClientLimits) -
         refusal = HeadersTooLarge(f"{len(headers)} headers; at most {limits.num_headers} are accepted")
     if refusal is None and content_length is not None and content_length > limits.body_bytes:
         refusal = body_too_large(limits)
-    return refusal, expect is not None and version == "1.1"
+    return refusal, expect is not None and version == "1.1", content_length or 0
 
 
 def _refusal(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_LOGGED_CHARACTERS = 200
+
 Headers = Sequence[tuple[bytes, bytes]]
 """Name and value pairs in order; names are lower-case, values have no surrounding white space."""
 
@@ -32,3 +34,9 @@ class Request:
         if index is None:
             index = self._index = dict(reversed(self.headers))
         return index.get(name)
+
+
+def loggable(text: bytes) -> str:
+    """`text` from a client as it may stand in a log line: printable ASCII, and not long."""
+    shown = text[:_LOGGED_CHARACTERS].decode("latin-1").encode("unicode_escape").decode()
+    return shown if len(text) <= _LOGGED_CHARACTERS else f"{shown}… ({len(text)} bytes)"

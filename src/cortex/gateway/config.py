@@ -66,6 +66,28 @@ class GatewaySection(Section, frozen=True):
     """The least that is logged."""
 
 
+class LimitsSection(Section, frozen=True):
+    """What clients may cost each process of the gateway before they are rejected. Changes need a restart."""
+
+    max_connections: Count = 8192
+    """Client connections open at once; a further one is rejected with 503. Each stream also takes one to its node:
+    allow twice as many open files."""
+    max_connections_per_client: Count = 1024
+    """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. Raise it to
+    `max_connections` behind a reverse proxy, whose clients all have its address."""
+    max_buffered_mb: Count = 1024
+    """Request bodies in memory, of all connections together, until their responses end. A request that would exceed it
+    is rejected with 503."""
+    max_head_kb: Count = 64
+    """Larger request heads (request line and headers) are rejected with 431."""
+    head_timeout_s: Seconds = 10.0
+    """A request head must arrive within this time, or is rejected with 408."""
+    body_timeout_s: Seconds = 30.0
+    """A request body may pause this long, or is rejected with 408."""
+    min_body_kb_per_s: Count = 16
+    """A request body must arrive at this rate on average, after a first `body_timeout_s`, or is rejected with 408."""
+
+
 class NeuronSection(Section, frozen=True):
     """A node of the fleet."""
 
@@ -88,6 +110,7 @@ class Config(Section, frozen=True):
     """The whole of `cortex.toml`."""
 
     gateway: GatewaySection = GatewaySection()
+    limits: LimitsSection = LimitsSection()
     eviction: EvictionRules = EvictionRules()
     neurons: tuple[NeuronSection, ...] = ()
     keys: tuple[KeySection, ...] = ()
@@ -96,6 +119,11 @@ class Config(Section, frozen=True):
 
     def __post_init__(self) -> None:
         Keyring(self.keys)
+        if self.limits.max_buffered_mb < self.gateway.max_body_mb:
+            raise ValueError(
+                f"limits.max_buffered_mb is {self.limits.max_buffered_mb}, less than one body of gateway.max_body_mb,"
+                f" {self.gateway.max_body_mb}; raise the one or lower the other"
+            )
         names = [neuron.name for neuron in self.neurons]
         for name in names:
             if names.count(name) > 1:

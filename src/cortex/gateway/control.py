@@ -19,6 +19,7 @@ from cortex.gateway.http.exchange import Exchange
 from cortex.gateway.http.request import Request
 from cortex.gateway.http.server import Answer
 from cortex.gateway.journal import Journal
+from cortex.gateway.listener import OPEN_PATHS
 from cortex.gateway.meter import Meter
 from cortex.gateway.state import Dispatcher
 from cortex.wire import sse
@@ -30,7 +31,6 @@ _EVENT_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-_OPEN_PATHS = (b"/", b"/health")
 _ORDERS = ("load", "unload", "pin", "unpin")
 
 
@@ -63,7 +63,7 @@ class Control:
         """Answer a request that is not inference; errors are told in the dialect of its path."""
         request = exchange.request
         try:
-            if request.path not in _OPEN_PATHS:
+            if request.path not in OPEN_PATHS:
                 self.meter.authenticate(request)
             path = unquote(request.path.decode("latin-1"))
             if path == "/fleet/events":

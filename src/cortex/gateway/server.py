@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
@@ -20,13 +21,13 @@ from cortex.gateway.departures import Departures
 from cortex.gateway.desk import LocalDesk
 from cortex.gateway.dialects import ROUTES, error_answer, refuse
 from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.http.limits import ClientLimits
 from cortex.gateway.http.server import Server
 from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.inference import Inference
 from cortex.gateway.journal import Journal
 from cortex.gateway.ledger.store import StoreError
 from cortex.gateway.lifecycle import Lifecycle
+from cortex.gateway.listener import CONTROL_BODY_BYTES, api_server
 from cortex.gateway.metering import Metering
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics
 from cortex.gateway.nodes import NodeClient
@@ -97,11 +98,17 @@ class Gateway:
         )
         self._inference = Inference(self._services)
         self._control = Control(self.dispatcher, self.journal, self._metering.meter)
-        limits = ClientLimits(body_bytes=config.gateway.max_body_mb * 1024 * 1024)
-        self.server = Server(self._handle, refuse, self._ticker, limits)
+        self.server = api_server(
+            self._handle,
+            config,
+            self._ticker,
+            self.metrics,
+            lambda request: self._metering.meter.authenticate(request),  # a reload replaces the meter
+        )
         self._crew: Crew | None = None
         """The other processes, once this one listens and where there are any."""
-        self._metrics_server = Server(self._handle_metrics, refuse, self._ticker)
+        limits = dataclasses.replace(self.server.limits, body_bytes=CONTROL_BODY_BYTES)
+        self._metrics_server = Server(self._handle_metrics, refuse, self._ticker, limits)
 
     async def start(self) -> tuple[str, int]:
         """Open the books, hear every node once, then listen; returns the API's address.
@@ -158,8 +165,9 @@ class Gateway:
         for key in ("listen", "metrics_listen", "workers", "state", "max_body_mb", "poll_interval_s"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
-        if before.telemetry != config.telemetry:
-            log.warning("telemetry has changed: restart the gateway to use it")
+        for key in ("limits", "telemetry"):
+            if getattr(before, key) != getattr(config, key):
+                log.warning("%s has changed: restart the gateway to use it", key)
         kept = {section.name for section in config.neurons if section in before.neurons}
         leaving = [self._pollers.pop(name) for name in list(self._pollers) if name not in kept]
         await asyncio.gather(*(poller.stop() for poller in leaving))

@@ -158,10 +158,12 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         now = self._loop.time()
         if not parser.in_message:
-            self._deadline = min(self._deadline, now + self._limits.head_s)
+            head_deadline = now + self._limits.head_s
+            if head_deadline < self._deadline:  # later bytes do not extend it
+                self._deadline = head_deadline
         if rest := parser.feed(data):
             self._keep(rest)
-        if parser.in_body:
+        if parser.in_message and not parser.in_head:
             limits = self._limits
             self._body_began_at = min(self._body_began_at, now)
             slowest_s = limits.body_s + parser.num_body_bytes / limits.body_bytes_per_s

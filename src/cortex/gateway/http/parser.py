@@ -15,6 +15,7 @@ from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, Malfo
 
 _SLICE_BYTES = 4096
 """The parser cannot stop behind a request, so it gets bytes that may hold several of them in slices of this size."""
+_HEAD_END = b"\r\n\r\n"
 _CHUNKING_OVERHEAD = 8
 """Wire bytes allowed per body byte: one-byte chunks cost six, so more is chunk extensions without end."""
 _NUM_SMALL_PIECES = 256
@@ -56,7 +57,6 @@ class RequestParser:
         "_http_10",
         "_keeps_head",
         "_limits",
-        "_num_body_bytes",
         "_num_held_bytes",
         "_num_joined_pieces",
         "_num_message_bytes",
@@ -65,6 +65,7 @@ class RequestParser:
         "in_head",
         "in_message",
         "method",
+        "num_body_bytes",
         "owes_continue",
         "ready",
         "rejection",
@@ -87,13 +88,14 @@ class RequestParser:
         """The client waits for a go-ahead before it sends the body; cleared by the connection that gives it."""
         self.method = b""
         """Of the request parsed last."""
+        self.num_body_bytes = 0
+        """Of the body that is arriving."""
         self._num_held_bytes = 0
         # The message being parsed:
         self._admitted = False
         self._declines_upgrade = False
         self._keeps_head = False
         self._num_message_bytes = 0
-        self._num_body_bytes = 0
         self._body_limit = limits.body_bytes
         self._content_length = 0
         self._target = b""
@@ -105,15 +107,6 @@ class RequestParser:
     # --- for the connection
 
     @property
-    def in_body(self) -> bool:
-        return self.in_message and not self.in_head
-
-    @property
-    def num_body_bytes(self) -> int:
-        """Of the body that is arriving."""
-        return self._num_body_bytes
-
-    @property
     def path(self) -> bytes:
         """Of the request parsed last; empty when its target has none."""
         parts = split_target(self._target)
@@ -122,14 +115,15 @@ class RequestParser:
     def feed(self, data: bytes) -> bytes:
         """Parse up to the end of a request or the reason to reject it; returns what was not looked at."""
         num_bytes = len(data)
-        if num_bytes <= _SLICE_BYTES:
+        if num_bytes <= _SLICE_BYTES or num_bytes <= self._num_due_bytes():
             self._feed(data)
             return b""
         view = memoryview(data)
         position = 0
         while position < num_bytes and not self.ready and self.rejection is None:
-            num_due_bytes = self._content_length - self._num_body_bytes if self.in_body else 0
-            end = position + max(_SLICE_BYTES, num_due_bytes)
+            end = position + max(_SLICE_BYTES, self._num_due_bytes())
+            if not self.in_message and (head_end := data.find(_HEAD_END, position, end)) >= 0:
+                end = head_end + len(_HEAD_END)  # so that a body that follows is one piece
             self._feed(view[position:end])
             position = end
         return data[position:] if self.rejection is None else b""
@@ -158,7 +152,7 @@ class RequestParser:
             self._headers = []
         self._body = []
         self._num_joined_pieces = 0
-        self._num_body_bytes = 0
+        self.num_body_bytes = 0
         self._admitted = False
 
     def on_url(self, url: bytes) -> None:
@@ -194,12 +188,12 @@ class RequestParser:
         if self.rejection is not None:
             return
         num_bytes = len(data)
-        self._num_body_bytes += num_bytes
+        self.num_body_bytes += num_bytes
         self._num_held_bytes += num_bytes
         buffered = self._buffered
         buffered.num_bytes += num_bytes
         self._body.append(data)
-        if self._num_body_bytes > self._body_limit:
+        if self.num_body_bytes > self._body_limit:
             self.rejection = self._body_too_large()
         elif buffered.num_bytes > self._limits.buffered_bytes:
             self.rejection = _no_room()
@@ -215,7 +209,7 @@ class RequestParser:
         request = Request(self.method, parts[0], parts[1], self._headers, body, self._client)
         self.ready.append(ParsedRequest(request, self._parser.should_keep_alive(), self._http_10))
         self._body = []
-        self._num_body_bytes = 0
+        self.num_body_bytes = 0
         self._num_message_bytes = 0
         self.in_message = False
         self.owes_continue = False
@@ -260,7 +254,7 @@ class RequestParser:
         if not self._admitted:
             self._admitted = True
             self.rejection = self._judge_head()
-        elif self._num_message_bytes > 2 * limits.head_bytes + _CHUNKING_OVERHEAD * self._num_body_bytes:
+        elif self._num_message_bytes > 2 * limits.head_bytes + _CHUNKING_OVERHEAD * self.num_body_bytes:
             self.rejection = MalformedHTTP("the chunked body is mostly chunk extensions; send plain chunks")
         if len(self._body) - self._num_joined_pieces > _NUM_SMALL_PIECES:
             self._body[self._num_joined_pieces :] = [b"".join(self._body[self._num_joined_pieces :])]
@@ -273,20 +267,24 @@ class RequestParser:
             return _bad_target()
         if self._admit_head is not None:
             try:
-                num_bytes = self._admit_head(Request(self.method, *parts, self._headers, b"", self._client))
+                limit = self._admit_head(Request(self.method, *parts, self._headers, b"", self._client))
             except CortexError as error:
                 return error
-            self._body_limit = min(num_bytes, self._body_limit)
-        if max(self._content_length, self._num_body_bytes) > self._body_limit:
+            self._body_limit = min(limit, self._body_limit)
+        if max(self._content_length, self.num_body_bytes) > self._body_limit:
             return self._body_too_large()
-        num_due_bytes = max(0, self._content_length - self._num_body_bytes)
-        return _no_room() if self._buffered.num_bytes + num_due_bytes > self._limits.buffered_bytes else None
+        num_bytes = self._buffered.num_bytes + self._num_due_bytes()
+        return _no_room() if num_bytes > self._limits.buffered_bytes else None
+
+    def _num_due_bytes(self) -> int:
+        """What is certain to belong to the body that is arriving: 0 in a head, between requests and for chunks."""
+        return max(0, self._content_length - self.num_body_bytes) if self.in_message and not self.in_head else 0
 
     def _drop_body(self) -> None:
         """Hold nothing more of the rejected request; those in `ready` are still served."""
         self._body.clear()
-        self.release(self._num_body_bytes)
-        self._num_body_bytes = 0
+        self.release(self.num_body_bytes)
+        self.num_body_bytes = 0
 
     def _head_too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(

@@ -2,6 +2,7 @@
 
 A field that is absent or `null` reads as `None`; one of the wrong type or out of range raises `InvalidValue`
 whose `param` is the path the client wrote (`messages[2].content[0].text`). Fields nobody asks for are ignored.
+No number is read without a range: what is let in here has to be computable everywhere behind.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import msgspec
 
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
 
-_LARGEST_INTEGER = 2**63
-_LARGEST_NUMBER = 3e38
-"""What a 64-bit integer and a single-precision number hold: beyond them no engine can take a value."""
+LARGEST_INTEGER = 2**63 - 1
+"""What a signed 64-bit integer holds. Its negative is the smallest that is taken."""
+LARGEST_COUNT = 2**53 - 1
+"""The largest integer that every JSON library reads exactly: what some clients send for "as many as there are"."""
+LARGEST_TOKEN = 2**31 - 1
+"""Token ids of every vocabulary are below."""
+_LONGEST_SHOWN = 10**18
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
 
 
@@ -86,7 +91,7 @@ class Fields:
             return value
         raise self._wrong_type(name, bool)
 
-    def integer(self, name: str, *, low: int | None = None, high: int | None = None) -> int | None:
+    def integer(self, name: str, *, low: int, high: int) -> int | None:
         value = self.raw(name)
         if value is None:
             return None
@@ -94,17 +99,15 @@ class Fields:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self._wrong_type(name, int)
-        self._check_size(name, value, _LARGEST_INTEGER)
         self._check_range(name, value, low, high)
         return value
 
-    def number(self, name: str, *, low: float | None = None, high: float | None = None) -> float | None:
+    def number(self, name: str, *, low: float, high: float) -> float | None:
         value = self.raw(name)
         if value is None:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong_type(name, float)
-        self._check_size(name, value, _LARGEST_NUMBER)
         self._check_range(name, value, low, high)
         return float(value)
 
@@ -137,12 +140,12 @@ class Fields:
             raise self._wrong_type(name, list)
         return value
 
-    def integers(self, name: str) -> tuple[int, ...]:
+    def integers(self, name: str, *, low: int, high: int) -> tuple[int, ...]:
         values = self.array(name)
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
             raise self.invalid(name, "expected an array of integers")
         for value in values:
-            self._check_size(name, value, _LARGEST_INTEGER)
+            self._check_range(name, value, low, high)
         return tuple(values)
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -158,16 +161,10 @@ class Fields:
     def _wrong_type(self, name: str, expected: type) -> InvalidValue:
         return self.invalid(name, f"expected {_KINDS[expected]}, got {_describe(self.raw(name))}")
 
-    def _check_size(self, name: str, value: float, largest: float) -> None:
-        if not -largest <= value <= largest:
-            raise self.invalid(name, "the number is too large")
-
-    def _check_range(self, name: str, value: float, low: float | None, high: float | None) -> None:
-        if (low is None or value >= low) and (high is None or value <= high):
-            return
-        if low is not None and high is not None:
-            raise self.invalid(name, f"{value} is not between {low} and {high}")
-        raise self.invalid(name, f"{value} is less than {low}" if low is not None else f"{value} is more than {high}")
+    def _check_range(self, name: str, value: float, low: float, high: float) -> None:
+        if not low <= value <= high:  # not a number is in no range
+            shown = value if abs(value) <= _LONGEST_SHOWN else "the number"
+            raise self.invalid(name, f"{shown} is not between {low} and {high}")
 
 
 def _describe(value: Any) -> str:

@@ -11,12 +11,12 @@ import msgspec
 from cortex.wire import body as wire_body
 from cortex.wire import errors
 from cortex.wire.answer import Choice, gather, total_usage
-from cortex.wire.body import Fields
+from cortex.wire.body import LARGEST_TOKEN, Fields
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, Logprobs, ReasoningDelta, TextDelta, TokenLogprob
 from cortex.wire.openai_chat.stream import DONE, stream_error, usage_body
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
-from cortex.wire.sampling import MAX_TOP_LOGPROBS, read_output_format, read_sampling
+from cortex.wire.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, read_output_format, read_sampling
 from cortex.wire.sse import COMMENT as KEEPALIVE
 from cortex.wire.sse import frame
 
@@ -34,7 +34,7 @@ def parse(body: bytes) -> GenerateRequest:
     top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
     if fields.text("suffix"):
         raise fields.invalid("suffix", "filling in the middle is not supported; put the text into 'prompt'")
-    best_of = fields.integer("best_of", low=1)
+    best_of = fields.integer("best_of", low=1, high=MAX_CHOICES)
     if best_of is not None and best_of > sampling.n:
         raise fields.invalid("best_of", "ranking extra candidates is not supported; ask for them with 'n'")
     stream_options = fields.object("stream_options")
@@ -59,7 +59,7 @@ def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
         return prompt
     if not isinstance(prompt, list) or not prompt:
         raise fields.invalid("prompt", "it is required: a string or an array of token ids")
-    if set(map(type, prompt)) == {int} and min(prompt) >= 0:
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) <= LARGEST_TOKEN:
         return tuple(prompt)
     if all(isinstance(item, str | list) for item in prompt):
         raise fields.invalid("prompt", f"one prompt per request is taken, got {len(prompt)}; send them separately")

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import msgspec
 
-from cortex.wire.body import Fields
+from cortex.wire.body import LARGEST_COUNT, LARGEST_INTEGER, LARGEST_TOKEN, Fields
 from cortex.wire.errors import InvalidValue
 from cortex.wire.requests import OutputFormat, Sampling, Thinking
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
-_MAX_TOKEN_DIGITS = 18
+MAX_TEMPERATURE = 100
+"""From about here on every draw is uniform."""
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100
+_MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
 def read_sampling(fields: Fields) -> Sampling:
     """Every sampling field but `logprobs`, which each dialect spells differently. Raises `InvalidValue`."""
-    top_k = fields.integer("top_k", low=-1)
-    repetition_penalty = fields.number("repetition_penalty", low=0)
-    if repetition_penalty == 0:
-        raise fields.invalid("repetition_penalty", "it must be greater than 0; 1 switches it off")
+    top_k = fields.integer("top_k", low=-1, high=LARGEST_COUNT)
     return Sampling(
-        temperature=fields.number("temperature", low=0),
+        temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
         top_k=0 if top_k == -1 else top_k,
         top_p=fields.number("top_p", low=0, high=1),
         min_p=fields.number("min_p", low=0, high=1),
-        repetition_penalty=repetition_penalty,
-        repetition_window=fields.integer("repetition_window", low=0),
+        repetition_penalty=fields.number("repetition_penalty", low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
+        repetition_window=fields.integer("repetition_window", low=0, high=LARGEST_COUNT),
         presence_penalty=fields.number("presence_penalty", low=-2, high=2),
         frequency_penalty=fields.number("frequency_penalty", low=-2, high=2),
         logit_bias=_read_logit_bias(fields),
-        seed=fields.integer("seed", low=-(2**63), high=2**63 - 1),
-        max_tokens=fields.integer("max_tokens", low=1),
-        min_tokens=fields.integer("min_tokens", low=0) or 0,
+        seed=fields.integer("seed", low=-LARGEST_INTEGER, high=LARGEST_INTEGER),
+        max_tokens=fields.integer("max_tokens", low=1, high=LARGEST_COUNT),
+        min_tokens=fields.integer("min_tokens", low=0, high=LARGEST_COUNT) or 0,
         ignore_eos=fields.flag("ignore_eos") or False,
         stop=read_stops(fields, "stop"),
-        stop_token_ids=fields.integers("stop_token_ids"),
+        stop_token_ids=fields.integers("stop_token_ids", low=0, high=LARGEST_TOKEN),
         n=fields.integer("n", low=1, high=MAX_CHOICES) or 1,
     )
 
@@ -53,7 +54,8 @@ def _read_logit_bias(fields: Fields) -> dict[int, float]:
     bias_by_token = fields.object("logit_bias")
     for token in fields.mapping("logit_bias") or {}:
         assert bias_by_token is not None
-        if not (token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_DIGITS):
+        is_number = token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_DIGITS
+        if not is_number or int(token) > LARGEST_TOKEN:
             raise bias_by_token.invalid(token, "keys are token ids")
         bias = bias_by_token.number(token, low=-100, high=100)
         biases[int(token)] = bias or 0.0

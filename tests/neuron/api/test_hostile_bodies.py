@@ -140,3 +140,23 @@ async def test_a_body_that_is_almost_right_gets_an_answer_or_an_error_of_ours(ap
             assert response.status < 500, (data, told)
             assert told["message"], data
             assert told.get("code", "malformed_json") in BY_CODE, (data, told)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_number_out_of_range_is_rejected_by_name_and_a_live_stream_goes_on(
+    api: Any, chat_body: Any, path: str
+) -> None:
+    api.node.play.pause_s = 0.02
+    said = {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "input": "hi"}
+    if path == "/v1/completions":
+        said["prompt"] = "hi"
+    async with api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=True)) as live:
+        for field in ("top_k", "temperature", "top_p"):
+            for value in (2**63, 2**70, -(2**70), 1e300):
+                status, answer, _ = await api.post(path, {**said, field: value})
+                assert status == 400
+                assert f"'{field}'" in answer["error"]["message"]
+        stream = await live.read()
+    assert b"[DONE]" in stream
+    assert b"error" not in stream
+    assert len(api.node.submitted) == 1

@@ -8,6 +8,7 @@ import pytest
 
 from cortex.neuron.device.address import DeviceAddress
 from cortex.neuron.device.executor import PREPARE_AFTER_S, DeviceFault, Executor
+from cortex.neuron.device.faults import FaultKind
 from cortex.neuron.device.outbox import Outbox
 from cortex.neuron.device.protocol import (
     CancelLoad,
@@ -176,3 +177,23 @@ def test_a_model_whose_every_step_fails_is_given_up_and_the_others_are_not():
     assert [event.handle for event in events if isinstance(event, ModelBroken)] == [1]
     assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["a"]
     assert any(isinstance(event, Outputs) and event.handle == 2 for event in events)
+
+
+def test_a_bug_ends_only_the_request_at_fault_however_often_it_comes():
+    bugs = [f"bug {number}" for number in range(5)]
+    turns = [[submit(1, bug, faulty_engine.BUG)] for bug in bugs]
+    long = Submit(1, EngineRequest(id="long", prompt=(faulty_engine.PLAIN,), max_tokens=6))
+    events = run([load(1)], [long], *(turn for each in turns for turn in (each, [], [])), *([[]] * 6))
+    failed = [event for event in events if isinstance(event, RequestFailed)]
+    assert [(event.request_id, event.kind) for event in failed] == [(bug, FaultKind.BUG) for bug in bugs]
+    said = [output for event in events if isinstance(event, Outputs) for output in event.outputs]
+    assert [output.finish for output in said if output.request_id == "long"] == [None] * 5 + ["length"]
+    assert not any(isinstance(event, ModelBroken) for event in events)
+
+
+def test_bugs_of_requests_that_are_alone_do_not_break_the_model():
+    turns = [turn for number in range(5) for turn in ([submit(1, f"bug {number}", faulty_engine.BUG)], [], [])]
+    events = run([load(1)], *turns, [submit(1, "well")], [], [])
+    assert sum(isinstance(event, RequestFailed) for event in events) == 5
+    assert not any(isinstance(event, ModelBroken) for event in events)
+    assert events[-1].outputs[-1].finish == "length"

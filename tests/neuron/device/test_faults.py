@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cortex.neuron.device.faults import FaultKind, chain, choose_victims, classify, explain
-from cortex.neuron.engine.errors import LoadError, NoRoomError, RequestError
+from cortex.neuron.engine.errors import LoadError, NoRoomError, RequestError, StepBlamed
 
 
 class OutOfMemoryError(RuntimeError):
@@ -111,13 +111,28 @@ def test_suppressed_context_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("kind", "live", "victims"),
+    ("kind", "live", "blamed", "victims"),
     [
-        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": False, "newer": False}, ["newer"]),
-        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": True}, ["new"]),
-        (FaultKind.OUT_OF_MEMORY, {}, []),
-        (FaultKind.BUG, {"old": True, "new": False}, ["old", "new"]),
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": False, "newer": False}, None, ["newer"]),
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": False, "newer": False}, "old", ["newer"]),
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": True}, None, ["new"]),
+        (FaultKind.OUT_OF_MEMORY, {}, None, []),
+        (FaultKind.BUG, {"old": True, "new": False}, None, ["old", "new"]),
+        (FaultKind.BUG, {"old": True, "new": False}, "old", ["old"]),
+        (FaultKind.REQUEST, {"old": True, "new": False}, "new", ["new"]),
+        (FaultKind.BUG, {"old": True}, "ended already", []),
     ],
 )
-def test_who_pays_for_a_failed_step(kind, live, victims):
-    assert choose_victims(kind, live) == victims
+def test_who_pays_for_a_failed_step(kind, live, blamed, victims):
+    assert choose_victims(kind, live, blamed) == victims
+
+
+def test_a_blamed_request_is_a_bug_unless_its_cause_is_graver():
+    for cause, kind in (
+        (OverflowError("int too big to convert"), FaultKind.BUG),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), FaultKind.DEVICE),
+        (MemoryError(), FaultKind.OUT_OF_MEMORY),
+    ):
+        error = StepBlamed("named CUDA error: by its client")
+        error.__cause__ = cause
+        assert classify(error) is kind

@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.sampler import Sampler
+from cortex.neuron.text.matcher import MatchState
 
 END = 256
 SCHEMA = {
@@ -54,7 +56,7 @@ def engine(model):
     engine.close()
 
 
-def run(engine, *requests):
+def run(engine, *requests, errors=None):
     for request in requests:
         engine.submit(request)
     tokens, finish = {}, {}
@@ -62,6 +64,8 @@ def run(engine, *requests):
         for output in engine.step():
             tokens.setdefault(output.request_id, []).extend(output.tokens)
             finish[output.request_id] = output.finish
+            if output.error is not None and errors is not None:
+                errors[output.request_id] = output.error
     return tokens, finish
 
 
@@ -97,3 +101,37 @@ def test_a_grammar_that_does_not_compile_is_refused_and_holds_nothing(engine):
         engine.submit(request("bad", "start: nonsense ("))
     assert not engine.has_work
     engine.check_integrity()
+
+
+def test_a_token_that_the_grammar_does_not_allow_ends_its_request_with_a_short_error(engine, monkeypatch):
+    draw = Sampler.draw
+
+    def without_mask(sampler, logits, rows, positions, draws, mask=None):
+        return draw(sampler, logits, rows, positions, draws)
+
+    free = request("free", None, temperature=1.0, seed=5)
+    alone, _ = run(engine, free)
+    monkeypatch.setattr(Sampler, "draw", without_mask)
+    errors = {}
+    tokens, finish = run(engine, free, request("bound", json_grammar(), temperature=2.0, seed=6), errors=errors)
+    assert finish["bound"] == "error"
+    assert "does not fit the grammar" in errors["bound"]
+    assert len(errors["bound"]) < 120
+    assert "\n" not in errors["bound"]
+    assert tokens["free"] == alone["free"]
+
+
+@pytest.mark.parametrize("method", ["fill_mask", "accept"])
+def test_a_grammar_library_that_raises_ends_its_request_alone(engine, monkeypatch, method):
+    free = request("free", None, temperature=1.0, seed=5)
+    alone, _ = run(engine, free)
+
+    def failing(*_):
+        raise OverflowError("out of range integral type conversion attempted")
+
+    monkeypatch.setattr(MatchState, method, failing)
+    errors = {}
+    tokens, finish = run(engine, free, request("bound", json_grammar(), temperature=1.0, seed=6), errors=errors)
+    assert finish["bound"] == "error"
+    assert errors["bound"] == "the grammar could not be followed (OverflowError); simplify it and try again"
+    assert tokens["free"] == alone["free"]

@@ -4,6 +4,7 @@ alone; and what it held is free when it ends."""
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 import transformers
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.penalties import Penalties
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
+from cortex.neuron.engine.sampler import Sampler
 from cortex.neuron.engine.sequence import Sequence
 
 CPU = torch.device("cpu")
@@ -321,6 +324,16 @@ def test_a_request_may_fill_the_context_to_the_last_token(make_engine: EngineMak
         (ask("bad", (-1,)), f"vocabulary of {VOCAB}"),
         (ask("bad", (1,) * CONTEXT, 1), f"{CONTEXT} tokens and asks for 1 more, but this model holds {CONTEXT}"),
         (ask("running", (1,)), "already running"),
+        (ask("bad", (1,), 5, SamplingParams(temperature=math.nan)), "temperature is nan"),
+        (ask("bad", (1,), 5, SamplingParams(temperature=1e39)), "temperature is 1e[+]39"),
+        (ask("bad", (1,), 5, SamplingParams(temperature=-1.0)), "temperature is -1"),
+        (ask("bad", (1,), 5, SamplingParams(top_p=math.nan)), "top_p is nan"),
+        (ask("bad", (1,), 5, SamplingParams(min_p=2.0)), "min_p is 2.0: it must be between 0 and 1"),
+        (ask("bad", (1,), 5, SamplingParams(repetition_penalty=0.0)), "repetition_penalty is 0"),
+        (ask("bad", (1,), 5, SamplingParams(presence_penalty=math.inf)), "presence_penalty is inf"),
+        (ask("bad", (1,), 5, SamplingParams(frequency_penalty=10**400)), "frequency_penalty is 1000"),
+        (ask("bad", (1,), 5, SamplingParams(logit_bias=((3, math.inf),))), "logit_bias of token 3 is inf"),
+        (ask("bad", (1,), 5, SamplingParams(top_logprobs=-1)), "top_logprobs is -1"),
     ],
 )
 def test_what_can_never_be_served_is_refused_and_troubles_nobody(
@@ -420,6 +433,117 @@ def test_the_requests_of_a_failed_step_can_be_cancelled(
     assert engine.step() == [StepOutput("r", finish="cancelled")]
     assert not engine.has_work
     assert engine.stats().used_pages == engine.stats().cached_pages == 0
+
+
+POISON = SamplingParams(temperature=0.5, frequency_penalty=0.625)
+"""What the faults injected below know the request at fault by."""
+
+
+def run_with_worker(engine: Engine, requests: list[EngineRequest]) -> tuple[dict[str, list[int]], list[str]]:
+    """What each request says and which ones were blamed, where a failed step is treated as a worker treats it."""
+    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    blamed = []
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        outputs = []
+        try:
+            outputs = engine.step()
+        except StepBlamed as error:
+            blamed.append(error.request_id)
+            engine.cancel(error.request_id)
+        except OverflowError:
+            assert engine.isolate()
+        engine.check_integrity()
+        for output in outputs:
+            said[output.request_id].extend(output.tokens)
+    assert engine.stats().used_pages == engine.stats().running == engine.stats().waiting == 0
+    return said, blamed
+
+
+def crowd_with_poison(*places: int) -> list[EngineRequest]:
+    requests = crowd()
+    for number, place in enumerate(places):
+        requests.insert(place, ask(f"poison {number}", some_tokens(45, seed=8 + number), 9, POISON))
+    return requests
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_that_cannot_be_assigned_end_their_own_request(
+    make_engine: EngineMaker, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    assign = Sampler.assign
+
+    def failing(sampler: Sampler, row: int, request: EngineRequest, drawn: Any = ()) -> None:
+        if request.sampling is POISON:
+            raise OverflowError("int too big to convert")
+        assign(sampler, row, request, drawn)
+
+    monkeypatch.setattr(Sampler, "assign", failing)
+    said, blamed = run_with_worker(make_engine(late=late, max_num_seqs=12), crowd_with_poison(0, 4))
+    assert sorted(blamed) == ["poison 0", "poison 1"]
+    assert said == alone | {"poison 0": [], "poison 1": []}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{"max_num_seqs": 12}, {"prefill_chunk_tokens": 33}, {"pages": 8, "max_num_seqs": 3}], ids=str
+)
+def test_a_draw_that_fails_for_one_request_ends_it_alone_and_the_others_say_what_they_say_alone(
+    make_engine: EngineMaker,
+    alone: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, int],
+    late: bool,
+) -> None:
+    """The fault comes in the middle of a step of many, where nothing says whose it is."""
+    apply = Penalties.apply
+
+    def failing(penalties: Penalties, logits: Any, rows: Any, positions: Any, params: Any) -> Any:
+        if any(param is POISON for param in params):
+            raise OverflowError("int too big to convert")
+        return apply(penalties, logits, rows, positions, params)
+
+    monkeypatch.setattr(Penalties, "apply", failing)
+    said, blamed = run_with_worker(make_engine(late=late, **changes), crowd_with_poison(1, 6))
+    assert sorted(blamed) == ["poison 0", "poison 1"]
+    assert said == alone | {"poison 0": [], "poison 1": []}
+
+
+def test_a_model_that_fails_its_self_test_blames_nobody(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise OverflowError("the model is at fault")
+
+    monkeypatch.setattr(Sampler, "draw", failing)
+    engine.submit(ask("r", some_tokens(20)))
+    with pytest.raises(OverflowError):
+        engine.step()
+    with pytest.raises(OverflowError):
+        engine.isolate()
+    engine.check_integrity()
+    engine.cancel("r")
+    assert engine.step() == [StepOutput("r", finish="cancelled")]
+    assert not engine.isolate()
+    assert engine.stats().used_pages == 0
+
+
+def test_the_largest_integers_are_cut_to_what_there_is(make_engine: EngineMaker) -> None:
+    huge = SamplingParams(
+        temperature=0.8, seed=2**70, top_k=2**70, repetition_window=2**70, repetition_penalty=1.2, top_logprobs=2**70
+    )
+    all_of_them = replace(huge, top_k=0, repetition_window=0, top_logprobs=VOCAB)
+    odd = {"min_tokens": 2**70, "stop_token_ids": (2**70, -(2**70))}
+    outputs = run(
+        make_engine(),
+        ask("huge", (1, 2, 3), 6, huge, **odd),
+        ask("all of them", (1, 2, 3), 6, all_of_them),
+    )
+    assert tokens_of(outputs["huge"]) == tokens_of(outputs["all of them"])
+    assert len(outputs["huge"][0].logprobs[0].top_ids) == VOCAB
 
 
 def test_logprobs_come_in_the_number_each_request_asked_for(make_engine: EngineMaker) -> None:

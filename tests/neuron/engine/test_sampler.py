@@ -16,6 +16,7 @@ from cortex.neuron.engine.division import penalty_bytes
 from cortex.neuron.engine.penalties import Penalties
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampler import Draw, Drawn, Sampler
+from cortex.neuron.kernels.gumbel import gumbel_noise
 
 VOCAB = 24
 CONTEXT = 64
@@ -133,6 +134,24 @@ def test_only_kept_tokens_are_drawn(seed: int, top_k: int, top_p: float, min_p: 
 def test_the_likeliest_always_stays(params: SamplingParams) -> None:
     logits = some_logits(1)
     assert set(frequencies(logits, params, 30)) == {int(logits.argmax())}
+
+
+def test_with_top_k_1_the_seeds_of_the_largest_noise_draw_the_greedy_tokens() -> None:
+    vocab, position = 65_536, 2
+    largest = torch.cat(
+        [
+            gumbel_noise(torch.arange(first, first + 32), torch.tensor(position), vocab).amax(-1)
+            for first in range(0, 512, 32)
+        ]
+    )
+    seeds = largest.topk(16).indices.tolist()
+    sampler = Sampler(len(seeds), vocab, CONTEXT, torch.device("cpu"))
+    for row, seed in enumerate(seeds):
+        sampler.assign(row, request(SamplingParams(temperature=1.5, top_k=1, seed=seed)))
+    logits = torch.randn(len(seeds), vocab, generator=torch.Generator().manual_seed(5))
+    draws = [Draw(row, 0) for row in range(len(seeds))]
+    drawn = sampler.draw(logits, torch.arange(len(seeds)), torch.full((len(seeds),), position), draws)
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-30, 1e-45])

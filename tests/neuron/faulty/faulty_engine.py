@@ -13,7 +13,14 @@ import signal
 import time
 from pathlib import Path
 
-from cortex.neuron.engine.errors import DamagedError, LoadCancelled, LoadError, RequestError, SleepError
+from cortex.neuron.engine.errors import (
+    DamagedError,
+    LoadCancelled,
+    LoadError,
+    RequestError,
+    SleepError,
+    StepBlamed,
+)
 from cortex.neuron.engine.request import EngineInfo, EngineStats, StepOutput
 
 PLAIN = 1
@@ -41,6 +48,7 @@ class FaultyEngine:
         self._requests: dict = {}
         self._produced: dict = {}
         self._cancelled: set = set()
+        self._isolating = False
         self._steps = 0
         self._completion_tokens = 0
         self.info = EngineInfo(
@@ -98,7 +106,13 @@ class FaultyEngine:
         outputs = [self._end(request_id, "cancelled") for request_id in sorted(self._cancelled)]
         self._cancelled.clear()
         for request in self._requests.values():
-            misbehave(request.prompt[0])
+            try:
+                misbehave(request.prompt[0])
+            except Exception as error:
+                if self._isolating:
+                    raise StepBlamed(request.id) from error
+                raise
+        self._isolating = False
         for request in list(self._requests.values()):
             produced = self._produced[request.id] = self._produced[request.id] + 1
             self._completion_tokens += 1
@@ -112,6 +126,10 @@ class FaultyEngine:
     def _end(self, request_id, finish, tokens=(), cached_tokens=None):
         del self._requests[request_id], self._produced[request_id]
         return StepOutput(request_id, tokens, cached_tokens=cached_tokens, finish=finish)
+
+    def isolate(self):
+        self._isolating = True
+        return True
 
     def prepare(self):
         return False
@@ -182,6 +200,9 @@ load = FaultyEngine.load
 
 
 class BrokenEngine(FaultyEngine):
+    def isolate(self):
+        raise RuntimeError("page table is corrupt, self-test or not")
+
     def step(self):
         raise RuntimeError("page table is corrupt")
 

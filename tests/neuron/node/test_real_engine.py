@@ -1,6 +1,7 @@
 """The same node with the engine it ships with, on small random models."""
 
 import json
+import math
 import os
 import signal
 
@@ -15,7 +16,7 @@ from cortex.neuron.device.nursery import ENGINE
 from cortex.neuron.engine.hostmemory import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
-from cortex.wire.errors import Recovering
+from cortex.wire.errors import InvalidValue, Recovering
 from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 
 MEBIBYTE = 1 << 20
@@ -86,6 +87,36 @@ async def test_a_killed_worker_comes_back_and_answers_the_same(tmp_path):
                 pass
         assert (await load(node, "a")).state is ModelState.READY
         assert await answer(node, "a") == first
+    finally:
+        await node.close()
+
+
+async def test_poisonous_parameters_end_their_own_requests_however_many_come(tmp_path):
+    """Straight into the node, past the API that would have rejected them."""
+    node = await start(tmp_path)
+    poisons = [
+        SamplingParams(temperature=math.nan),
+        SamplingParams(temperature=1e39),
+        SamplingParams(repetition_penalty=0.0),
+        SamplingParams(logit_bias=((1, math.inf),)),
+        SamplingParams(top_logprobs=-1),
+    ]
+    try:
+        await load(node, "a")
+        stream = node.submit("a", EngineRequest(id="live", prompt=(1, 2, 3), max_tokens=60))
+        num_tokens = sum(len(output.tokens) for output in await anext(stream))
+        for number, poison in enumerate(poisons):
+            request = EngineRequest(id=f"poison {number}", prompt=(4, 5), max_tokens=5, sampling=poison)
+            with pytest.raises(InvalidValue):
+                async for _ in node.submit("a", request):
+                    pass
+        huge = SamplingParams(top_k=2**63 - 1, repetition_window=2**63 - 1, repetition_penalty=1.1)
+        request = EngineRequest(id="huge", prompt=(4, 5), max_tokens=5, sampling=huge)
+        assert sum([len(output.tokens) async for batch in node.submit("a", request) for output in batch]) == 5
+        async for batch in stream:
+            num_tokens += sum(len(output.tokens) for output in batch)
+        assert num_tokens == 60
+        assert node.model("a").state is ModelState.READY
     finally:
         await node.close()
 

@@ -47,7 +47,7 @@ from cortex.neuron.device.protocol import (
     WakeFailed,
     Woken,
 )
-from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError, StepBlamed
 from cortex.neuron.engine.request import EngineStats, StepOutput
 
 log = logging.getLogger(__name__)
@@ -234,18 +234,33 @@ class Executor:
         kind = self._judge(error, "step")
         message = explain(error)
         log.error("a step of model %d failed (%s): %s", resident.handle, kind, message, exc_info=error)
+        blamed = error.request_id if isinstance(error, StepBlamed) else None
         live = {name: produced for name, produced in resident.live.items() if name not in resident.failing}
-        victims = choose_victims(kind, live)
+        if kind is not FaultKind.OUT_OF_MEMORY and blamed is None and self._isolates(resident):
+            victims = []
+        else:
+            victims = choose_victims(kind, live, blamed)
         for request_id in victims:
             resident.failing[request_id] = (kind, message)
             resident.engine.cancel(request_id)
         if kind is FaultKind.OUT_OF_MEMORY:
             memoryprobe.give_back(self._device)
-        # Running out of memory may take several requests in a row before the rest fits.
-        if kind is not FaultKind.OUT_OF_MEMORY or not victims:
+        if victims and blamed is not None:
+            resident.failed_steps = 0  # the request was at fault, the model is well
+        elif kind is not FaultKind.OUT_OF_MEMORY or not victims:
+            # Running out of memory may take several requests in a row before the rest fits.
             resident.failed_steps += 1
         if resident.failed_steps >= MAX_FAILED_STEPS:
             self._give_up(resident, message)
+
+    def _isolates(self, resident: _Resident) -> bool:
+        """Whether the engine goes on with one request at a time, to find the one at fault; not if the model is."""
+        try:
+            return resident.engine.isolate()
+        except Exception as error:
+            self._judge(error, "self-test")
+            log.error("the self-test of model %d failed as well: %s", resident.handle, explain(error), exc_info=error)
+            return False
 
     def _give_up(self, resident: _Resident, message: str) -> None:
         for request_id, (kind, reason) in resident.failing.items():

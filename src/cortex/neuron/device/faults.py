@@ -20,7 +20,7 @@ class FaultKind(StrEnum):
     DEVICE = "device"
     """The device context is unusable; the worker must be replaced."""
     BUG = "bug"
-    """Something else. The requests in the step fail, the device is well."""
+    """Something else. The request to blame fails, or all in the step where none can be; the device is well."""
 
 
 _OUT_OF_MEMORY_TYPES = frozenset({"OutOfMemoryError", "MemoryError"})
@@ -116,14 +116,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             pending.extend(link.exceptions)
 
 
-def choose_victims(kind: FaultKind, live: dict[str, bool]) -> list[str]:
+def choose_victims(kind: FaultKind, live: dict[str, bool], blamed: str | None = None) -> list[str]:
     """Which of the live requests (id → has produced, oldest first) a failed step ends.
 
-    Out of memory: the newest of those still in their prompt, else the newest of all. Anything else cannot
-    be pinned on one request: all of them.
+    Out of memory: the newest of those still in their prompt, else the newest of all. Anything else: the one that the
+    engine blames; without one, all of them.
     """
     if kind is not FaultKind.OUT_OF_MEMORY:
-        return list(live)
+        return [request_id for request_id in live if blamed in (None, request_id)]
     in_prompt = [request_id for request_id, has_produced in live.items() if not has_produced]
     return (in_prompt or list(live))[-1:]
 

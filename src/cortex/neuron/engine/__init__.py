@@ -13,7 +13,10 @@ The contract the device worker relies on (`engine.Engine`, every method on the e
     engine.has_work: bool
     engine.step() -> list[StepOutput]
         When it raises (out of memory, a bug) every request is still in the engine and will be computed as if the
-        step had not been: the worker cancels the ones to blame and steps on.
+        step had not been: the worker cancels the ones to blame and steps on. StepBlamed names the one to blame.
+    engine.isolate() -> bool
+        After a step raised for an unknown reason: its requests are computed one at a time, so that a later StepBlamed
+        names the one at fault. False where that is not possible; raises what a self-test raises.
     engine.prepare() -> bool
         One more thing that later steps may want is built, within a second or so as a rule; false: nothing is left.
         To be called when no engine has work. Steps run without it, too, only slower.

@@ -29,16 +29,25 @@ class Constraint:
         """Sets the bits of the tokens that may come next. row: [words] int32, on the host"""
         try:
             self._state.fill_mask(row)
-        except GrammarRejected as error:
-            self.failure = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever the grammar library raises concerns this sequence alone
+            self._fail(error)
 
     def is_complete_after(self, token: int) -> bool:
         """Goes on with `token`; true when nothing may follow it."""
+        if self.failure is not None:
+            return True  # drawn without a mask
         try:
             self._state.accept(token)
-        except GrammarRejected as error:
+            return self._state.is_finished
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+            return True
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, GrammarRejected):
             self.failure = str(error)
-        return self._state.is_finished
+        else:
+            self.failure = f"the grammar could not be followed ({type(error).__name__}); simplify it and try again"
 
 
 class Constraints:

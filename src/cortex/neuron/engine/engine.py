@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cortex.neuron.engine.constraints import Constraints
-from cortex.neuron.engine.errors import RequestError, SleepError
+from cortex.neuron.engine.errors import RequestError, SleepError, StepBlamed
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import (
@@ -83,6 +83,10 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._pending: list[StepOutput] = []
+        self._failed: tuple[Sequence, ...] = ()
+        """What the step that raised last was to compute."""
+        self._suspects: deque[Sequence] = deque()
+        """Computed one at a time, the first of them next."""
         self._counted = _Counted()
         self._furnish()
         self.info = EngineInfo(
@@ -131,9 +135,7 @@ class Engine:
     def _ask(self) -> tuple[int, ...]:
         """The greedy answer to a fixed short prompt; not counted. The engine must be idle."""
         counted = replace(self._counted)
-        token = min(1, self.info.vocab_size - 1)
-        prompt = (token,) * min(4, self.info.context_tokens - 2)
-        self.submit(EngineRequest("self-test", prompt, max_tokens=2, sampling=SamplingParams(temperature=0.0)))
+        self.submit(self._self_test())
         answer: list[int] = []
         try:
             while self.has_work:
@@ -146,6 +148,11 @@ class Engine:
         self._counted = counted
         return tuple(answer)
 
+    def _self_test(self) -> EngineRequest:
+        token = min(1, self.info.vocab_size - 1)
+        prompt = (token,) * min(4, self.info.context_tokens - 2)
+        return EngineRequest("self-test", prompt, max_tokens=2, sampling=SamplingParams(temperature=0.0))
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
@@ -156,6 +163,7 @@ class Engine:
             raise RequestError(f"request id {request.id!r} is already running")
         if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self.info.vocab_size:
             raise RequestError(f"the prompt has token ids outside the model's vocabulary of {self.info.vocab_size}")
+        request.sampling.check()
         constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
         sequence = self._scheduler.submit(request)
         sequence.constraint = constraint
@@ -174,16 +182,49 @@ class Engine:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Launches the next step and reports the last finished one: on a GPU the one before, on a CPU the same."""
-        if any(sequence.constraint is not None for sequence in self._scheduler.running):
+        """Launches the next step and reports the last finished one: on a GPU the one before, on a CPU the same.
+
+        Raises StepBlamed where one request is known to be at fault, and anything else a step may raise."""
+        self._failed = ()
+        if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
             self._collect_all()  # what may come next depends on what came last
-        plan = self._scheduler.plan()
+        plan = self._plan()
         if plan is not None:
             self._launch(plan)
         if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
             self._collect(self._in_flight.popleft())
         outputs, self._pending = self._pending, []
         return outputs
+
+    def isolate(self) -> bool:
+        """After a step that raised for an unknown reason: computes the requests of that step one at a time, until each
+        has drawn a token, so that the one at fault is blamed alone. False: it is not known which they were.
+
+        A self-test comes first. What it raises is the model's fault, and no request's; nothing is isolated then.
+        """
+        suspects, self._failed = self._failed, ()
+        if not suspects:
+            return False
+        self._collect_all()
+        sequence = self._scheduler.submit(self._self_test())
+        try:
+            plan = self._scheduler.plan_alone(sequence)
+            if plan is not None:
+                self._runner.launch(plan, [Draw(sequence.row, 0)]).read()
+        finally:
+            self._scheduler.drop(sequence)
+        self._suspects.extend(suspects)
+        return True
+
+    def _plan(self) -> StepPlan | None:
+        """While there are suspects, a step of the first of them; one that cannot be computed alone now rejoins."""
+        while self._suspects:
+            suspect = self._suspects[0]
+            plan = None if suspect.finished else self._scheduler.plan_alone(suspect)
+            if plan is not None:
+                return plan
+            self._suspects.popleft()
+        return self._scheduler.plan()
 
     def _launch(self, plan: StepPlan) -> None:
         by_row = {sequence.row: sequence for sequence in self._scheduler.running}
@@ -193,9 +234,14 @@ class Engine:
         try:
             mask = self._constraints.mask([sequence.constraint for sequence in drawing])
             launched = self._runner.launch(plan, draws, mask)
-        except Exception:
+        except Exception as error:
             self._scheduler.retract(plan)
+            if self._suspects and not isinstance(error, StepBlamed):
+                raise StepBlamed(self._suspects[0].request.id) from error
+            self._failed = tuple(by_row[row.row] for row in plan.rows)
             raise
+        if self._suspects and drawing:
+            self._suspects.popleft()
         self._in_flight.append(_InFlight(launched, drawing))
         self._counted.steps += 1
         self._counted.prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
@@ -305,6 +351,8 @@ class Engine:
         self._in_flight.clear()
         self._sequences.clear()
         self._pending.clear()
+        self._suspects.clear()
+        self._failed = ()
         if hasattr(self, "_runner"):  # a wake may fail before there is one
             self._counted.preemptions += self._scheduler.preemptions
             del self._runner, self._scheduler

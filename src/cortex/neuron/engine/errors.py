@@ -27,3 +27,12 @@ class DamagedError(EngineError):
 
 class RequestError(EngineError):
     """This request can never be served: too long, or a parameter out of range."""
+
+
+class StepBlamed(EngineError):
+    """A step failed because of one request; `__cause__` says how. Its neighbours can go on once it is cancelled."""
+
+    def __init__(self, request_id: str) -> None:
+        # Without the id: clients choose it, and errors are classified by their text.
+        super().__init__("a step failed because of this request alone")
+        self.request_id = request_id

@@ -55,7 +55,8 @@ class Penalties:
     def _without_repetition(
         self, logits: Tensor, history: Tensor, positions: Tensor, params: Sequence[SamplingParams]
     ) -> Tensor:
-        windows = torch.tensor([param.repetition_window or self._context_tokens for param in params])
+        most = self._context_tokens
+        windows = torch.tensor([min(param.repetition_window or most, most) for param in params])
         position = torch.arange(self._context_tokens, device=self._device)
         recent = (position <= positions[:, None]) & (position > positions[:, None] - windows.to(self._device)[:, None])
         seen = torch.zeros_like(logits).scatter_reduce_(1, history.long(), recent.to(logits.dtype), "amax") > 0

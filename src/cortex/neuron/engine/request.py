@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cortex.neuron.engine.errors import RequestError
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -31,6 +33,32 @@ class SamplingParams:
     """The same seed draws the same tokens whatever else is in the batch."""
     top_logprobs: int | None = None
     """None: no logprobs. 0: of the drawn token only. N: and of the N likeliest."""
+
+    def check(self) -> None:
+        """Raises RequestError for a value that a step could not compute with: within these ranges the arithmetic of
+        single precision gives numbers. Integers need no upper bound, they are cut to the vocabulary and the context."""
+        for name, (low, high) in _COMPUTABLE.items():
+            _check_range(name, getattr(self, name), low, high)
+        for token, bias in self.logit_bias:
+            _check_range(f"logit_bias of token {token}", bias, -_LARGEST, _LARGEST)
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}: ask for 0 or more")
+
+
+_LARGEST = 1e6
+_COMPUTABLE = {
+    "temperature": (0.0, _LARGEST),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1 / _LARGEST, _LARGEST),
+    "presence_penalty": (-_LARGEST, _LARGEST),
+    "frequency_penalty": (-_LARGEST, _LARGEST),
+}
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # not a number is in no range
+        raise RequestError(f"{name} is {value}: it must be between {low:g} and {high:g}")
 
 
 @dataclass(frozen=True, slots=True)

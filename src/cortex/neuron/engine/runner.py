@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.graphs import Capture, CudaCapture, StepGraphs
 from cortex.neuron.engine.inputs import StepInputs
 from cortex.neuron.engine.pages import PADDING_PAGE
@@ -110,10 +111,15 @@ class Runner:
             return self._prompt_plans.prepare()
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
-        """Starts a step. `draws` are the plan's drawing rows in order; `mask` forbids tokens to them."""
+        """Starts a step. `draws` are the plan's drawing rows in order; `mask` forbids tokens to them.
+
+        Raises StepBlamed where the parameters of one request are at fault; the plan is then to be retracted."""
         with torch.inference_mode():
             for row, request, past in plan.new_rows:
-                self.sampler.assign(row, request, past)
+                try:
+                    self.sampler.assign(row, request, past)
+                except Exception as error:
+                    raise StepBlamed(request.id) from error
             self._extend_tables(plan)
             if self._states is not None:
                 self._states.copy(plan.restores)

@@ -66,7 +66,7 @@ class Sampler:
         if params.temperature > 0:
             seed = params.seed if params.seed is not None else secrets.randbits(62)
             self._temperature[row] = max(params.temperature, COLDEST)
-            self._top_k[row] = params.top_k if params.top_k > 0 else self.vocab
+            self._top_k[row] = min(params.top_k, self.vocab) if params.top_k > 0 else self.vocab
             self._top_p[row] = params.top_p
             self._min_p[row] = params.min_p
             self._seeds[row] = (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -156,18 +156,17 @@ class Scheduler:
         budget = self.limits.prefill_tokens(len(draft.rows), num_prefilling + len(self.waiting))
         budget = self._continue_prefills(draft, budget)
         self._admit(draft, budget)
-        if not draft.rows:
-            return None
-        rows = tuple(sorted(draft.rows, key=lambda row: row.count > 1))
-        num_singles = sum(row.count == 1 for row in rows)
-        return StepPlan(
-            rows,
-            num_singles,
-            tuple(draft.new_rows),
-            tuple(draft.new_pages),
-            tuple(draft.restores),
-            tuple(draft.saves),
-        )
+        return draft.step()
+
+    def plan_alone(self, sequence: Sequence) -> StepPlan | None:
+        """A step of prefill of this sequence and nothing else, or None when it cannot be computed now."""
+        draft = _Draft()
+        if sequence.row == NO_ROW:
+            known = self._known_pages(sequence, draft) if self._free_rows else None
+            if known is None or not self._try_admit(sequence, known, draft):
+                return None
+        self._prefill(sequence, draft, self.limits.step_tokens)
+        return draft.step()
 
     def retract(self, plan: StepPlan) -> None:
         """Undoes the plan made last, whose step could not be run: its sequences go back in line, to be computed again.
@@ -405,3 +404,18 @@ class _Draft:
         self.restores: list[tuple[int, int]] = []
         self.saves: list[tuple[int, int]] = []
         self.being_computed: set[Digest] = set()
+
+    def step(self) -> StepPlan | None:
+        """None when there is nothing to compute."""
+        if not self.rows:
+            return None
+        rows = tuple(sorted(self.rows, key=lambda row: row.count > 1))
+        num_singles = sum(row.count == 1 for row in rows)
+        return StepPlan(
+            rows,
+            num_singles,
+            tuple(self.new_rows),
+            tuple(self.new_pages),
+            tuple(self.restores),
+            tuple(self.saves),
+        )

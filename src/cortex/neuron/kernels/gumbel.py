@@ -11,14 +11,29 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _POSITION_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 _TOKEN_STRIDE = 0xD6E8FEB86659FD93 - (1 << 64)
 
+NOISE_BITS = 63
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+"""The float32 before 1."""
+
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """seeds and positions: [rows] int64 → standard Gumbel noise [rows, vocab] float32"""
-    tokens = torch.arange(vocab, device=seeds.device)
-    base = _mix(seeds + positions * _POSITION_STRIDE)
-    bits = _mix(base[:, None] + tokens * _TOKEN_STRIDE) & 0xFFFFFF
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-24
-    return uniform.log_().neg_().log_().neg_()
+    """seeds and positions: [rows] int64 → standard Gumbel noise [rows, vocab] float32, every value finite"""
+    # Counted from 1: the hash of 0 is 0, which would be the largest noise for token 0 at position 0 of seed 0.
+    tokens = torch.arange(1, vocab + 1, device=seeds.device)
+    base = _mix(seeds + (positions + 1) * _POSITION_STRIDE)
+    return noise_of_bits(_shift(_mix(base[:, None] + tokens * _TOKEN_STRIDE), 64 - NOISE_BITS))
+
+
+def noise_of_bits(bits: Tensor) -> Tensor:
+    """int64 from 0 up to 2**NOISE_BITS - 1 → standard Gumbel noise, float32, largest for the smallest bits
+
+    The uniform number is read as the distance below 1, because float32 is dense near 0 and coarse near 1: so the tail
+    of large noise, which decides the draws of unlikely tokens, reaches 44 and has hardly any ties. Conversion rounds
+    the largest bits up to 1, whose noise would be infinite; they take the float32 before it. Finite noise keeps a
+    forbidden token (-inf) forbidden, and an allowed one drawable.
+    """
+    below_one = (bits.to(torch.float32) + 0.5).mul_(2.0**-NOISE_BITS).clamp_(max=_LARGEST_BELOW_ONE)
+    return below_one.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Matcher:
                 self._vocabulary = self._read_vocabulary()
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise GrammarRejected(f"the grammar does not compile for this model: {matcher.get_error().strip()}")
+            raise GrammarRejected(f"the grammar does not compile for this model: {_reason(matcher)}")
         return MatchState(matcher, self.mask_words)
 
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
@@ -95,9 +95,14 @@ class MatchState:
         address = row.data_ptr() if hasattr(row, "data_ptr") else row.ctypes.data
         self._matcher.unsafe_compute_mask_ptr(address, size * 4)
         if self._matcher.is_error():
-            raise GrammarRejected(f"the grammar became too complex: {self._matcher.get_error().strip()}")
+            raise GrammarRejected(f"the grammar became too complex, simplify it: {_reason(self._matcher)}")
 
     def accept(self, token: int) -> None:
         """Go on with `token`; raises GrammarRejected if the mask did not allow it."""
         if not self._matcher.consume_token(token):
-            raise GrammarRejected(f"token {token} does not fit the grammar: {self._matcher.get_error().strip()}")
+            raise GrammarRejected(f"the drawn token {token} does not fit the grammar; send the request again")
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """What the library found, without the dump of its parser and of the whole grammar that follows."""
+    return matcher.get_error().partition("<state>")[0].strip()

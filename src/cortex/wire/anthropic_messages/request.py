@@ -8,7 +8,7 @@ import msgspec
 
 from cortex.wire import body as wire_body
 from cortex.wire.anthropic_messages.content import read_blocks, read_text_blocks
-from cortex.wire.body import Fields
+from cortex.wire.body import LARGEST_COUNT, Fields
 from cortex.wire.openai_chat.request import CONTINUE, resolve_tool_choice
 from cortex.wire.requests import (
     GenerateRequest,
@@ -22,7 +22,7 @@ from cortex.wire.requests import (
     ToolChoice,
     ToolResult,
 )
-from cortex.wire.sampling import read_response_format, read_stops
+from cortex.wire.sampling import MAX_TEMPERATURE, read_response_format, read_stops
 
 
 def parse(body: bytes) -> GenerateRequest:
@@ -51,10 +51,10 @@ def parse(body: bytes) -> GenerateRequest:
         output=output,
         thinking=thinking,
         sampling=Sampling(
-            temperature=fields.number("temperature", low=0),
-            top_k=fields.integer("top_k", low=0),
+            temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
+            top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
             top_p=fields.number("top_p", low=0, high=1),
-            max_tokens=fields.integer("max_tokens", low=1),
+            max_tokens=fields.integer("max_tokens", low=1, high=LARGEST_COUNT),
             stop=read_stops(fields, "stop_sequences"),
         ),
         stream=fields.flag("stream") or False,
@@ -138,7 +138,7 @@ def _read_output_config(fields: Fields) -> tuple[OutputFormat | None, Thinking]:
     if (asked := fields.object("thinking")) is not None:
         # `adaptive` lets the model decide, as its template does when nothing is said.
         enabled = {"enabled": True, "disabled": False}.get(asked.text("type") or "")
-        thinking = Thinking(enabled=enabled, budget_tokens=asked.integer("budget_tokens", low=0))
+        thinking = Thinking(enabled=enabled, budget_tokens=asked.integer("budget_tokens", low=0, high=LARGEST_COUNT))
     config = fields.object("output_config")
     output = fields.object("output_format")
     if config is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cortex.wire import body as wire_body
-from cortex.wire.body import Fields, json_text
+from cortex.wire.body import LARGEST_COUNT, Fields, json_text
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.requests import (
     GenerateRequest,
@@ -71,7 +71,7 @@ def _read_chat_sampling(fields: Fields) -> Sampling:
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not wanted:
         raise fields.invalid("top_logprobs", "set 'logprobs' to true to get them")
-    max_tokens = fields.integer("max_completion_tokens", low=1) or sampling.max_tokens
+    max_tokens = fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT) or sampling.max_tokens
     return msgspec.structs.replace(sampling, logprobs=wanted, top_logprobs=top_logprobs, max_tokens=max_tokens)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cortex.wire import body as wire_body
-from cortex.wire.body import Fields
+from cortex.wire.body import LARGEST_COUNT, LARGEST_INTEGER, Fields
 from cortex.wire.openai_chat.request import read_function, resolve_tool_choice, restrict_tool_choice
 from cortex.wire.openai_responses.items import read_input
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Sampling, Text, Tool, ToolChoice
-from cortex.wire.sampling import MAX_TOP_LOGPROBS, read_effort, read_response_format, read_stops
+from cortex.wire.sampling import MAX_TEMPERATURE, MAX_TOP_LOGPROBS, read_effort, read_response_format, read_stops
 
 ECHOED = (
     "instructions",
@@ -71,14 +71,14 @@ def _read_sampling(fields: Fields) -> Sampling:
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     wanted = top_logprobs > 0 or "message.output_text.logprobs" in fields.texts("include")
     return Sampling(
-        temperature=fields.number("temperature", low=0),
+        temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
         top_p=fields.number("top_p", low=0, high=1),
-        top_k=fields.integer("top_k", low=0),
+        top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
         min_p=fields.number("min_p", low=0, high=1),
         presence_penalty=fields.number("presence_penalty", low=-2, high=2),
         frequency_penalty=fields.number("frequency_penalty", low=-2, high=2),
-        seed=fields.integer("seed", low=-(2**63), high=2**63 - 1),
-        max_tokens=fields.integer("max_output_tokens", low=1),
+        seed=fields.integer("seed", low=-LARGEST_INTEGER, high=LARGEST_INTEGER),
+        max_tokens=fields.integer("max_output_tokens", low=1, high=LARGEST_COUNT),
         stop=read_stops(fields, "stop"),
         logprobs=wanted,
         top_logprobs=top_logprobs,

@@ -21,6 +21,7 @@ from cortex.gateway.http.server import Server
 from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.http.upstream import Pool
 from cortex.gateway.inference import Inference
+from cortex.gateway.ledger import Keyring
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.nodes import NodeClient
 from cortex.gateway.services import Services
@@ -58,7 +59,7 @@ class Worker:
         self._nodes: dict[str, NodeClient] = {}
         self._metrics = Metrics(tuple)
         self._tracer = open_tracer(config.telemetry, "cortex")
-        self.desk = RemoteDesk(channel.send)
+        self.desk = RemoteDesk(channel.send, config.keys)
         self._services = Services(
             config=config.gateway,
             desk=self.desk,
@@ -82,6 +83,7 @@ class Worker:
     def reconfigure(self, config: Config) -> None:
         """As in the main process: running answers are untouched."""
         self._services.config = config.gateway
+        self.desk.keyring = Keyring(config.keys)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         wanted = {section.name: section for section in config.neurons}
         for name, node in list(self._nodes.items()):

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from cortex.wire import errors
+from cortex.wire import errors, headers
 from cortex.wire.dialects import DIALECTS
 from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, shorten
 
@@ -57,3 +57,7 @@ def test_no_dialect_echoes_more_than_a_little_of_what_a_client_wrote(dialect):
     for error in found:
         assert error.message.count("z") <= MAX_ECHO
         assert (error.param or "").count("z") <= MAX_ECHO
+
+
+def test_a_header_repeats_little_of_what_a_client_wrote():
+    assert len(headers.listed([LONG, "web_search"])) == MAX_ECHO

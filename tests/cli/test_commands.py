@@ -10,7 +10,8 @@ import pytest
 
 from cortex.cli.client import DEFAULT_URL
 from cortex.cli.failures import ExitCode
-from cortex.gateway.ledger.store import Counts, Slot, open_store
+from cortex.gateway.ledger.store import open_store
+from cortex.gateway.ledger.tables import Counts, Slot
 from cortex.wire.events import Usage
 
 if TYPE_CHECKING:

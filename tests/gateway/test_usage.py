@@ -54,3 +54,18 @@ def test_usage_is_read_from_the_end_of_any_dialect(tail, usage):
 def test_generated_text_cannot_pass_for_usage():
     text = json.dumps({"choices": [{"delta": {"content": '"usage":{"prompt_tokens":0}\n: usage {"prompt_tokens":0}'}}]})
     assert usage_in(b"data: " + text.encode() + b"\n\n") is None
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        b'{"prompt_tokens":10000000000000000000000000,"completion_tokens":3}',
+        b'{"prompt_tokens":5,"completion_tokens":4294967296}',
+        b'{"prompt_tokens":-5,"completion_tokens":3}',
+        b'{"prompt_tokens":5,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":1e30}}',
+        b'{"input_tokens":2147483647,"cache_read_input_tokens":2147483647,"output_tokens":1}',
+        b'{"prompt_tokens":0,"completion_tokens":0}',
+    ],
+)
+def test_numbers_that_no_response_can_have_are_not_believed(report):
+    assert usage_in(b'{"usage":' + report + b"}") is None

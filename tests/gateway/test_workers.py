@@ -12,6 +12,8 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from fake_neuron import GB, begin_stream, chunk, until
 
 from cortex.exits import ExitCode
+from cortex.gateway.config import Config
+from cortex.gateway.ledger import open_store
 from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.wire.node import ModelState
 
@@ -129,6 +131,44 @@ async def test_budgets_hold_for_all_processes_together(neurons, spawn, strangers
     assert beast.seen[0].headers["x-cortex-principal"] == "anna"
     assert (await ask(strangers, gateway))[0] == 401
     assert (await ask(strangers, gateway, "/v1/messages", headers={"x-api-key": "wrong"}))[0] == 401
+
+
+async def test_every_process_checks_the_key_before_the_body(neurons, spawn, strangers):
+    key = generate("anna", requests_per_min=1000)
+    beast = await neurons("beast", sizes={"secret-model": GB}, states={"secret-model": READY})
+    gateway = await spawn(beast, f"workers = 3\n{as_toml(key.section)}")
+    url = f"http://127.0.0.1:{gateway.port}{CHAT}"
+    for body in (b"no json", b'{"model":"' + b"s" * (1 << 20) + b'"}', b'{"model":"secret-mode"}') * 8:
+        async with strangers.post(url, data=body) as response:
+            answer = await response.read()
+            assert response.status == 401
+            assert len(answer) < 500
+            assert b"secret" not in answer
+        async with strangers.post(url, data=body, headers={"x-api-key": key.text}) as response:
+            assert response.status in (400, 404)
+            assert len(await response.read()) < 500
+
+
+async def test_what_a_killed_worker_was_running_is_charged_as_reserved(neurons, spawn, strangers, tmp_path):
+    key = generate("anna", balance_tokens=10_000)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=slow_until(asyncio.Event()))
+    gateway = await spawn(beast, f"workers = 3\n{as_toml(key.section)}")
+    asked = {"headers": {"x-api-key": key.text}, "stream": True, "max_tokens": 75}
+    streams = [asyncio.create_task(ask(strangers, gateway, **asked)) for _ in range(24)]
+    await until(lambda: len(beast.seen) == 24)
+    for worker in children(gateway):
+        os.kill(worker, signal.SIGKILL)
+    await until(lambda: gateway.log.count("another takes its place") == 2, 10.0)
+    store = open_store(Config().database(tmp_path))
+
+    def charged() -> int:
+        return store.exchange({}, {key.section.id: 0})[key.section.id].total
+
+    await until(charged, 10.0)
+    num_broken = sum(stream.done() for stream in streams)
+    assert num_broken > 0
+    assert charged() >= 75 * num_broken
+    store.close()
 
 
 async def test_a_killed_worker_gives_back_what_it_held_and_is_replaced(neurons, spawn, strangers):

@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from cortex.settings import Section
-from cortex.wire.errors import ModelNotFound
+from cortex.wire.body import MAX_MODEL_NAME
+from cortex.wire.errors import ModelNotFound, shorten
 
 MEBIBYTE = 1024 * 1024
 
@@ -129,8 +130,12 @@ class Catalogue(Section, frozen=True):
         """The model that `name` means; `live` are the ids that nodes list beyond the catalogue.
 
         Exact names win over patterns, the operator's word over a node's. An alias is followed once.
-        Raises `ModelNotFound` with near misses.
+        Raises `ModelNotFound` with near misses. A name that is too long to be one is compared with nothing.
         """
+        if len(name) > MAX_MODEL_NAME:
+            raise ModelNotFound(
+                f"There is no model `{shorten(name)}`: a name has at most {MAX_MODEL_NAME} characters.", param="model"
+            )
         if self.has(name):
             return Resolution(spec=self.spec(name))
         if (target := self.aliases.get(name)) is not None:

@@ -23,7 +23,15 @@ from cortex.gateway.listener import OPEN_PATHS
 from cortex.gateway.meter import Meter
 from cortex.gateway.state import Dispatcher
 from cortex.wire import sse
-from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, MethodNotAllowed, RouteNotFound
+from cortex.wire.errors import (
+    CortexError,
+    Family,
+    InvalidValue,
+    MalformedJSON,
+    MethodNotAllowed,
+    RouteNotFound,
+    shorten,
+)
 from cortex.wire.node import ModelState
 
 _EVENT_HEADERS = (
@@ -92,7 +100,7 @@ class Control:
         if path.startswith("/fleet/explain/"):
             _expect(request, b"GET", b"HEAD")
             return self._explain(path.removeprefix("/fleet/explain/"))
-        raise RouteNotFound(f"There is no {path}; GET / lists what there is.")
+        raise RouteNotFound(f"There is no {shorten(path)}; GET / lists what there is.")
 
     def _greeting(self, request: Request) -> Answer:  # noqa: ARG002
         return json_answer(
@@ -194,15 +202,17 @@ def _read_order(body: bytes) -> _Order:
     try:
         return msgspec.json.decode(body, type=_Order) if body.strip() else _Order()
     except msgspec.ValidationError as problem:
-        raise InvalidValue(f'The body may hold "node", "force", "park" and "pinned": {problem}.') from problem
+        raise InvalidValue(
+            f'The body may hold "node", "force", "park" and "pinned": {shorten(str(problem))}.'
+        ) from problem
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {problem}") from problem
+        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
 
 
 def _expect(request: Request, *methods: bytes) -> None:
     if request.method not in methods:
         allowed = b" or ".join(methods).decode()
-        raise MethodNotAllowed(f"{request.path.decode('latin-1')} takes {allowed}.")
+        raise MethodNotAllowed(f"{shorten(request.path.decode('latin-1'))} takes {allowed}.")
 
 
 def _query(request: Request, name: str) -> str | None:

@@ -1,4 +1,8 @@
-"""Where requests are admitted and get their nodes: the seam between the data path and who decides."""
+"""Where requests are admitted and get their nodes: the seam between the data path and the dispatcher.
+
+The order of checks is the same in every process: the key first, from the headers alone; then the body; then the key's
+limits; and only then the model's name. What costs grows with what the caller has proved.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import NamedTuple, Protocol
 from cortex.fleet.decision import Origin
 from cortex.gateway.envelope import Envelope
 from cortex.gateway.http.request import Request
-from cortex.gateway.meter import Hold, Meter
+from cortex.gateway.meter import Estimate, Hold, Meter, Reservation
 from cortex.gateway.state import Dispatcher
 from cortex.gateway.tickets import Lease, Need, Ticket
 from cortex.wire.errors import CortexError
@@ -30,8 +34,11 @@ Admitted = Callable[[Admission | CortexError], None]
 class Desk(Protocol):
     """Called on the loop's thread; answers come through callbacks, at once or later."""
 
+    def authenticate(self, request: Request) -> str:
+        """The principal of a request, from its headers alone. Raises InvalidAPIKey."""
+
     def admit(self, request: Request, envelope: Envelope, need: Need, admitted: Admitted) -> None:
-        """Who asks for what, and may they: calls `admitted` exactly once."""
+        """Check the caller's limits and resolve the model: calls `admitted` exactly once."""
 
     def ask(self, ticket: Ticket) -> None:
         """Get a lease, or wait for one: the ticket is delivered exactly once."""
@@ -50,7 +57,7 @@ class Desk(Protocol):
 
 
 class LocalDesk:
-    """The desk of the process that owns the dispatcher and the books: everything is answered at once."""
+    """The desk of the process that owns the dispatcher and the ledger: everything is answered at once."""
 
     def __init__(self, dispatcher: Dispatcher, meter: Meter) -> None:
         self._dispatcher = dispatcher
@@ -61,26 +68,28 @@ class LocalDesk:
         self.suspect = dispatcher.suspect
         self.gone = dispatcher.gone
 
+    def authenticate(self, request: Request) -> str:
+        return self.meter.authenticate(request)
+
     def admit(self, request: Request, envelope: Envelope, need: Need, admitted: Admitted) -> None:  # noqa: ARG002
         result: Admission | CortexError
+        estimate = Estimate(len(request.body), envelope.completion_limit, envelope.num_choices)
         try:
-            result = self.judge(
-                request,
-                envelope.model or "",
-                prompt_bytes=len(request.body),
-                completion_limit=envelope.completion_limit,
-            )
+            result, _ = self.judge(request, envelope.model or "", estimate)
         except CortexError as error:
             result = error
         admitted(result)
 
-    def judge(self, request: Request, name: str, *, prompt_bytes: int, completion_limit: int | None) -> Admission:
+    def judge(self, request: Request, name: str, estimate: Estimate) -> tuple[Admission, Reservation]:
         """Admit a request for the model that its client calls `name`. Raises what stands in the way."""
-        resolution = self._dispatcher.resolve(name)
-        hold = self.meter.admit(
-            request, model=resolution.model_id, prompt_bytes=prompt_bytes, completion_limit=completion_limit
-        )
-        return Admission(resolution.model_id, "background" if resolution.background else "request", hold)
+        hold = self.meter.admit(request, estimate)
+        try:
+            resolution = self._dispatcher.resolve(name)
+            hold.check_model(resolution.model_id)
+        except CortexError:
+            hold.cancel()
+            raise
+        return Admission(resolution.model_id, "background" if resolution.background else "request", hold), hold
 
     def ask(self, ticket: Ticket) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The door of the inference routes: who asks for what, and may they. Whoever passes becomes a `Passage`."""
+"""The entry of the inference routes. A request that is admitted becomes a `Passage`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ class Inference:
         try:
             if self.closing:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
+            # The key comes before the body: what a stranger sends costs nothing and learns nothing.
+            self.services.desk.authenticate(request)
             body = self._taken(request.body, route)
-            envelope = envelopes.read(body)
+            envelope = envelopes.read(body, route.dialect, generates=route.generates)
         except CortexError as error:
             self._refuse(exchange, route, id, span, error)
             return

@@ -34,6 +34,7 @@ from cortex.wire.errors import (
     ModelNotFound,
     Overloaded,
     ShuttingDown,
+    shorten,
 )
 from cortex.wire.node import Discovery, Health, ModelState, ModelStatus
 
@@ -279,7 +280,7 @@ class Dispatcher:
         """Load by order of the operator. Raises what stands in the way; returns the decision otherwise."""
         if node is not None and node not in self._lifecycle:
             known = ", ".join(self._lifecycle) or "none"
-            raise InvalidValue(f"There is no node {node}; the fleet has {known}.", param="node")
+            raise InvalidValue(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
         excluded = [name for name in self._lifecycle if node is not None and name != node]
         decision = place(model, self.fleet, self._clock(), origin="operator", excluded=excluded)
         self._journal.decided(decision)
@@ -307,7 +308,9 @@ class Dispatcher:
             and here.residencies[model].state not in (ModelState.COLD, ModelState.FAILED)
         ]
         if not places:
-            raise ModelNotFound(f"{model} is loaded on no node{f' called {node}' if node else ''}.", param="model")
+            raise ModelNotFound(
+                f"{model} is loaded on no node{f' called {shorten(node)}' if node else ''}.", param="model"
+            )
         for name in places:
             self._picture.pins.discard((name, model))
             self._orders.unload(name, model, cause="operator", force=force, park=park)

@@ -54,8 +54,9 @@ class ChatTranslation:
 
     @property
     def usage(self) -> Usage | None:
-        """What the node said it used, once it did."""
-        return total_usage(self._finishes) if self._finishes else None
+        """What the node said it used, once it did; None where it said nothing that can be believed."""
+        total = total_usage(self._finishes)
+        return total if total.prompt_tokens or total.completion_tokens else None
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         """The head the client gets: our status for the node's, our content type."""

@@ -12,7 +12,10 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
+from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, shorten
+
+MAX_MODEL_NAME = 200
+"""Characters in the name of a model."""
 
 LARGEST_INTEGER = 2**63 - 1
 """What a signed 64-bit integer holds. Its negative is the smallest that is taken."""
@@ -31,7 +34,9 @@ def parse(body: bytes) -> Fields:
     except RecursionError:
         raise MalformedJSON("The body is nested too deeply; flatten it.") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {problem}. Send one JSON object in UTF-8.") from None
+        raise MalformedJSON(
+            f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
+        ) from None
     if not isinstance(values, dict):
         raise MalformedJSON('The body must be a JSON object such as {"model": …}.')
     return Fields(values)
@@ -64,13 +69,15 @@ class Fields:
 
     def invalid(self, name: str, problem: str) -> InvalidValue:
         """An error to raise about one field."""
-        param = self.param(name)
+        param = shorten(self.param(name))
         return InvalidValue(f"Invalid value for '{param}': {problem}.", param=param)
 
     def model(self) -> str:
         name = self.text("model")
         if not name:
             raise MissingModel("The body names no model; set 'model' to an id that /v1/models lists.", param="model")
+        if len(name) > MAX_MODEL_NAME:
+            raise self.invalid("model", f"the name has {len(name)} characters, at most {MAX_MODEL_NAME} are allowed")
         return name
 
     def text(self, name: str) -> str | None:

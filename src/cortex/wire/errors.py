@@ -10,6 +10,16 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
+MAX_ECHO = 200
+"""Characters of a client's own text that an error repeats."""
+MAX_MESSAGE = 4000
+"""Characters of a whole error message, whatever it was made of."""
+
+
+def shorten(text: str, limit: int = MAX_ECHO) -> str:
+    """`text` as an error may repeat it: whole when it is short, else its start and an ellipsis, `limit` in all."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
 
 class Family(StrEnum):
     """The two shapes in which clients read errors."""
@@ -37,9 +47,10 @@ class CortexError(Exception):
         retry_after_s: float | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        # Capped here, where every error comes by: no encoder of a dialect can forget to.
+        self.message = shorten(message, MAX_MESSAGE)
+        super().__init__(self.message)
+        self.param = None if param is None else shorten(param)
         self.retry_after_s = retry_after_s if retry_after_s is not None else (1.0 if self.retryable else None)
         self.details = dict(details or {})
         """Machine-readable facts added to the OpenAI envelope, such as the per-device table."""

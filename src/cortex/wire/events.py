@@ -7,11 +7,15 @@ interleave within a choice. `index` is the choice (0 unless `n > 1`).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+MAX_TOKENS = 2**31 - 1
+"""More than any request uses. A report beyond it is not believed."""
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,10 +35,10 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Always counted, whether or not the client asked. `cached` is part of `prompt`, `reasoning` of `completion`."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
+    prompt_tokens: Tokens = 0
+    cached_tokens: Tokens = 0
+    completion_tokens: Tokens = 0
+    reasoning_tokens: Tokens = 0
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cortex.wire.errors import MAX_ECHO
+
 PRINCIPAL = "x-cortex-principal"
 """Who asks, by the word of a gateway; only what came through one carries it."""
 
@@ -12,6 +14,6 @@ DROPPED_TOOLS = "x-cortex-dropped-tools"
 
 
 def listed(values: Iterable[str]) -> str:
-    """As one header value: what a client wrote must not break out of it."""
+    """As one header value: what a client wrote must not break out of it, and little of it is repeated."""
     kept = ("".join(c for c in value if c.isascii() and c.isprintable() and c != ",") for value in values)
-    return ", ".join(dict.fromkeys(kept))[:1000]
+    return ", ".join(dict.fromkeys(kept))[:MAX_ECHO]

@@ -12,6 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from cortex.wire.body import MAX_MODEL_NAME
+
+ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
 DeviceKind = Literal["cuda", "cpu"]
 Stage = Literal["resolve", "download", "read", "place", "warm"]
@@ -159,7 +162,7 @@ class Health(NodeValue, frozen=True):
 class LoadRequest(NodeValue, frozen=True):
     """`POST /models/load`. Idempotent: asking for a model that is ready or loading joins it."""
 
-    model_id: str
+    model_id: ModelName
     source: str | None = None
     """Hub id, directory or file; the model id itself when absent."""
     harness: str = "torch"
@@ -174,7 +177,7 @@ class LoadRequest(NodeValue, frozen=True):
 class UnloadRequest(NodeValue, frozen=True):
     """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once. Idempotent."""
 
-    model_id: str
+    model_id: ModelName
     force: bool = False
     drain_s: float | None = None
     park: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cortex.wire.body import LARGEST_COUNT, LARGEST_INTEGER, LARGEST_TOKEN, Fields
-from cortex.wire.errors import InvalidValue
+from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.requests import OutputFormat, Sampling, Thinking
 
 MAX_CHOICES = 128
@@ -109,7 +109,7 @@ def read_response_format(fields: Fields) -> OutputFormat | None:
         if "schema" not in holder:
             raise holder.invalid("schema", "a json_schema format needs a schema")
         return OutputFormat(kind="json_schema", schema=_read_schema(holder, "schema"))
-    raise fields.invalid("type", f"'{kind}' is not known; use text, json_object or json_schema")
+    raise fields.invalid("type", f"'{shorten(kind)}' is not known; use text, json_object or json_schema")
 
 
 def _read_schema(fields: Fields, name: str) -> dict[str, object]:
@@ -118,7 +118,7 @@ def _read_schema(fields: Fields, name: str) -> dict[str, object]:
         try:
             value = msgspec.json.decode(value)
         except (msgspec.MsgspecError, RecursionError) as problem:
-            raise fields.invalid(name, f"the schema is not JSON: {problem}") from None
+            raise fields.invalid(name, f"the schema is not JSON: {shorten(str(problem))}") from None
     if isinstance(value, bool):
         return {} if value else {"not": {}}
     if not isinstance(value, dict):

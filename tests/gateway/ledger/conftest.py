@@ -69,5 +69,5 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     import psycopg
 
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS spend, total")
+        connection.execute("DROP TABLE IF EXISTS spend, total, reservation")
     return url

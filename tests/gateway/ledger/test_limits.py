@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.limits import Account, RateBucket, RollingSum, Spent
+from cortex.gateway.meter import Estimate
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 NOW = 1_000_000.0
+
+
+def tokens(completion: int) -> Estimate:
+    return Estimate(0, completion)
 
 
 def account(recorded: Spent | None = None, **limits: Any) -> Account:
@@ -20,19 +25,19 @@ def account(recorded: Spent | None = None, **limits: Any) -> Account:
 def test_without_limits_nothing_is_refused() -> None:
     unlimited = account()
     for _ in range(1000):
-        unlimited.reserve(10**9, NOW)
+        unlimited.reserve(tokens(10**9), NOW)
 
 
 def test_a_burst_passes_then_the_rate_holds() -> None:
     limited = account(requests_per_min=6)
     for _ in range(6):
-        limited.reserve(1, NOW)
+        limited.reserve(tokens(1), NOW)
     with pytest.raises(RateLimitExceeded, match="6 requests per minute") as caught:
-        limited.reserve(1, NOW)
+        limited.reserve(tokens(1), NOW)
     assert caught.value.retry_after_s == pytest.approx(10)
     with pytest.raises(RateLimitExceeded):
-        limited.reserve(1, NOW + 9.9)
-    limited.reserve(1, NOW + 10.1)
+        limited.reserve(tokens(1), NOW + 9.9)
+    limited.reserve(tokens(1), NOW + 10.1)
 
 
 @given(st.integers(1, 50), st.lists(st.floats(0, 30), max_size=200))
@@ -58,76 +63,102 @@ def test_a_clock_that_steps_back_gives_nothing_away() -> None:
 
 def test_a_reservation_holds_until_it_is_settled_with_what_was_used() -> None:
     limited = account(balance_tokens=100)
-    first = limited.reserve(60, NOW)
+    first = limited.reserve(tokens(60), NOW)
     with pytest.raises(InsufficientQuota, match="has 40 of 100 tokens left and this request may take 60"):
-        limited.reserve(60, NOW)
+        limited.reserve(tokens(60), NOW)
     limited.settle(first, 10, NOW)
     assert (limited.reserved_tokens, limited.total_spent()) == (0, 10)
-    limited.reserve(60, NOW)
+    limited.reserve(tokens(60), NOW)
 
 
-def test_a_request_larger_than_the_budget_may_have_all_of_it_once() -> None:
+@pytest.mark.parametrize("limit", ["balance_tokens", "window_tokens"])
+def test_a_request_larger_than_the_whole_budget_is_rejected_for_good(limit: str) -> None:
+    limited = account(**{limit: 100})
+    with pytest.raises(InsufficientQuota, match="may take 101"):
+        limited.reserve(tokens(101), NOW)
+    assert limited.reserve(tokens(100), NOW) == 100
+
+
+def test_every_choice_is_reserved_and_the_prompt_once() -> None:
+    limited = account(balance_tokens=300)
+    with pytest.raises(InsufficientQuota, match="may take 3082"):
+        limited.reserve(Estimate(40, 96, 32), NOW)
+    assert limited.reserve(Estimate(40, 96, 3), NOW) == 298
+
+
+def test_a_request_without_a_limit_reserves_a_default_that_a_small_budget_can_hold() -> None:
+    assert account().reserve(Estimate(41, None, 2), NOW) == 11 + 2 * 1024
     limited = account(balance_tokens=100)
-    assert limited.reserve(5000, NOW) == 100
+    assert limited.reserve(Estimate(40, None), NOW) == 100
     with pytest.raises(InsufficientQuota):
-        limited.reserve(1, NOW)
+        limited.reserve(Estimate(4, None), NOW)
+    with pytest.raises(InsufficientQuota):
+        account(balance_tokens=300).reserve(Estimate(40, None, 32), NOW)
+
+
+def test_what_other_gateways_have_reserved_is_not_there_to_spend() -> None:
+    limited = account(Spent(total=20, reserved_elsewhere=50), balance_tokens=100)
+    with pytest.raises(InsufficientQuota, match="has 30 of 100"):
+        limited.reserve(tokens(31), NOW)
+    limited.book(Spent(total=60), {})
+    limited.reserve(tokens(40), NOW)
 
 
 def test_an_empty_balance_lets_nothing_pass() -> None:
     with pytest.raises(InsufficientQuota):
-        account(balance_tokens=0).reserve(0, NOW)
+        account(balance_tokens=0).reserve(tokens(0), NOW)
 
 
 def test_a_window_forgets() -> None:
     limited = account(window_tokens=100, window_s=600)
-    limited.settle(limited.reserve(100, NOW), 100, NOW)
+    limited.settle(limited.reserve(tokens(100), NOW), 100, NOW)
     with pytest.raises(RateLimitExceeded) as caught:
-        limited.reserve(50, NOW + 300)
+        limited.reserve(tokens(50), NOW + 300)
     wait_s = caught.value.retry_after_s
     assert wait_s is not None
     assert 300 <= wait_s <= 360
     with pytest.raises(RateLimitExceeded):
-        limited.reserve(50, NOW + 300 + wait_s - 1)
-    limited.reserve(50, NOW + 300 + wait_s + 1)
+        limited.reserve(tokens(50), NOW + 300 + wait_s - 1)
+    limited.reserve(tokens(50), NOW + 300 + wait_s + 1)
 
 
 def test_the_books_count_from_the_start() -> None:
     minute = int(NOW // 60)
     spent = Spent(by_minute={minute - 1: 70, minute - 1000: 1000}, total=1070)
     with pytest.raises(RateLimitExceeded):
-        account(spent, window_tokens=100, window_s=600).reserve(31, NOW)
-    account(spent, window_tokens=100, window_s=600).reserve(30, NOW)
+        account(spent, window_tokens=100, window_s=600).reserve(tokens(31), NOW)
+    account(spent, window_tokens=100, window_s=600).reserve(tokens(30), NOW)
     with pytest.raises(InsufficientQuota):
-        account(spent, balance_tokens=1100).reserve(31, NOW)
+        account(spent, balance_tokens=1100).reserve(tokens(31), NOW)
 
 
 def test_booking_replaces_what_was_known_by_what_the_books_say() -> None:
     limited = account(balance_tokens=1000, window_tokens=1000)
     minute = int(NOW // 60)
-    limited.settle(limited.reserve(10, NOW), 10, NOW)
-    limited.settle(limited.reserve(5, NOW), 5, NOW)
+    limited.settle(limited.reserve(tokens(10), NOW), 10, NOW)
+    limited.settle(limited.reserve(tokens(5), NOW), 5, NOW)
     limited.book(Spent(by_minute={minute: 110}, total=310), {minute: 10})
     assert (limited.window_spent(NOW), limited.total_spent()) == (115, 315)
 
 
 def test_a_refusal_by_budget_does_not_cost_a_request() -> None:
     limited = account(requests_per_min=1, balance_tokens=10)
-    held = limited.reserve(10, NOW)
+    held = limited.reserve(tokens(10), NOW)
     limited.settle(held, 0, NOW)
     refused = account(requests_per_min=1, balance_tokens=10, recorded=Spent(total=10))
     with pytest.raises(InsufficientQuota):
-        refused.reserve(5, NOW)
+        refused.reserve(tokens(5), NOW)
     with pytest.raises(InsufficientQuota):
-        refused.reserve(5, NOW)
+        refused.reserve(tokens(5), NOW)
 
 
 def test_changed_limits_keep_what_was_spent() -> None:
     limited = account(balance_tokens=100)
-    limited.settle(limited.reserve(100, NOW), 100, NOW)
+    limited.settle(limited.reserve(tokens(100), NOW), 100, NOW)
     limited.change(generate("alice", balance_tokens=150, requests_per_min=5).section, NOW)
-    limited.reserve(50, NOW)
+    limited.reserve(tokens(50), NOW)
     with pytest.raises(InsufficientQuota):
-        limited.reserve(1, NOW)
+        limited.reserve(tokens(1), NOW)
 
 
 @given(
@@ -142,8 +173,8 @@ def test_admitted_work_never_promises_more_than_the_budget(
     for asked, used, ends, gap in steps:
         now += gap
         try:
-            held.append(limited.reserve(asked, now))
-        except RateLimitExceeded:
+            held.append(limited.reserve(tokens(asked), now))
+        except (RateLimitExceeded, InsufficientQuota):
             assert limited.window_spent(now) + limited.reserved_tokens + asked > budget or budget == 0
         else:
             assert limited.window_spent(now) + limited.reserved_tokens <= budget
@@ -169,6 +200,6 @@ def test_the_running_sum_is_the_sum(start: dict[int, int], steps: list[tuple[int
 
 def test_a_clock_that_steps_back_loses_no_spend() -> None:
     limited = account(window_tokens=100, window_s=600)
-    limited.settle(limited.reserve(10, NOW), 10, NOW)
-    limited.settle(limited.reserve(10, NOW - 120), 10, NOW - 120)
+    limited.settle(limited.reserve(tokens(10), NOW), 10, NOW)
+    limited.settle(limited.reserve(tokens(10), NOW - 120), 10, NOW - 120)
     assert limited.window_spent(NOW) == 20

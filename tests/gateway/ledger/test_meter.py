@@ -8,10 +8,12 @@ import pytest
 
 from cortex.gateway.http.request import Request
 from cortex.gateway.ledger import Book, KeyedMeter, Keyring, NewKey, Store, generate, open_store
+from cortex.gateway.ledger.book import LEASE_S
 from cortex.gateway.ledger.limits import Spent
-from cortex.gateway.ledger.store import Counts, Slot, StoreError
+from cortex.gateway.ledger.store import StoreError
+from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.gateway.ledger.usage import usage
-from cortex.gateway.meter import Hold, Meter
+from cortex.gateway.meter import Estimate, Meter, Reservation
 from cortex.wire.errors import InsufficientQuota, InvalidAPIKey, ModelNotAllowed, RateLimitExceeded
 from cortex.wire.events import Usage
 
@@ -34,11 +36,11 @@ def bearer(key: NewKey) -> Request:
     return request((b"authorization", b"Bearer " + key.text.encode()))
 
 
-def admit(meter: Meter, key: NewKey, *, limit: int | None = 100, model: str = "m") -> Hold:
-    return meter.admit(bearer(key), model=model, prompt_bytes=400, completion_limit=limit)
+def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
+    return meter.admit(bearer(key), Estimate(400, limit))
 
 
-def settle(hold: Hold, prompt: int, completion: int) -> None:
+def settle(hold: Reservation, prompt: int, completion: int) -> None:
     used = Usage(prompt_tokens=prompt, completion_tokens=completion)
     hold.settle(used, model="m", node="n", request_id="r")
 
@@ -111,7 +113,7 @@ async def test_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
 async def test_without_a_good_key_nobody_gets_in(tmp_path: object, headers: list[tuple[bytes, bytes]]) -> None:
     book, meter = await opened(f"{tmp_path}/spend.db", generate("alice"))
     with pytest.raises(InvalidAPIKey):
-        meter.admit(request(*headers), model="m", prompt_bytes=1, completion_limit=None)
+        meter.admit(request(*headers), Estimate(1, None))
     with pytest.raises(InvalidAPIKey):
         meter.authenticate(request(*headers))
     await book.close()
@@ -120,14 +122,27 @@ async def test_without_a_good_key_nobody_gets_in(tmp_path: object, headers: list
 async def test_refusals_take_nothing(tmp_path: object) -> None:
     key = generate("alice", models=("m",), requests_per_min=2, balance_tokens=10_000)
     book, meter = await opened(f"{tmp_path}/spend.db", key)
-    with pytest.raises(ModelNotAllowed):
-        admit(meter, key, model="other")
     admit(meter, key, limit=None)
     admit(meter, key)
     with pytest.raises(RateLimitExceeded):
         admit(meter, key)
     assert book.account(key.section).reserved_tokens == 100 + 1024 + 100 + 100
     await book.close()
+
+
+async def test_a_cancelled_reservation_is_given_back_and_not_recorded(tmp_path: object) -> None:
+    key = generate("alice", models=("m",), balance_tokens=200)
+    book, meter = await opened(f"{tmp_path}/spend.db", key)
+    hold = admit(meter, key)
+    hold.check_model("m")
+    with pytest.raises(ModelNotAllowed):
+        hold.check_model("other")
+    hold.cancel()
+    assert book.account(key.section).reserved_tokens == 0
+    await book.close()
+    store = open_store(f"{tmp_path}/spend.db")
+    assert usage(store, since=NOW - 60, until=NOW + 60) == ()
+    store.close()
 
 
 async def test_an_unanswered_request_costs_nothing_but_is_counted(tmp_path: object) -> None:
@@ -168,10 +183,15 @@ class Away:
         self.is_away = False
         self.name = "the books"
 
-    def exchange(self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int]) -> dict[str, Spent]:
+    def exchange(
+        self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int], *, before: Claim, after: Claim
+    ) -> dict[str, Spent]:
         if self.is_away:
             raise StoreError("gone")
-        return self.store.exchange(batch, since_minute)
+        return self.store.exchange(batch, since_minute, before=before, after=after)
+
+    def other_claims(self, owner: str) -> dict[str, int]:
+        return self.store.other_claims(owner)
 
     def close(self) -> None:
         self.store.close()
@@ -240,3 +260,120 @@ async def test_a_flush_in_the_middle_of_settling_counts_everything_once(tmp_path
     store = open_store(f"{tmp_path}/spend.db")
     assert store.exchange({}, {key.section.id: 0})[key.section.id].total == 1000
     store.close()
+
+
+async def crash(book: Book) -> None:
+    """Write as the regular flush does, and never again: the gateway is killed here."""
+    await book.flush()
+
+
+async def test_what_a_killed_gateway_had_reserved_stays_charged(database: str) -> None:
+    key = generate("alice", balance_tokens=500)
+    dead, meter = await opened(database, key)
+    admit(meter, key, limit=300)
+    await crash(dead)
+    book, meter = await opened(database, key)
+    with pytest.raises(InsufficientQuota, match="has 100 of 500"):
+        admit(meter, key, limit=1)
+    await book.close()
+
+
+async def test_what_settled_before_the_crash_is_charged_as_used(database: str) -> None:
+    key = generate("alice", balance_tokens=500)
+    dead, meter = await opened(database, key)
+    hold = admit(meter, key, limit=300)
+    await dead.flush()
+    settle(hold, 10, 10)
+    await crash(dead)
+    book, meter = await opened(database, key)
+    admit(meter, key, limit=380)
+    await book.close()
+
+
+async def test_reservations_of_a_dead_gateway_become_usage_after_its_lease(database: str) -> None:
+    key, clock = generate("alice", balance_tokens=500, window_tokens=10_000), Clock()
+    dead, meter = await opened(database, key, clock=clock)
+    admit(meter, key, limit=300)
+    await crash(dead)
+    book, meter = await opened(database, key, clock=clock)
+    for _ in range(3):
+        await book.flush()
+        assert book.account(key.section).total_spent() == 0
+        clock.now += LEASE_S / 2
+    await book.flush()
+    await book.flush()
+    assert book.account(key.section).total_spent() == 400
+    assert book.account(key.section).window_spent(clock.now) == 400
+    with pytest.raises(InsufficientQuota, match="has 100 of 500"):
+        admit(meter, key, limit=1)
+    await book.close()
+    store = open_store(database)
+    (row,) = usage(store, since=NOW - 60, until=NOW + 60)
+    assert (row.name, row.requests, row.total_tokens) == ("alice", 1, 400)
+    store.close()
+
+
+async def test_a_living_gateway_keeps_its_reservations_however_long_its_requests_run(database: str) -> None:
+    key, clock = generate("alice", balance_tokens=500), Clock()
+    busy, meter = await opened(database, key, clock=clock)
+    other, _ = await opened(database, key, clock=clock)
+    hold = admit(meter, key, limit=300)
+    for _ in range(10):
+        await busy.flush()
+        await other.flush()
+        clock.now += LEASE_S / 3
+    assert other.account(key.section).total_spent() == 0
+    settle(hold, 5, 5)
+    await busy.close()
+    await other.flush()
+    assert other.account(key.section).total_spent() == 10
+    await other.close()
+
+
+async def test_a_gateway_that_was_only_paused_takes_back_what_was_charged_for_it(database: str) -> None:
+    key, clock = generate("alice", balance_tokens=500), Clock()
+    paused, meter = await opened(database, key, clock=clock)
+    other, _ = await opened(database, key, clock=clock)
+    hold = admit(meter, key, limit=300)
+    await paused.flush()
+    for _ in range(4):
+        await other.flush()
+        clock.now += LEASE_S / 2
+    await other.flush()
+    assert other.account(key.section).total_spent() == 400
+    settle(hold, 5, 5)
+    await paused.close()
+    await other.flush()
+    assert other.account(key.section).total_spent() == 10
+    await other.close()
+
+
+async def test_a_request_that_ends_between_two_flushes_leaves_no_reservation(database: str) -> None:
+    key = generate("alice", balance_tokens=500)
+    book, meter = await opened(database, key)
+    settle(admit(meter, key), 1, 1)
+    await book.flush()
+    reader = open_store(database)
+    assert reader.other_claims("") == {}
+    reader.close()
+    await book.close()
+
+
+async def test_a_clean_shutdown_leaves_no_reservation(database: str) -> None:
+    key = generate("alice", balance_tokens=500)
+    book, meter = await opened(database, key)
+    hold = admit(meter, key)
+    await book.flush()
+    hold.settle(None, model="m", node="n", request_id="r")
+    await book.close()
+    reader = open_store(database)
+    assert reader.other_claims("") == {}
+    reader.close()
+
+
+async def test_a_request_whose_cost_nobody_can_report_is_charged_in_full(tmp_path: object) -> None:
+    key = generate("alice", balance_tokens=500)
+    book, meter = await opened(f"{tmp_path}/spend.db", key)
+    admit(meter, key).settle_in_full(model="m", node="n")
+    assert (book.account(key.section).reserved_tokens, book.account(key.section).total_spent()) == (0, 200)
+    await book.close()

@@ -10,7 +10,8 @@ import pytest
 
 import cortex
 from cortex.gateway.ledger.limits import Spent
-from cortex.gateway.ledger.store import Counts, Slot, StoreError, open_store
+from cortex.gateway.ledger.store import StoreError, open_store
+from cortex.gateway.ledger.tables import Counts, Slot
 from cortex.gateway.ledger.usage import usage
 from cortex.wire.events import Usage
 
@@ -79,7 +80,8 @@ def test_a_batch_is_written_whole_or_not_at_all(database: str) -> None:
 
 WRITER = """
 import sys
-from cortex.gateway.ledger.store import Counts, Slot, open_store
+from cortex.gateway.ledger.store import open_store
+from cortex.gateway.ledger.tables import Counts, Slot
 from cortex.wire.events import Usage
 store = open_store(sys.argv[1])
 for _ in range(20):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cortex.gateway.meter import Estimate
 from cortex.gateway.workers.channel import Channel
 from cortex.gateway.workers.messages import Admit, Refused, Settle, ToMain
 from cortex.wire.errors import BY_CODE, InsufficientCapacity, Overloaded
@@ -15,7 +16,7 @@ from cortex.wire.events import Usage
 
 DECODER = msgspec.msgpack.Decoder[ToMain](ToMain)
 SENT: list[ToMain] = [
-    Admit(1, "a", ((b"authorization", b"Bearer \xff"),), 70_000, None, "answer", b"x" * 4096),
+    Admit(1, "a", ((b"authorization", b"Bearer \xff"),), Estimate(70_000, None, 2), "answer", b"x" * 4096),
     Settle(1, Usage(prompt_tokens=3, completion_tokens=4), "a", "n", "req_1"),
     Settle(2, None, "a", "", "req_2"),
 ]

@@ -50,6 +50,18 @@ async def test_a_hostile_body_gets_a_proper_answer(api: Any, path: str) -> None:
             assert answer["error"]["message"], told
 
 
+@pytest.mark.parametrize("path", [*PATHS, "/v1/" + "z" * 5000, "/requests/" + "z" * 5000 + "/usage"])
+async def test_little_of_what_a_client_wrote_is_repeated(api: Any, path: str) -> None:
+    turn = [{"role": "user", "content": "hi"}]
+    long = "z" * 100_000
+    body = {"model": long, "model_id": long, "messages": turn, "input": "hi", "prompt": "hi", "max_tokens": 3}
+    method = api.client.get if path.startswith("/requests/") else api.client.post
+    async with method(api.url + path, data=json.dumps(body)) as response:
+        answer = json.loads(await response.read())
+    assert 400 <= response.status < 500
+    assert json.dumps(answer).count("z") < 300
+
+
 NOT_HTTP = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"hello\r\n\r\n",

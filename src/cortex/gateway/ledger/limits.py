@@ -1,7 +1,7 @@
 """What a key may still spend: pure arithmetic on numbers and a clock that is passed in.
 
 A request reserves what it may cost before it runs and settles with what it did cost, so that many at once cannot
-spend the same tokens. Time is wall-clock seconds; spend is kept by the minute, as it is in the books.
+spend the same tokens. Time is wall-clock seconds; spend is kept by the minute, as it is in the store.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from collections.abc import Mapping
 
 import msgspec
 
+from cortex.gateway.envelope import DEFAULT_COMPLETION_TOKENS
+from cortex.gateway.meter import Estimate
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 from .keys import KeySection
 
 MINUTE_S = 60
+BYTES_PER_TOKEN = 4
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """What the books say about one key."""
+    """What the store says about one key."""
 
     by_minute: dict[int, int] = msgspec.field(default_factory=dict)
     """Tokens by minute (`time // 60`), as far back as the window reaches."""
     total: int = 0
     """Tokens ever."""
+    reserved_elsewhere: int = 0
+    """Tokens that other gateways hold for requests of theirs, or held when they died."""
 
 
 class RateBucket:
@@ -91,22 +96,36 @@ class RollingSum:
 class Account:
     """What one key has spent and promised. Mutable; owned by the gateway's loop.
 
-    Invariant: with a budget, `spent + reserved + a newcomer's reservation` is at most the budget when it is admitted.
+    Invariant: with a budget, `spent + reserved + the reservation of a new request` is at most the budget when that
+    request is admitted, where `reserved` includes what other gateways hold.
     """
 
-    __slots__ = ("_bucket", "_reserved", "_total", "_unrecorded", "_window", "key")
+    __slots__ = (
+        "_bucket",
+        "_reserved",
+        "_reserved_elsewhere",
+        "_total",
+        "_unrecorded",
+        "_window",
+        "key",
+        "num_reservations",
+    )
 
     def __init__(self, key: KeySection, recorded: Spent, now: float) -> None:
         self.key = key
         self._total = recorded.total
         self._window = RollingSum(recorded.by_minute)
         self._unrecorded: dict[int, int] = {}
-        """By minute: settled here, not yet known to be in the books."""
+        """By minute: settled here, not yet known to be in the store."""
         self._reserved = 0
+        self._reserved_elsewhere = recorded.reserved_elsewhere
+        self.num_reservations = 0
+        """Requests that hold a reservation here."""
         self._bucket = RateBucket(key.requests_per_min or 0, now)
 
     @property
     def reserved_tokens(self) -> int:
+        """Held by requests of this gateway."""
         return self._reserved
 
     def window_spent(self, now: float) -> int:
@@ -116,11 +135,10 @@ class Account:
     def total_spent(self) -> int:
         return self._total
 
-    def reserve(self, tokens: int, now: float) -> int:
-        """Take a request and `tokens` of the budgets; returns what to hand to `settle`.
+    def reserve(self, estimate: Estimate, now: float) -> int:
+        """Take a request and the tokens that it may cost; returns what to hand to `settle`.
 
-        A request that asks for more than a whole budget may have all of it. Raises `RateLimitExceeded` or
-        `InsufficientQuota`, and then nothing is taken.
+        Raises `RateLimitExceeded` or `InsufficientQuota`, and then nothing is taken.
         """
         key = self.key
         if key.requests_per_min is not None:
@@ -128,22 +146,23 @@ class Account:
             if wait_s:
                 message = f"The key `{key.name}` has used its {key.requests_per_min} requests per minute"
                 raise RateLimitExceeded(f"{message}; try again in {_seconds(wait_s)}.", retry_after_s=wait_s)
+        tokens = self._cost(estimate)
         try:
             if key.balance_tokens is not None:
-                tokens = min(tokens, key.balance_tokens)
                 self._check_balance(tokens, key.balance_tokens)
             if key.window_tokens is not None:
-                tokens = min(tokens, key.window_tokens)
                 self._check_window(tokens, key.window_tokens, now)
         except (RateLimitExceeded, InsufficientQuota):
             self._bucket.give_back()
             raise
         self._reserved += tokens
+        self.num_reservations += 1
         return tokens
 
     def settle(self, reserved: int, used: int, now: float) -> None:
         """Replace a reservation by what was used. Called exactly once for each `reserve`."""
         self._reserved -= reserved
+        self.num_reservations -= 1
         if used:
             minute = int(now // MINUTE_S)
             self._unrecorded[minute] = self._unrecorded.get(minute, 0) + used
@@ -157,17 +176,31 @@ class Account:
         self.key = key
 
     def book(self, recorded: Spent, written: Mapping[int, int]) -> None:
-        """The books now say `recorded`, which includes `written` of what was settled here."""
+        """The store now says `recorded`, which includes `written` of what was settled here."""
         left = {minute: tokens - written.get(minute, 0) for minute, tokens in self._unrecorded.items()}
         self._unrecorded = {minute: tokens for minute, tokens in left.items() if tokens}
+        self._reserved_elsewhere = recorded.reserved_elsewhere
         self._total = recorded.total + sum(self._unrecorded.values())
         by_minute = dict(recorded.by_minute)
         for minute, tokens in self._unrecorded.items():
             by_minute[minute] = by_minute.get(minute, 0) + tokens
         self._window = RollingSum(by_minute)
 
+    def _cost(self, estimate: Estimate) -> int:
+        """The tokens to reserve: the prompt by its size, and every choice.
+
+        Without a limit a choice reserves a default, or what the whole budget leaves beside the prompt where that is
+        less: a key with a small budget stays usable for clients that set no limit.
+        """
+        prompt = -(-estimate.prompt_bytes // BYTES_PER_TOKEN)
+        completion = estimate.completion_limit
+        if completion is None:
+            budgets = [budget for budget in (self.key.balance_tokens, self.key.window_tokens) if budget is not None]
+            completion = min([DEFAULT_COMPLETION_TOKENS, *(max(0, budget - prompt) for budget in budgets)])
+        return prompt + completion * estimate.num_choices
+
     def _check_balance(self, tokens: int, balance: int) -> None:
-        left = balance - self._total - self._reserved
+        left = balance - self._total - self._reserved - self._reserved_elsewhere
         if left < tokens or balance == 0:
             raise InsufficientQuota(
                 f"The key `{self.key.name}` has {max(0, left)} of {balance} tokens left and this request may take "
@@ -175,7 +208,12 @@ class Account:
             )
 
     def _check_window(self, tokens: int, budget: int, now: float) -> None:
-        left = budget - self.window_spent(now) - self._reserved
+        left = budget - self.window_spent(now) - self._reserved - self._reserved_elsewhere
+        if tokens > budget:
+            raise InsufficientQuota(
+                f"The key `{self.key.name}` has {budget} tokens in any {_seconds(self.key.window_s)} and this request "
+                f"may take {tokens}; lower max_tokens or the number of choices, or shorten the prompt."
+            )
         if left < tokens or budget == 0:
             wait_s = self._until_free(tokens - left, now)
             raise RateLimitExceeded(

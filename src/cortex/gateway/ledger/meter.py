@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from cortex.gateway.http.request import Request
+from cortex.gateway.meter import Estimate
 from cortex.wire.errors import InvalidAPIKey
 from cortex.wire.events import Usage
 
 from .book import Book
-from .keys import KeySection, check_model, check_operator
+from .keys import Keyring, KeySection, check_model, check_operator
 from .limits import Account
 
-BYTES_PER_TOKEN = 4
-DEFAULT_COMPLETION_TOKENS = 1024
-"""Reserved for a request that sets no limit of its own."""
 
-
-class KeyedHold:
-    """A reservation of one request. `settle` is called exactly once."""
+class KeyedReservation:
+    """A reservation of one request. Ends exactly once."""
 
     __slots__ = ("_account", "_book", "_reserved")
 
@@ -30,9 +27,22 @@ class KeyedHold:
         """The key's name, for metrics and the node."""
         return self._account.key.name
 
+    def check_model(self, model: str) -> None:
+        """Raise `ModelNotAllowed` when the key is not for `model`."""
+        check_model(self._account.key, model)
+
     def settle(self, usage: Usage | None, *, model: str, node: str, request_id: str) -> None:  # noqa: ARG002
-        """Book what was really used; None when the request ended without an answer."""
+        """Record what was really used; None when the request ended without a response."""
         self._book.settle(self._account, self._reserved, usage, model=model, node=node)
+
+    def settle_in_full(self, *, model: str, node: str) -> None:
+        """Record the whole reservation as used."""
+        used = Usage(completion_tokens=self._reserved)
+        self._book.settle(self._account, self._reserved, used, model=model, node=node)
+
+    def cancel(self) -> None:
+        """Give the tokens back. The request still counts towards the key's rate: rejecting it was work."""
+        self._account.settle(self._reserved, 0, self._book.clock())
 
 
 class KeyedMeter:
@@ -41,37 +51,28 @@ class KeyedMeter:
     def __init__(self, book: Book) -> None:
         self._book = book
 
-    def admit(self, request: Request, *, model: str, prompt_bytes: int, completion_limit: int | None) -> KeyedHold:
-        """Reserve what the request may cost: its prompt, judged by size, and the completion it asks for.
-
-        Raises `InvalidAPIKey`, `ModelNotAllowed`, `RateLimitExceeded` or `InsufficientQuota`.
-        """
-        key = self._recognise(request)
-        check_model(key, model)
-        account = self._book.account(key)
-        completion = DEFAULT_COMPLETION_TOKENS if completion_limit is None else completion_limit
-        reserved = account.reserve(prompt_bytes // BYTES_PER_TOKEN + completion, self._book.clock())
-        return KeyedHold(self._book, account, reserved)
+    def admit(self, request: Request, estimate: Estimate) -> KeyedReservation:
+        """Reserve what the request may cost. Raises `InvalidAPIKey`, `RateLimitExceeded` or `InsufficientQuota`."""
+        account = self._book.account(recognise(self._book.keyring, request))
+        reserved = account.reserve(estimate, self._book.clock())
+        return KeyedReservation(self._book, account, reserved)
 
     def authenticate(self, request: Request) -> str:
-        """The principal of a request that costs nothing. Raises `InvalidAPIKey`."""
-        return self._recognise(request).name
+        """The principal of a request, from its headers alone. Raises `InvalidAPIKey`."""
+        return recognise(self._book.keyring, request).name
 
     def authenticate_operator(self, request: Request) -> str:
         """The principal of a request that changes the fleet. Raises `InvalidAPIKey` or `OperatorOnly`."""
-        key = self._recognise(request)
+        key = recognise(self._book.keyring, request)
         check_operator(key)
         return key.name
 
-    def _recognise(self, request: Request) -> KeySection:
-        return self._book.keyring.recognise(presented_key(request))
 
-
-def presented_key(request: Request) -> str:
-    """The key a client sent, the OpenAI way or the Anthropic way. Raises `InvalidAPIKey` when there is none."""
+def recognise(keyring: Keyring, request: Request) -> KeySection:
+    """The key that a client sent, the OpenAI way or the Anthropic way. Raises `InvalidAPIKey`."""
     authorization = request.header(b"authorization")
     if authorization is not None and authorization[:7].lower() == b"bearer ":
-        return authorization[7:].strip().decode("latin-1")
+        return keyring.recognise(authorization[7:].strip().decode("latin-1"))
     if (key := request.header(b"x-api-key")) is not None:
-        return key.decode("latin-1")
+        return keyring.recognise(key.decode("latin-1"))
     raise InvalidAPIKey("This gateway needs an API key: send `Authorization: Bearer …` or `x-api-key: …`.")

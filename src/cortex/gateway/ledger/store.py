@@ -1,76 +1,29 @@
-"""The books on disk: spend by minute, key, model and node, in SQLite or PostgreSQL through the same statements.
+"""The ledger on disk, in SQLite or PostgreSQL through the same statements.
 
 Blocking; used from one thread at a time, never the event loop's. Several processes may share one database: every
-write adds to what is there.
+write adds to what is there, and each gateway writes only its own reservations.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
 from cortex.settings import Section
-from cortex.wire.events import Usage
 
+from . import tables
 from .limits import MINUTE_S, Spent
+from .tables import Claim, Counts, Execute, GroupBy, Rows, Slot
 
-GroupBy = Literal["key", "model", "node", "day"]
+T = TypeVar("T")
 
-_SCHEMA = (
-    """CREATE TABLE IF NOT EXISTS spend (
-        minute BIGINT NOT NULL,
-        key_id TEXT NOT NULL,
-        key_name TEXT NOT NULL,
-        model TEXT NOT NULL,
-        node TEXT NOT NULL,
-        requests BIGINT NOT NULL,
-        prompt_tokens BIGINT NOT NULL,
-        cached_tokens BIGINT NOT NULL,
-        completion_tokens BIGINT NOT NULL,
-        reasoning_tokens BIGINT NOT NULL,
-        PRIMARY KEY (key_id, minute, model, node)
-    )""",
-    """CREATE TABLE IF NOT EXISTS total (
-        key_id TEXT PRIMARY KEY,
-        tokens BIGINT NOT NULL
-    )""",
-)
-_ADD_SPEND = """
-    INSERT INTO spend (minute, key_id, key_name, model, node,
-                       requests, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT (key_id, minute, model, node) DO UPDATE SET
-        key_name = excluded.key_name,
-        requests = spend.requests + excluded.requests,
-        prompt_tokens = spend.prompt_tokens + excluded.prompt_tokens,
-        cached_tokens = spend.cached_tokens + excluded.cached_tokens,
-        completion_tokens = spend.completion_tokens + excluded.completion_tokens,
-        reasoning_tokens = spend.reasoning_tokens + excluded.reasoning_tokens
-"""
-_ADD_TOTAL = """
-    INSERT INTO total (key_id, tokens) VALUES (?, ?)
-    ON CONFLICT (key_id) DO UPDATE SET tokens = total.tokens + excluded.tokens
-"""
-_BY_MINUTE = """
-    SELECT minute, SUM(prompt_tokens + completion_tokens) FROM spend
-    WHERE key_id = ? AND minute >= ? GROUP BY minute
-"""
-_TOTAL = "SELECT tokens FROM total WHERE key_id = ?"
-_GROUPS: dict[GroupBy, str] = {
-    "key": "key_id, MAX(key_name)",
-    "model": "model, model",
-    "node": "node, node",
-    "day": "minute / 1440, minute / 1440",
-}
-_USAGE = """
-    SELECT {group}, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens),
-           SUM(completion_tokens), SUM(reasoning_tokens)
-    FROM spend WHERE minute >= ? AND minute < ? GROUP BY 1 ORDER BY 1
-"""
+
+NO_CLAIM = Claim(owner="")
+"""Of a process that reserves nothing."""
 
 
 class LedgerSection(Section, frozen=True):
@@ -79,45 +32,8 @@ class LedgerSection(Section, frozen=True):
     database: str = "cortex-spend.db"
     """A SQLite file in `gateway.state`, or `postgresql://user@host/name` for several gateways with one set of books."""
     flush_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """How often spend is written; at most this much is lost when the gateway is killed."""
-
-
-class Slot(msgspec.Struct, frozen=True, order=True):
-    """What one row of the books is about."""
-
-    key_id: str
-    minute: int
-    model: str
-    node: str
-    key_name: str
-
-    @classmethod
-    def at(cls, now: float, *, key_id: str, key_name: str, model: str, node: str) -> Slot:
-        return cls(key_id, int(now // MINUTE_S), model, node, key_name)
-
-
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests and tokens."""
-
-    requests: int = 0
-    usage: Usage = Usage()
-
-    @property
-    def tokens(self) -> int:
-        """What budgets are charged: prompt and completion."""
-        return self.usage.prompt_tokens + self.usage.completion_tokens
-
-    def __add__(self, other: Counts) -> Counts:
-        mine, theirs = self.usage, other.usage
-        return Counts(
-            requests=self.requests + other.requests,
-            usage=Usage(
-                prompt_tokens=mine.prompt_tokens + theirs.prompt_tokens,
-                cached_tokens=mine.cached_tokens + theirs.cached_tokens,
-                completion_tokens=mine.completion_tokens + theirs.completion_tokens,
-                reasoning_tokens=mine.reasoning_tokens + theirs.reasoning_tokens,
-            ),
-        )
+    """How often spend and reservations are written. A gateway that is killed loses at most what it admitted or finished
+    within this time; what had been running for longer stays charged."""
 
 
 class StoreError(Exception):
@@ -147,7 +63,7 @@ class Driver(Protocol):
 
 class Sqlite:
     placeholder = "?"
-    errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError)
+    errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, OverflowError)
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -189,61 +105,79 @@ def open_store(database: str) -> Store:
 
 
 class Store:
-    """The books. After a failed call the next one connects anew. Raises `StoreError` from every method."""
+    """The ledger's database. After a failed call the next one connects again. Raises `StoreError` from every method."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._connection: Connection | None = None
-        self._run([])
+        self._run(lambda _: None)
 
     @property
     def name(self) -> str:
         return self._driver.name
 
-    def exchange(self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int]) -> dict[str, Spent]:
-        """Add `batch` and read what keys have spent by then, in one transaction: all of it or nothing.
+    def exchange(
+        self,
+        batch: Mapping[Slot, Counts],
+        since_minute: Mapping[str, int],
+        *,
+        before: Claim = NO_CLAIM,
+        after: Claim = NO_CLAIM,
+    ) -> dict[str, Spent]:
+        """Add `batch`, write the reservations `after` in place of `before`, and read what keys have spent by then.
 
-        `since_minute` names the keys to read and how far back their minutes go; totals are of all time.
+        In one transaction: all of it or nothing. `since_minute` names the keys to read and how far back their minutes
+        go; totals are of all time.
         """
-        # Sorted, so that processes that write the same rows take their locks in the same order.
-        statements: list[tuple[str, Sequence[Any]]] = [
-            (_ADD_SPEND, _row(slot, counts)) for slot, counts in sorted(batch.items(), key=lambda entry: entry[0])
-        ]
-        totals: dict[str, int] = {}
-        for slot, counts in batch.items():
-            totals[slot.key_id] = totals.get(slot.key_id, 0) + counts.tokens
-        statements += [(_ADD_TOTAL, row) for row in sorted(totals.items())]
-        num_writes = len(statements)
-        for key_id, first in since_minute.items():
-            statements += [(_BY_MINUTE, (key_id, first)), (_TOTAL, (key_id,))]
-        read = self._run(statements)[num_writes:]
-        return {
-            key_id: _spent(minutes, total)
-            for key_id, minutes, total in zip(since_minute, read[::2], read[1::2], strict=True)
-        }
+
+        def work(execute: Execute) -> dict[str, Spent]:
+            # Reservations first, here as in `settle_dead`: whoever takes locks takes them in the same order.
+            returned = tables.replace_claim(execute, before, after) if before is not after else {}
+            tables.add_spend(execute, {**batch, **returned})
+            return tables.read_spent(execute, after.owner, since_minute)
+
+        return self._run(work)
+
+    def other_claims(self, owner: str) -> dict[str, int]:
+        """The other gateways that have reservations, and when each has last renewed them, in milliseconds."""
+        return self._run(lambda execute: tables.other_claims(execute, owner))
+
+    def settle_dead(self, owner: str, renewed_ms: int) -> int:
+        """Record the reservations of a gateway that died as spent; returns how many tokens they are.
+
+        Does nothing when they have been renewed since `renewed_ms`.
+        """
+
+        def work(execute: Execute) -> int:
+            spend = tables.take_claim(execute, owner, renewed_ms)
+            tables.add_spend(execute, spend)
+            return sum(counts.tokens for counts in spend.values())
+
+        return self._run(work)
 
     def usage(self, group: GroupBy, *, since: float, until: float) -> list[tuple[str, str, Counts]]:
         """(id, name, counts) of every key, model, node or day (as days since 1970) with spend in [since, until)."""
         bounds = (int(since // MINUTE_S), -int(-until // MINUTE_S))
-        (rows,) = self._run([(_USAGE.format(group=_GROUPS[group]), bounds)])
-        return [(str(row[0]), str(row[1]), _counts(row[2:])) for row in rows]
+        return self._run(lambda execute: tables.read_usage(execute, group, bounds))
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _run(self, statements: Iterable[tuple[str, Sequence[Any]]]) -> list[list[Sequence[Any]]]:
-        """Run all statements in one transaction; the rows of each."""
+    def _run(self, work: Callable[[Execute], T]) -> T:
+        """Do `work` in one transaction."""
         try:
             connection = self._connection = self._connection or self._open()
             cursor = connection.cursor()
-            results = []
-            for statement, values in statements:
+
+            def execute(statement: str, values: Sequence[Any]) -> Rows:
                 cursor.execute(statement.replace("?", self._driver.placeholder), values)
-                results.append(cursor.fetchall() if cursor.description else [])
+                return cursor.fetchall() if cursor.description else []
+
+            result = work(execute)
             connection.commit()
-            return results
+            return result
         except self._driver.errors as error:
             self._drop()
             raise StoreError(f"cannot use the spend database {self.name}: {str(error).strip()}") from error
@@ -251,7 +185,7 @@ class Store:
     def _open(self) -> Connection:
         connection = self._driver.connect()
         cursor = connection.cursor()
-        for statement in _SCHEMA:
+        for statement in tables.SCHEMA:
             cursor.execute(statement)
         connection.commit()
         return connection
@@ -264,30 +198,3 @@ class Store:
             connection.close()
         except self._driver.errors:
             pass  # it is broken, which is why it is dropped
-
-
-def _row(slot: Slot, counts: Counts) -> tuple[str | int, ...]:
-    usage = counts.usage
-    return (
-        slot.minute,
-        slot.key_id,
-        slot.key_name,
-        slot.model,
-        slot.node,
-        counts.requests,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-        usage.reasoning_tokens,
-    )
-
-
-def _spent(minutes: list[Sequence[Any]], total: list[Sequence[Any]]) -> Spent:
-    by_minute = {int(minute): int(tokens) for minute, tokens in minutes}
-    return Spent(by_minute=by_minute, total=int(total[0][0]) if total else 0)
-
-
-def _counts(row: Sequence[Any]) -> Counts:
-    requests, prompt, cached, completion, reasoning = map(int, row)
-    usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, reasoning_tokens=reasoning)
-    return Counts(requests=requests, usage=usage)

@@ -6,7 +6,8 @@ import datetime
 
 import msgspec
 
-from .store import GroupBy, Store
+from .store import Store
+from .tables import GroupBy
 
 HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total")
 

@@ -11,6 +11,7 @@ import msgspec
 
 from cortex.gateway.desk import Admission, LocalDesk
 from cortex.gateway.http.request import Request
+from cortex.gateway.meter import Reservation
 from cortex.gateway.tickets import NOBODY, Lease, Need, Ticket
 from cortex.gateway.workers.channel import Channel
 from cortex.gateway.workers.messages import (
@@ -38,6 +39,7 @@ _decoder = msgspec.msgpack.Decoder[ToMain](ToMain)
 @dataclass(slots=True)
 class _Guest:
     admission: Admission
+    reservation: Reservation
     need: Need
     prompt: bytes
     ticket: Ticket | None = None
@@ -93,13 +95,11 @@ class Guests:
     def _admit(self, asked: Admit) -> None:
         request = Request(b"POST", b"", b"", asked.credentials, b"", "")
         try:
-            admission = self._desk.judge(
-                request, asked.name, prompt_bytes=asked.prompt_bytes, completion_limit=asked.completion_limit
-            )
+            admission, reservation = self._desk.judge(request, asked.name, asked.estimate)
         except CortexError as error:
             self.send(Refused.of(asked.number, error))
             return
-        guest = self._guests[asked.number] = _Guest(admission, asked.need, asked.prompt)
+        guest = self._guests[asked.number] = _Guest(admission, reservation, asked.need, asked.prompt)
         self.send(Admitted(asked.number, admission.model, admission.origin, admission.hold.principal))
         self._ask(asked.number, guest, NOBODY)
 
@@ -147,10 +147,15 @@ class Guests:
     def _settle(self, number: int, usage: Usage | None, model: str, node: str, request_id: str) -> None:
         guest = self._guests.pop(number)
         self._withdraw(guest)
-        guest.admission.hold.settle(usage, model=model, node=node, request_id=request_id)
+        guest.reservation.settle(usage, model=model, node=node, request_id=request_id)
 
     def _worker_lost(self) -> None:
-        for number, guest in list(self._guests.items()):
-            node = guest.lease.node if guest.lease is not None else ""
-            self._settle(number, None, guest.admission.model, node, "")
+        for guest in self._guests.values():
+            lease, model = guest.lease, guest.admission.model
+            self._withdraw(guest)
+            if lease is not None:  # a node was at work for it, and nobody is left who could ask how much it did
+                guest.reservation.settle_in_full(model=model, node=lease.node)
+            else:
+                guest.reservation.settle(None, model=model, node="", request_id="")
+        self._guests.clear()
         self._lost(self)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from cortex.fleet.decision import Origin
+from cortex.gateway.meter import Estimate
 from cortex.gateway.tickets import Need
 from cortex.wire.errors import BY_CODE, CortexError
 from cortex.wire.events import Usage
@@ -35,8 +36,7 @@ class Admit(Message, frozen=True):
     """The model as the client calls it."""
     credentials: tuple[tuple[bytes, bytes], ...]
     """The headers that say who asks."""
-    prompt_bytes: int
-    completion_limit: int | None
+    estimate: Estimate
     need: Need
     prompt: bytes
     """The start of the conversation."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from cortex.gateway.desk import Admission, Admitted
 from cortex.gateway.envelope import Envelope
 from cortex.gateway.http.request import Request
+from cortex.gateway.ledger import Keyring, KeySection
+from cortex.gateway.ledger.meter import recognise
+from cortex.gateway.meter import ANONYMOUS, Estimate
 from cortex.gateway.tickets import Lease, Need, Ticket
 from cortex.gateway.workers import messages
 from cortex.gateway.workers.messages import Message
@@ -34,7 +37,7 @@ class RemoteLease(Lease):
 
 
 class RemoteHold:
-    """A reservation in the main process's books."""
+    """A reservation in the main process's ledger."""
 
     __slots__ = ("_desk", "_number", "principal")
 
@@ -50,8 +53,10 @@ class RemoteHold:
 class RemoteDesk:
     """Owned by the worker's loop. Requests are numbered; each has at most one question open."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[Message], None], keys: Iterable[KeySection]) -> None:
         self._send = send
+        self.keyring = Keyring(keys)
+        """Replaced by a reload."""
         self._numbers = itertools.count(1)
         self._admitting: dict[int, Admitted] = {}
         self._first: set[int] = set()
@@ -59,6 +64,10 @@ class RemoteDesk:
         self._tickets: dict[int, Ticket] = {}
 
     # --- for passages
+
+    def authenticate(self, request: Request) -> str:
+        """By the keys that the configuration lists: a stranger is turned away without asking the main process."""
+        return recognise(self.keyring, request).name if self.keyring else ANONYMOUS
 
     def admit(self, request: Request, envelope: Envelope, need: Need, admitted: Admitted) -> None:
         number = next(self._numbers)
@@ -68,8 +77,7 @@ class RemoteDesk:
                 number,
                 envelope.model or "",
                 tuple(pair for pair in request.headers if pair[0] in _CREDENTIALS),
-                len(request.body),
-                envelope.completion_limit,
+                Estimate(len(request.body), envelope.completion_limit, envelope.num_choices),
                 need,
                 envelope.leading_bytes(),
             )

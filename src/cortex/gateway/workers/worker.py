@@ -16,12 +16,10 @@ from cortex.gateway.config import Config
 from cortex.gateway.departures import Departures
 from cortex.gateway.dialects import ROUTES
 from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.http.request import Request
 from cortex.gateway.http.ticker import Ticker
 from cortex.gateway.http.upstream import Pool
 from cortex.gateway.inference import Inference
 from cortex.gateway.ledger.keys import Keyring
-from cortex.gateway.ledger.meter import presented_key
 from cortex.gateway.listener import api_server
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.nodes import NodeClient
@@ -60,7 +58,7 @@ class Worker:
         self._nodes: dict[str, NodeClient] = {}
         self._metrics = Metrics(tuple)
         self._tracer = open_tracer(config.telemetry, "cortex")
-        self.desk = RemoteDesk(channel.send)
+        self.desk = RemoteDesk(channel.send, config.keys)
         self._services = Services(
             config=config.gateway,
             desk=self.desk,
@@ -73,8 +71,7 @@ class Worker:
         )
         self._inference = Inference(self._services)
         self._main = Pool("http://cortex", self._ticker, unix_socket=api_socket)
-        self._keyring = Keyring(config.keys)
-        self._server = api_server(self._handle, config, self._ticker, self._metrics, self._authenticate)
+        self._server = api_server(self._handle, config, self._ticker, self._metrics, self.desk.authenticate)
         self._join(config)
 
     async def start(self) -> None:
@@ -84,7 +81,7 @@ class Worker:
     def reconfigure(self, config: Config) -> None:
         """As in the main process: running answers are untouched."""
         self._services.config = config.gateway
-        self._keyring = Keyring(config.keys)
+        self.desk.keyring = Keyring(config.keys)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         wanted = {section.name: section for section in config.neurons}
         for name, node in list(self._nodes.items()):
@@ -111,11 +108,6 @@ class Worker:
             node.pool.close()
         self.count()
         await asyncio.to_thread(self._tracer.close)
-
-    def _authenticate(self, request: Request) -> None:
-        """Only whether the key exists: what it may do is for the main process to say."""
-        if self._keyring:
-            self._keyring.recognise(presented_key(request))
 
     def _handle(self, exchange: Exchange) -> None:
         route = ROUTES.get(exchange.request.path)

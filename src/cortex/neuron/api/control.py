@@ -15,7 +15,7 @@ from cortex.neuron.api.bodies import body_of
 from cortex.neuron.api.doors import Doors
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
-from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound
+from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
 from cortex.wire.node import Endpoint, LoadRequest, ModelList, ModelState, Recycled, UnloadRequest
 
 T = TypeVar("T")
@@ -95,7 +95,9 @@ class Control:
         index = int(request.match_info["index"])
         devices = [device.index for device in self.backend.discovery.devices]
         if index not in devices:
-            raise RouteNotFound(f"This node has no device {index}; it has {', '.join(map(str, devices)) or 'none'}.")
+            raise RouteNotFound(
+                f"This node has no device {shorten(str(index))}; it has {', '.join(map(str, devices)) or 'none'}."
+            )
         with self.doors.enter():
             recycled = await self.backend.recycle(index)
         return replies.json(Recycled(device=index, recycled=recycled))
@@ -124,9 +126,11 @@ def _decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as problem:
-        raise InvalidValue(f"Invalid body: {problem}.", param=_path(problem)) from None
+        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.", param=_path(problem)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {problem}. Send one JSON object in UTF-8.") from None
+        raise MalformedJSON(
+            f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
+        ) from None
 
 
 def _path(problem: msgspec.ValidationError) -> str | None:

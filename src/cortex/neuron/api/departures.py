@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from cortex.neuron.api import replies
-from cortex.wire.errors import RouteNotFound
+from cortex.wire.errors import RouteNotFound, shorten
 from cortex.wire.events import Usage
 
 MAX_KEPT = 1024
@@ -39,7 +39,7 @@ class Departures:
         request_id = request.match_info["id"]
         cost = self._costs.pop(request_id, None) or await self._noted(request_id)
         if cost is None:
-            raise RouteNotFound(f"No answer to a request {request_id} was left here.")
+            raise RouteNotFound(f"No answer to a request {shorten(request_id)} was left here.")
         return replies.json(cost)
 
     async def _noted(self, request_id: str) -> Usage | None:

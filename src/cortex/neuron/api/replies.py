@@ -17,6 +17,7 @@ from cortex.wire.errors import (
     MalformedJSON,
     MethodNotAllowed,
     RouteNotFound,
+    shorten,
 )
 
 log = logging.getLogger(__name__)
@@ -46,11 +47,13 @@ def known(problem: Exception, request: web.Request) -> CortexError:
         case TextModelError():
             return LoadFailed(str(problem))
         case web.HTTPMethodNotAllowed(allowed_methods=allowed):
-            return MethodNotAllowed(f"{request.method} is not for {request.path}; use {' or '.join(sorted(allowed))}.")
+            return MethodNotAllowed(
+                f"{shorten(request.method)} is not for {shorten(request.path)}; use {' or '.join(sorted(allowed))}."
+            )
         case web.HTTPNotFound():
-            return RouteNotFound(f"There is nothing at {request.path}; the API begins at /v1 and /discovery.")
+            return RouteNotFound(f"There is nothing at {shorten(request.path)}; the API begins at /v1 and /discovery.")
         case web.HTTPBadRequest() | web.RequestPayloadError():
-            return MalformedJSON(f"The request could not be read: {problem}. Check its headers and body.")
+            return MalformedJSON(f"The request could not be read: {shorten(str(problem))}. Check its headers and body.")
         case _:
             log.exception("%s %s failed", request.method, request.path, exc_info=problem)
             return CortexError("Something went wrong inside the node; its log has the details.")

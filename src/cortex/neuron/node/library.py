@@ -17,7 +17,8 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
-from cortex.wire.errors import ModelNotFound
+from cortex.wire.body import MAX_MODEL_NAME
+from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.node import LoadRequest
 
 _CACHE_PREFIX = "models--"
@@ -56,9 +57,10 @@ class Library:
         """Raises ModelNotFound with near misses."""
         if (model := self._models.get(model_id)) is not None:
             return model
-        near = difflib.get_close_matches(model_id, self._models, n=3)
+        # The cost of a comparison grows with the name, and a name this long is nobody's misspelling.
+        near = difflib.get_close_matches(model_id, self._models, n=3) if len(model_id) <= MAX_MODEL_NAME else []
         hint = f"did you mean {', '.join(near)}?" if near else "GET /models lists what is known"
-        raise ModelNotFound(f"this node knows no model {model_id!r}; {hint}", param="model")
+        raise ModelNotFound(f"this node knows no model {shorten(model_id)!r}; {hint}", param="model")
 
     def adopt(self, request: LoadRequest) -> KnownModel:
         """The model as a load request wants it: what the request leaves out is as configured. An id that is new is

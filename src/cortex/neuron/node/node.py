@@ -38,7 +38,7 @@ from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
 from cortex.neuron.scribe.scribe import Scribe
 from cortex.neuron.text.model import TextModel, capabilities_of
-from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown
+from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
     Capabilities,
     Device,
@@ -169,7 +169,7 @@ class Node:
         self._refuse_when_closing()
         if request.harness not in self.discovery.harnesses:
             offered = ", ".join(self.discovery.harnesses)
-            raise LoadFailed(f"this node has no harness {request.harness!r}; it has {offered}")
+            raise LoadFailed(f"this node has no harness {shorten(request.harness)!r}; it has {offered}")
         model = self._library.adopt(request)
         if wait:
             await self._owner(model.id).ensure_ready(model)

@@ -16,7 +16,7 @@ from cortex.neuron.text.detect import ThoughtMarkers, ToolSyntax
 from cortex.neuron.text.lark import LarkGrammar, literal
 from cortex.neuron.text.tokenizer import Tokenizer
 from cortex.neuron.text.tools.grammar import MARKED, add_calls, add_free_answer
-from cortex.wire.errors import InvalidValue
+from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
 
 
@@ -85,7 +85,9 @@ def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
     named = tuple(tool for tool in request.tools if tool.name == choice.name)
     if not named:
         known = ", ".join(tool.name for tool in request.tools)
-        raise InvalidValue(f"tool_choice names {choice.name!r}, the tools are {known}", param="tool_choice")
+        raise InvalidValue(
+            f"tool_choice names {shorten(choice.name or '')!r}, the tools are {shorten(known)}", param="tool_choice"
+        )
     return named
 
 
@@ -134,7 +136,7 @@ def _lark(text: str) -> Mapping[str, Any]:
     try:
         return {"lark_grammar": any_to_lark(text)}
     except ValueError as error:
-        raise InvalidValue(f"the grammar cannot be read: {error}", param="response_format") from error
+        raise InvalidValue(f"the grammar cannot be read: {shorten(str(error))}", param="response_format") from error
 
 
 def _checked(grammar: LarkGrammar, start: str, *, param: str) -> str:
@@ -146,5 +148,5 @@ def _checked(grammar: LarkGrammar, start: str, *, param: str) -> str:
         raise InvalidValue("the schema is nested too deeply to be enforced; flatten it", param=param) from error
     problem = llguidance.LLMatcher.validate_grammar(built)
     if problem:
-        raise InvalidValue(f"the output format cannot be enforced: {problem.strip()}", param=param)
+        raise InvalidValue(f"the output format cannot be enforced: {shorten(problem.strip())}", param=param)
     return built

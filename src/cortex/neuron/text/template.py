@@ -22,7 +22,7 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
-from cortex.wire.errors import TemplateRenderFailed
+from cortex.wire.errors import TemplateRenderFailed, shorten
 
 CHATML: Final = (
     "{% for message in messages %}"
@@ -57,7 +57,7 @@ class ChatTemplate:
         except _FAILURES as error:
             reason = str(error) or type(error).__name__
             raise TemplateRenderFailed(
-                f"the model's chat template refused this conversation: {reason}; "
+                f"the model's chat template refused this conversation: {shorten(reason)}; "
                 "check the order of roles, the tool calls and the chat_template_kwargs"
             ) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cortex.wire.body import Fields
-from cortex.wire.errors import UnsupportedModality
+from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.openai_chat.request import read_arguments
 from cortex.wire.requests import Image, Part, Reasoning, Text, ToolCall, ToolResult
 
@@ -80,7 +80,7 @@ def _read_image(block: Fields) -> Image:
         case "url":
             return Image(url=source.required_text("url"))
         case other:
-            raise source.invalid("type", f"'{other}' is not known; send the image as base64 or url")
+            raise source.invalid("type", f"'{shorten(other or '')}' is not known; send the image as base64 or url")
 
 
 def _read_document(block: Fields, dropped: list[str]) -> Iterator[Text | Image]:

@@ -9,7 +9,7 @@ import msgspec
 
 from cortex.wire import body as wire_body
 from cortex.wire.body import LARGEST_COUNT, Fields, json_text
-from cortex.wire.errors import UnsupportedModality
+from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.requests import (
     GenerateRequest,
     Image,
@@ -141,7 +141,7 @@ def _read_part(part: Fields) -> Text | Image | Reasoning:
             return Text(text=part.required_text("text"))
         case other:
             raise UnsupportedModality(
-                f"Content of type '{other}' cannot be read by the models here; send text or images.",
+                f"Content of type '{shorten(other)}' cannot be read by the models here; send text or images.",
                 param=part.param("type"),
             )
 
@@ -217,7 +217,7 @@ def restrict_tool_choice(choice: ToolChoice, allowed: Fields, tools: Iterable[To
         if (entry.text("type") or "function") == "function":
             name = (entry.object("function") or entry).required_text("name")
             if name not in known:
-                raise entry.invalid("name", f"no tool named '{name}' is in 'tools'")
+                raise entry.invalid("name", f"no tool named '{shorten(name)}' is in 'tools'")
             names.append(name)
     if not names:
         return ToolChoice(mode="none", parallel=choice.parallel)
@@ -243,9 +243,9 @@ def resolve_tool_choice(
         case "named":
             if name in names:
                 return ToolChoice(mode="named", name=name, parallel=parallel)
-            problem = f"no tool named '{name}' is in 'tools'"
+            problem = f"no tool named '{shorten(name or '')}' is in 'tools'"
         case other:
-            problem = f"'{other}' is not known; use auto, none, required or name a function"
+            problem = f"'{shorten(other)}' is not known; use auto, none, required or name a function"
             raise fields.invalid("tool_choice", problem)
     if something_dropped:
         return ToolChoice(parallel=parallel)

@@ -9,6 +9,7 @@ import msgspec
 from cortex.wire.body import json_text
 from cortex.wire.errors import BY_CODE, UpstreamInterrupted
 from cortex.wire.events import (
+    MAX_TOKENS,
     AnyEvent,
     Failure,
     Finish,
@@ -214,14 +215,16 @@ def _text_of(values: dict[str, Any], name: str) -> str:
 
 
 def _usage(usage: dict[str, Any]) -> Usage:
+    """What the server reports; nothing when it reports numbers that no response can have."""
     prompt_details = usage.get("prompt_tokens_details") or {}
     completion_details = usage.get("completion_tokens_details") or {}
-    return Usage(
+    reported = Usage(
         prompt_tokens=int(usage.get("prompt_tokens") or 0),
         cached_tokens=int(prompt_details.get("cached_tokens") or 0),
         completion_tokens=int(usage.get("completion_tokens") or 0),
         reasoning_tokens=int(completion_details.get("reasoning_tokens") or 0),
     )
+    return reported if all(0 <= tokens <= MAX_TOKENS for tokens in msgspec.structs.astuple(reported)) else Usage()
 
 
 def _token(token: dict[str, Any]) -> TokenLogprob:

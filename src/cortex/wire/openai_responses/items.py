@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cortex.wire.body import Fields, json_text
-from cortex.wire.errors import UnsupportedModality
+from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.openai_chat.request import read_arguments
 from cortex.wire.requests import Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
 
@@ -130,6 +130,6 @@ def _read_part(part: Fields) -> Text | Image:
             return Text(text=part.required_text("text"))
         case other:
             raise UnsupportedModality(
-                f"Content of type '{other}' cannot be read by the models here; send text or images.",
+                f"Content of type '{shorten(other)}' cannot be read by the models here; send text or images.",
                 param=part.param("type"),
             )

@@ -1,0 +1,244 @@
+"""The tables of the ledger and what is done with them, as statements that SQLite and PostgreSQL both run.
+
+`spend` holds what was used, by minute, key, model and node, and `total` its sum for each key. `reservation` holds what
+requests under way may still use, by gateway and key. Functions here run inside a transaction of the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from cortex.wire.events import Usage
+
+from .limits import MINUTE_S, Spent
+
+GroupBy = Literal["key", "model", "node", "day"]
+
+Rows = list[Sequence[Any]]
+Execute = Callable[[str, Sequence[Any]], Rows]
+"""Runs one statement and returns its rows."""
+
+UNSETTLED = "(unsettled)"
+"""The model and node of reservations that are recorded as spent because their gateway died."""
+MAX_RESERVED_TOKENS = 2**53
+"""The largest reservation that is stored, far below what a 64-bit sum of them can hold."""
+
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS spend (
+        minute BIGINT NOT NULL,
+        key_id TEXT NOT NULL,
+        key_name TEXT NOT NULL,
+        model TEXT NOT NULL,
+        node TEXT NOT NULL,
+        requests BIGINT NOT NULL,
+        prompt_tokens BIGINT NOT NULL,
+        cached_tokens BIGINT NOT NULL,
+        completion_tokens BIGINT NOT NULL,
+        reasoning_tokens BIGINT NOT NULL,
+        PRIMARY KEY (key_id, minute, model, node)
+    )""",
+    """CREATE TABLE IF NOT EXISTS total (
+        key_id TEXT PRIMARY KEY,
+        tokens BIGINT NOT NULL
+    )""",
+    """CREATE TABLE IF NOT EXISTS reservation (
+        owner TEXT NOT NULL,
+        key_id TEXT NOT NULL,
+        key_name TEXT NOT NULL,
+        requests BIGINT NOT NULL,
+        tokens BIGINT NOT NULL,
+        renewed_ms BIGINT NOT NULL,
+        PRIMARY KEY (owner, key_id)
+    )""",
+)
+_ADD_SPEND = """
+    INSERT INTO spend (minute, key_id, key_name, model, node,
+                       requests, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (key_id, minute, model, node) DO UPDATE SET
+        key_name = excluded.key_name,
+        requests = spend.requests + excluded.requests,
+        prompt_tokens = spend.prompt_tokens + excluded.prompt_tokens,
+        cached_tokens = spend.cached_tokens + excluded.cached_tokens,
+        completion_tokens = spend.completion_tokens + excluded.completion_tokens,
+        reasoning_tokens = spend.reasoning_tokens + excluded.reasoning_tokens
+"""
+_ADD_TOTAL = """
+    INSERT INTO total (key_id, tokens) VALUES (?, ?)
+    ON CONFLICT (key_id) DO UPDATE SET tokens = total.tokens + excluded.tokens
+"""
+_BY_MINUTE = """
+    SELECT minute, SUM(prompt_tokens + completion_tokens) FROM spend
+    WHERE key_id = ? AND minute >= ? GROUP BY minute
+"""
+_TOTAL = "SELECT tokens FROM total WHERE key_id = ?"
+_GROUPS: dict[GroupBy, str] = {
+    "key": "key_id, MAX(key_name)",
+    "model": "model, model",
+    "node": "node, node",
+    "day": "minute / 1440, minute / 1440",
+}
+_USAGE = """
+    SELECT {group}, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens),
+           SUM(completion_tokens), SUM(reasoning_tokens)
+    FROM spend WHERE minute >= ? AND minute < ? GROUP BY 1 ORDER BY 1
+"""
+_ADD_RESERVATION = """
+    INSERT INTO reservation (owner, key_id, key_name, requests, tokens, renewed_ms) VALUES (?, ?, ?, ?, ?, ?)
+"""
+_DROP_RESERVATIONS = "DELETE FROM reservation WHERE owner = ? RETURNING key_id"
+_TAKE_RESERVATIONS = """
+    DELETE FROM reservation WHERE owner = ? AND renewed_ms = ? RETURNING key_id, key_name, requests, tokens
+"""
+_RESERVED_ELSEWHERE = "SELECT key_id, SUM(tokens) FROM reservation WHERE owner <> ? GROUP BY key_id"
+_OWNERS = "SELECT owner, MAX(renewed_ms) FROM reservation WHERE owner <> ? GROUP BY owner"
+
+
+class Slot(msgspec.Struct, frozen=True, order=True):
+    """What one row of the books is about."""
+
+    key_id: str
+    minute: int
+    model: str
+    node: str
+    key_name: str
+
+    @classmethod
+    def at(cls, now: float, *, key_id: str, key_name: str, model: str, node: str) -> Slot:
+        return cls(key_id, int(now // MINUTE_S), model, node, key_name)
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests and tokens."""
+
+    requests: int = 0
+    usage: Usage = Usage()
+
+    @property
+    def tokens(self) -> int:
+        """What budgets are charged: prompt and completion."""
+        return self.usage.prompt_tokens + self.usage.completion_tokens
+
+    def __add__(self, other: Counts) -> Counts:
+        mine, theirs = self.usage, other.usage
+        return Counts(
+            requests=self.requests + other.requests,
+            usage=Usage(
+                prompt_tokens=mine.prompt_tokens + theirs.prompt_tokens,
+                cached_tokens=mine.cached_tokens + theirs.cached_tokens,
+                completion_tokens=mine.completion_tokens + theirs.completion_tokens,
+                reasoning_tokens=mine.reasoning_tokens + theirs.reasoning_tokens,
+            ),
+        )
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """What the running requests of one key hold."""
+
+    key_name: str
+    requests: int
+    tokens: int
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """All reservations of one gateway at one moment."""
+
+    owner: str
+    """Drawn at random by each gateway process."""
+    renewed_ms: int = 0
+    """When it was made, in milliseconds since 1970. A gateway that lives renews its claim."""
+    by_key: Mapping[str, Reserved] = {}
+
+    def counts(self, sign: int = 1) -> dict[Slot, Counts]:
+        """The claim as spend, or with `sign` -1 as what takes that spend back."""
+        return {
+            Slot.at(
+                self.renewed_ms / 1000, key_id=key_id, key_name=held.key_name, model=UNSETTLED, node=UNSETTLED
+            ): Counts(requests=sign * held.requests, usage=Usage(completion_tokens=sign * held.tokens))
+            for key_id, held in self.by_key.items()
+        }
+
+
+def add_spend(execute: Execute, batch: Mapping[Slot, Counts]) -> None:
+    """Add `batch` to what is there."""
+    # Sorted, so that processes that write the same rows take their locks in the same order.
+    for slot, counts in sorted(batch.items(), key=lambda entry: entry[0]):
+        execute(_ADD_SPEND, _row(slot, counts))
+    totals: dict[str, int] = {}
+    for slot, counts in batch.items():
+        totals[slot.key_id] = totals.get(slot.key_id, 0) + counts.tokens
+    for row in sorted(totals.items()):
+        execute(_ADD_TOTAL, row)
+
+
+def replace_claim(execute: Execute, before: Claim, after: Claim) -> dict[Slot, Counts]:
+    """Write `after` in place of `before`, which this gateway wrote last.
+
+    Returns what takes back the spend that another gateway recorded for `before`, because it saw no renewal for so
+    long that it believed this one dead; nothing as a rule.
+    """
+    found = execute(_DROP_RESERVATIONS, (before.owner,))
+    for key_id, held in sorted(after.by_key.items()):
+        row = (after.owner, key_id, held.key_name, held.requests, held.tokens, after.renewed_ms)
+        execute(_ADD_RESERVATION, row)
+    return before.counts(-1) if before.by_key and not found else {}
+
+
+def take_claim(execute: Execute, owner: str, renewed_ms: int) -> dict[Slot, Counts]:
+    """Remove a dead gateway's reservations and return them as spend; nothing when it has renewed them after all."""
+    rows = execute(_TAKE_RESERVATIONS, (owner, renewed_ms))
+    by_key = {str(key): Reserved(str(name), int(requests), int(tokens)) for key, name, requests, tokens in rows}
+    return Claim(owner=owner, renewed_ms=renewed_ms, by_key=by_key).counts()
+
+
+def other_claims(execute: Execute, owner: str) -> dict[str, int]:
+    """When every other gateway with reservations has last renewed them."""
+    return {str(other): int(renewed_ms) for other, renewed_ms in execute(_OWNERS, (owner,))}
+
+
+def read_spent(execute: Execute, owner: str, since_minute: Mapping[str, int]) -> dict[str, Spent]:
+    """What keys have spent, and what other gateways than `owner` have reserved for them."""
+    if not since_minute:
+        return {}
+    elsewhere = {str(key_id): int(tokens) for key_id, tokens in execute(_RESERVED_ELSEWHERE, (owner,))}
+    spent: dict[str, Spent] = {}
+    for key_id, first in since_minute.items():
+        by_minute = {int(minute): int(tokens) for minute, tokens in execute(_BY_MINUTE, (key_id, first))}
+        total = execute(_TOTAL, (key_id,))
+        spent[key_id] = Spent(
+            by_minute=by_minute,
+            total=int(total[0][0]) if total else 0,
+            reserved_elsewhere=elsewhere.get(key_id, 0),
+        )
+    return spent
+
+
+def read_usage(execute: Execute, group: GroupBy, bounds: tuple[int, int]) -> list[tuple[str, str, Counts]]:
+    """(id, name, counts) of every group with spend in the minutes [first, last)."""
+    rows: Iterable[Sequence[Any]] = execute(_USAGE.format(group=_GROUPS[group]), bounds)
+    return [(str(row[0]), str(row[1]), _counts(row[2:])) for row in rows]
+
+
+def _row(slot: Slot, counts: Counts) -> tuple[str | int, ...]:
+    usage = counts.usage
+    return (
+        slot.minute,
+        slot.key_id,
+        slot.key_name,
+        slot.model,
+        slot.node,
+        counts.requests,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        usage.reasoning_tokens,
+    )
+
+
+def _counts(row: Sequence[Any]) -> Counts:
+    requests, prompt, cached, completion, reasoning = map(int, row)
+    usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, reasoning_tokens=reasoning)
+    return Counts(requests=requests, usage=usage)

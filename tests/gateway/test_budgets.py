@@ -1,0 +1,161 @@
+"""Budgets against clients that try to get around them, through a real gateway in every dialect."""
+
+import asyncio
+import signal
+
+import msgspec
+import pytest
+from aiohttp import ClientSession, web
+from fake_neuron import GB, USAGE, begin_stream, chunk, until
+
+from cortex.gateway.config import Config
+from cortex.gateway.ledger import open_store
+from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.wire.node import ModelState
+
+READY = ModelState.READY
+LIMITS = {
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+EVERY_LIMIT = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+PATHS = list(LIMITS)
+
+
+@pytest.fixture
+async def keyed(neurons, start_gateway):
+    """Starts a gateway with one key that has the given limits; returns the node and a way to ask with that key."""
+
+    async def start(**limits):
+        key = generate("alice", **limits)
+        beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+        client = await start_gateway(beast, keys=(key.section,))
+
+        async def ask(path, **fields):
+            body = {"model": "a", "messages": [], **fields}
+            return await client.post(path, body, Authorization=f"Bearer {key.text}")
+
+        return beast, ask
+
+    return start
+
+
+def code_of(answer) -> str:
+    return answer["error"].get("code") or answer["error"]["type"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_negative_limits_are_rejected_by_name_before_anything_is_reserved(keyed, path):
+    beast, ask = await keyed(balance_tokens=300)
+    for field in LIMITS[path]:
+        for value in (-1_000_000, -1, 0, 10**25):
+            status, answer = await ask(path, **{field: value})
+            assert status == 400
+            assert field in answer["error"]["message"]
+    assert not beast.seen
+    assert (await ask(path, **{LIMITS[path][0]: 250}))[0] == 200, "nothing was taken, and nothing given"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_limit_of_another_dialect_does_not_lower_the_reservation(keyed, path):
+    beast, ask = await keyed(balance_tokens=300)
+    foreign = {field: -1_000_000 for field in EVERY_LIMIT if field not in LIMITS[path]}
+    foreign_low = dict.fromkeys(foreign, 1)
+    for fields in (foreign, foreign_low):
+        status, answer = await ask(path, **fields, **{LIMITS[path][0]: 1000})
+        assert (status, code_of(answer)) in ((429, "insufficient_quota"), (429, "rate_limit_error"))
+    assert not beast.seen
+
+
+@pytest.mark.parametrize("path", PATHS[:2])
+@pytest.mark.parametrize("choices", [{"n": 32}, {"best_of": 32}, {"n": 1, "best_of": 32}])
+@pytest.mark.parametrize("limit", [{"max_tokens": 96}, {}])
+async def test_every_choice_is_paid_for(keyed, path, choices, limit):
+    beast, ask = await keyed(balance_tokens=300)
+    status, answer = await ask(path, **limit, **choices)
+    assert (status, code_of(answer)) == (429, "insufficient_quota")
+    assert not beast.seen
+    assert (await ask(path, max_tokens=96, n=2))[0] == 200
+
+
+async def test_choices_beyond_reason_are_rejected(keyed):
+    beast, ask = await keyed(balance_tokens=10**9)
+    for field in ("n", "best_of"):
+        for value in (-32, 0, 129, 10**25):
+            status, answer = await ask("/v1/chat/completions", max_tokens=1, **{field: value})
+            assert (status, answer["error"]["param"]) == (400, field)
+    assert not beast.seen
+
+
+async def test_every_prompt_of_a_list_is_paid_for(keyed):
+    beast, ask = await keyed(balance_tokens=500)
+    status, answer = await ask("/v1/completions", prompt=["a"] * 10, max_tokens=96)
+    assert (status, code_of(answer)) == (429, "insufficient_quota")
+    assert not beast.seen
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_spent_key_is_rejected(keyed, path):
+    beast, ask = await keyed(balance_tokens=40)
+    statuses = [(await ask(path, **{LIMITS[path][0]: 10}))[0] for _ in range(6)]
+    assert statuses[0] == 200
+    assert statuses[-2:] == [429, 429]
+    assert len(beast.seen) * USAGE["total_tokens"] <= 40
+
+
+async def test_a_foreign_server_with_absurd_usage_does_not_stop_the_ledger(neurons, start_gateway):
+    async def absurd(node, request, body):
+        message = {"role": "assistant", "content": "hi"}
+        value = {"id": "1", "object": "chat.completion", "created": 1, "model": "a", "choices": []}
+        value["choices"] = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        usage = b'{"prompt_tokens":10000000000000000000000000,"completion_tokens":-7,"total_tokens":3}'
+        text = msgspec.json.encode(value)[:-1] + b',"usage":' + usage + b"}"
+        return web.Response(body=text, content_type="application/json")
+
+    key = generate("alice", balance_tokens=1000)
+    foreign = await neurons("foreign", sizes={"a": GB}, answer=absurd)
+    client = await start_gateway(foreign=(foreign,), keys=(key.section,))
+    for path, limit in (("/v1/chat/completions", "max_tokens"), ("/v1/messages", "max_tokens")):
+        body = {"model": "a", "messages": [{"role": "user", "content": "hello " * 20}], limit: 50}
+        assert (await client.post(path, body, Authorization=f"Bearer {key.text}"))[0] == 200
+    spent = 'cortex_prompt_tokens_total{key="alice",model="a"}'
+    (line,) = [line for line in client.metrics().splitlines() if line.startswith(spent)]
+    assert 10 < float(line.rpartition(" ")[2]) < 1000, "estimated by size"
+
+
+async def test_a_killed_gateway_forgives_nothing_that_was_running(neurons, spawn, tmp_path):
+    async def endless(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": "first"}))
+        await asyncio.sleep(60)
+        return response
+
+    key = generate("alice", balance_tokens=1000)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=endless)
+    settings = f"{as_toml(key.section)}[ledger]\nflush_s = 0.05\n"
+    gateway = await spawn(beast, settings)
+    headers = {"authorization": f"Bearer {key.text}"}
+    body = {"model": "a", "messages": [], "stream": True, "max_tokens": 900}
+
+    async def ask(session, gateway, **fields):
+        url = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
+        return await session.post(url, json={**body, **fields}, headers=headers)
+
+    async with ClientSession() as session:
+        running = await ask(session, gateway)
+        assert (await running.content.readuntil(b"\n\n")).startswith(b"data")
+        store = open_store(Config().database(tmp_path))
+        await until(lambda: store.other_claims(""), 10.0)
+        store.close()
+        gateway.process.send_signal(signal.SIGKILL)
+        await gateway.process.wait()
+        running.close()
+        beast.answer = None
+        again = await spawn(beast, settings)
+        rejected = await ask(session, again, max_tokens=200)
+        assert rejected.status == 429, await rejected.text()
+        assert (await rejected.json())["error"]["code"] == "insufficient_quota"
+        assert (await ask(session, again, max_tokens=10)).status == 200
+    await until(lambda: all(seen.ended for seen in beast.seen))

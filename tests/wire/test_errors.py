@@ -1,0 +1,63 @@
+import msgspec
+import pytest
+
+from cortex.wire import errors, headers
+from cortex.wire.dialects import DIALECTS
+from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, shorten
+
+LONG = "z" * 50_000
+
+
+def test_short_text_is_kept_and_long_text_is_cut_with_an_ellipsis():
+    assert shorten("a" * MAX_ECHO) == "a" * MAX_ECHO
+    assert shorten("a" * (MAX_ECHO + 1)) == "a" * (MAX_ECHO - 1) + "…"
+
+
+@pytest.mark.parametrize("family", Family)
+def test_no_message_leaves_longer_than_the_cap(family):
+    body = errors.envelope(InvalidValue(LONG, param=LONG), family)
+    assert len(body["error"]["message"]) == MAX_MESSAGE
+    assert len(body["error"].get("param") or "") <= MAX_ECHO
+
+
+HOSTILE = [
+    {"model": LONG},
+    {"logit_bias": {LONG: 1}},
+    {"response_format": {"type": LONG}},
+    {"text": {"format": {"type": LONG}}},
+    {"output_format": {"type": LONG}},
+    {"tool_choice": LONG},
+    {"tool_choice": {"type": "tool", "name": LONG}},
+    {"tool_choice": {"type": "function", "function": {"name": LONG}}},
+    {"tool_choice": {"type": LONG}},
+    {"messages": [{"role": "user", "content": [{"type": LONG}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": LONG}}]}]},
+    {"input": [{"role": "user", "content": [{"type": LONG}]}]},
+    {"guided_json": LONG},
+]
+
+
+def rejection(dialect, fields):
+    """What a dialect has to say about a body with `fields` in it; None when it takes them."""
+    turn = [{"role": "user", "content": "hi"}]
+    body = {"model": "m", "messages": turn, "input": turn, "max_tokens": 5, "tools": [{"name": "f"}], **fields}
+    if dialect == "openai_completions":
+        body["prompt"] = "hi"
+    try:
+        DIALECTS[dialect].parse(msgspec.json.encode(body))
+    except CortexError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_dialect_echoes_more_than_a_little_of_what_a_client_wrote(dialect):
+    found = [error for fields in HOSTILE if (error := rejection(dialect, fields)) is not None]
+    assert len(found) >= 2
+    for error in found:
+        assert error.message.count("z") <= MAX_ECHO
+        assert (error.param or "").count("z") <= MAX_ECHO
+
+
+def test_a_header_repeats_little_of_what_a_client_wrote():
+    assert len(headers.listed([LONG, "web_search"])) == MAX_ECHO

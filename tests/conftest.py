@@ -1,15 +1,21 @@
-"""What every test may rely on: no GPU test runs without a GPU, and no test meets the user's own settings."""
+"""What every test may rely on: no GPU test runs without a GPU, and no test meets the user's own settings.
+
+Also how the suite runs: which tests share a process when there are several, and which tests took too long.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+BUDGET_S = 20.0
+"""What one phase of one test may take on a machine of two slow cores; more is reported at the end of the run."""
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what workers are given; read when torch is imported
 
@@ -22,19 +28,6 @@ def _plain_environment() -> None:
             del os.environ[name]
 
 
-@pytest.fixture(scope="session")
-def crowding() -> Callable[[], float]:
-    """How many times longer than alone on its machine a program takes right now; at least 1."""
-
-    def measure() -> float:
-        wall_s, cpu_s = time.monotonic(), time.thread_time()
-        while time.thread_time() - cpu_s < 0.05:
-            pass
-        return max(1.0, (time.monotonic() - wall_s) / 0.05)
-
-    return measure
-
-
 @pytest.fixture
 def collector() -> Iterator[Any]:
     """A collector of traces, listening."""
@@ -45,13 +38,43 @@ def collector() -> Iterator[Any]:
         yield listening
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first: the programs that `e2e` tests start would only stand in their way.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests, and skip `gpu` tests with a reason where there is no CUDA device.
 
-    `gpu` tests skip with a reason where there is no CUDA device.
+    One process runs the quick tests first. Several processes begin with `e2e`, which takes longest since it is serial.
     """
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+    is_parallel = hasattr(config, "workerinput")
+    items.sort(key=lambda item: (item.get_closest_marker("e2e") is None) == is_parallel)
     if not Path("/dev/nvidiactl").exists():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays until the end: no later collection of garbage need search it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file share a process, and so do all of `tests/e2e`: they share one started stack."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneStack(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # the order of the collection is the order of the work
+    return OneStack(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the tests over budget. They do not fail: a slow machine proves as much as a fast one."""
+    reports = [each for kind in ("passed", "failed", "error", "") for each in terminalreporter.stats.get(kind, [])]
+    slow = sorted((each for each in reports if each.duration > BUDGET_S), key=lambda each: -each.duration)
+    if slow:
+        terminalreporter.section(f"slower than {BUDGET_S:g} s", yellow=True)
+        for report in slow:
+            terminalreporter.write_line(f"{report.duration:7.1f} s {report.when:<8} {report.nodeid}")

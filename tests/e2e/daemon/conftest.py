@@ -23,7 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cortex.neuron.engine.hostmemory import anonymous_bytes
 
 SOURCE = Path(__file__).parents[3] / "src"
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 180.0
+MEMORY_MB = 1024
+"""What the demo model may take: without bfloat16 its weights alone are 600 MB, and eight long answers need 200 more."""
 DEMO, TINY = "demo", "tiny"
 
 
@@ -86,6 +88,12 @@ class Daemon:
     def process_called(self, name: str) -> int:
         (found,) = [process_id for process_id, called in self.descendants().items() if called == name]
         return found
+
+    def num_steps(self) -> int:
+        """Steps that the engines of this daemon have taken."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        return int(sum(float(line.split()[-1]) for line in lines if line.startswith("neuron_engine_steps_total{")))
 
     def held_bytes(self) -> int:
         """What the daemon and everything under it hold."""
@@ -157,7 +165,8 @@ def start_daemon(
             *settings,
             f'[harness.torch]\nhf_cache = "{folder}/hub"',
             f'[[models]]\nid = "{TINY}"\nsource = "{tiny_model}"',
-            f'[[default_models]]\nmodel_id = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\nmemory_mb = 600',
+            f'[[default_models]]\nmodel_id = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\n'
+            f"memory_mb = {MEMORY_MB}",
         ]
         (folder / "neuron.toml").write_text("\n".join(config))
         log = folder / "log"

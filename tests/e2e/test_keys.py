@@ -41,7 +41,8 @@ def keyed(start: Start, config: Path) -> Iterator[Run]:
     run = start("--config", str(config))
     run.wait_ready()
     yield run
-    run.stop(signal.SIGTERM)
+    assert run.stop(signal.SIGTERM) == 0
+    run.assert_nothing_left()
 
 
 def ask_openai(run: Run, key: str) -> openai.types.chat.ChatCompletion:

@@ -106,13 +106,22 @@ StartDaemon = Callable[..., Daemon]
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of a few hundred kilobytes with a tokenizer of single bytes."""
-    folder = tmp_path_factory.mktemp("tiny")
+    return write_model(tmp_path_factory.mktemp("tiny"), inner=128)
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with 60 MB of weights: large enough for a leak to show, and quick to load."""
+    return write_model(tmp_path_factory.mktemp("wide"), inner=40_000)
+
+
+def write_model(folder: Path, inner: int) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    hidden, inner, vocab = 64, 128, len(alphabet)
+    hidden, vocab = 64, len(alphabet)
     config = {
         "model_type": "llama",
         "hidden_size": hidden,

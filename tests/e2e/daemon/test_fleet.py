@@ -33,9 +33,9 @@ from otlp_collector import Collector, ReceivedSpan  # noqa: E402
 DEMO = "demo"
 KEY = generate("anna")
 TRACE_ID, SPAN_ID = "1" * 32, "2" * 16
-CHUNK_TOKENS = 64
-LONG_PROMPT = "one two three four five six seven eight nine ten " * 150
-PROMPT_STEPS = 1500 // CHUNK_TOKENS
+CHUNK_TOKENS = 32
+LONG_PROMPT = "one two three four five six seven eight nine ten " * 75
+PROMPT_STEPS = 750 // CHUNK_TOKENS
 TIMEOUT_S = 120.0
 """Only reached on failure."""
 

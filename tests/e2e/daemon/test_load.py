@@ -25,7 +25,7 @@ STREAMS = 64
 DRAIN_S = 1.0
 TIMEOUT_S = 60.0
 """Only reached on failure."""
-CHUNK_TOKENS = 64
+CHUNK_TOKENS = 32
 LONG_ANSWER_TOKENS = 1500
 
 
@@ -124,7 +124,7 @@ def is_free(daemon: Daemon) -> bool:
     return load_of(daemon) == (0, 0, 0.0)
 
 
-WORDS = 1500  # each is a token at least
+WORDS = 750  # each is a token at least
 LONG_PROMPT = "a long story about everything " * (WORDS // 5)
 
 

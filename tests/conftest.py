@@ -6,6 +6,7 @@ Also how the suite runs: which tests share a process when there are several, and
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """What stays frozen at exit is reported as leaked by extension modules."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The tests of a file share a process, and so do all of `tests/e2e`: they share one started stack."""
@@ -74,9 +80,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Name the tests over budget. They do not fail: a slow machine proves as much as a fast one."""
-    reports = [each for kind in ("passed", "failed", "error", "") for each in terminalreporter.stats.get(kind, [])]
+    reports = [
+        each for each in itertools.chain(*terminalreporter.stats.values()) if isinstance(each, pytest.TestReport)
+    ]
     slow = sorted((each for each in reports if each.duration > BUDGET_S), key=lambda each: -each.duration)
     if slow:
         terminalreporter.section(f"slower than {BUDGET_S:g} s", yellow=True)
-        for report in slow:
+        for report in sorted(slow, key=lambda each: -each.duration):
             terminalreporter.write_line(f"{report.duration:7.1f} s {report.when:<8} {report.nodeid}")

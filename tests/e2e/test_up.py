@@ -77,9 +77,7 @@ def test_the_three_ports_answer(up: Run) -> None:
         assert "cortex_requests_total" in response.read().decode()
 
 
-def test_second_start_needs_no_network_and_ctrl_c_mid_response_leaves_no_process(
-    up: Run, start: Start
-) -> None:
+def test_second_start_needs_no_network_and_ctrl_c_mid_response_leaves_no_process(up: Run, start: Start) -> None:
     # `up` was the first start: the model is in the cache. An index that cannot be reached proves it is not asked.
     run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
     run.wait_ready()

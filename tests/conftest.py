@@ -13,10 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 BUDGET_S = 20.0
 """What one phase of one test may take on a machine of two slow cores; more is reported at the end of the run."""
+
+hypothesis.settings.register_profile(
+    "patient",
+    deadline=None,  # examples are slow where the machine is busy
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("patient")
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what workers are given; read when torch is imported
 

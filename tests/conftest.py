@@ -26,7 +26,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("patient")
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what workers are given; read when torch is imported
+# Both are read when torch is imported, here and in the programs that tests start.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what workers are given
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process per core: more threads would wait for each other
 
 
 @pytest.fixture(autouse=True, scope="session")

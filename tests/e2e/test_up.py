@@ -79,7 +79,9 @@ def test_the_three_ports_answer(up: Run) -> None:
 
 def test_second_start_needs_no_network_and_ctrl_c_mid_response_leaves_no_process(up: Run, start: Start) -> None:
     # `up` was the first start: the model is in the cache. An index that cannot be reached proves it is not asked.
-    run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
+    # It computes on as many threads as a user's run does; other runs take one where the suite itself runs in parallel.
+    threads = str(os.cpu_count())
+    run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1", OMP_NUM_THREADS=threads)
     run.wait_ready()
     assert "Paris" in chat(run.url)
     with socket.create_connection(("127.0.0.1", run.port)) as client:

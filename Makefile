@@ -11,6 +11,7 @@ BIN      := .venv/bin
 RUNNABLE := .venv/.runnable
 TESTABLE := .venv/.testable
 SOURCES  := src tests bench
+PARALLEL := --numprocesses auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test lint types suite kernels format bench docs clean
@@ -33,10 +34,10 @@ types: $(TESTABLE) ## Check types, strictly
 	$(BIN)/mypy
 
 suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile $(ARGS)
 
 kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/neuron/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) --dist worksteal tests/neuron/kernels
 
 format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)

@@ -21,7 +21,7 @@ from cortex.cli.demo import SMOLLM2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .conftest import Run, Start
+    from .conftest import Run
 
 pytestmark = pytest.mark.e2e
 
@@ -85,21 +85,18 @@ def test_doctor_finds_the_gateway_and_nothing_to_do(up: Run) -> None:
     assert f"{up.url} answers" in checked.stdout
 
 
-def test_unload_load_and_pin_move_a_model(start: Start) -> None:
-    run = start()
-    run.wait_ready()
-    assert cortex(run, "unload", SMOLLM2.id).returncode == 0
-    assert not re.search(rf"{re.escape(SMOLLM2.id)}\s+ready", cortex(run, "status").stdout)
-    loaded = cortex(run, "load", SMOLLM2.id)
+def test_unload_load_and_pin_move_a_model(up: Run) -> None:
+    assert cortex(up, "unload", SMOLLM2.id).returncode == 0
+    assert not re.search(rf"{re.escape(SMOLLM2.id)}\s+ready", cortex(up, "status").stdout)
+    loaded = cortex(up, "load", SMOLLM2.id)
     assert loaded.returncode == 0, loaded.stderr
-    assert cortex(run, "pin", SMOLLM2.id).returncode == 0
-    assert "ready, pinned" in cortex(run, "status").stdout
-    assert cortex(run, "unpin", SMOLLM2.id).returncode == 0
-    assert "pinned" not in cortex(run, "status").stdout
-    assert cortex(run, "unload", SMOLLM2.id).returncode == 0
-    answer = cortex(run, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
+    assert cortex(up, "pin", SMOLLM2.id).returncode == 0
+    assert "ready, pinned" in cortex(up, "status").stdout
+    assert cortex(up, "unpin", SMOLLM2.id).returncode == 0
+    assert "pinned" not in cortex(up, "status").stdout
+    assert cortex(up, "unload", SMOLLM2.id).returncode == 0
+    answer = cortex(up, "chat", SMOLLM2.id, "What is the capital of France?", "-t", "0", "-n", "16")
     assert "Paris" in answer.stdout, "a request must bring the model back by itself: " + answer.stderr
-    run.stop(signal.SIGTERM)
 
 
 class Terminal:

@@ -41,7 +41,8 @@ def keyed(start: Start, config: Path) -> Iterator[Run]:
     run = start("--config", str(config))
     run.wait_ready()
     yield run
-    run.stop(signal.SIGTERM)
+    assert run.stop(signal.SIGTERM) == 0
+    run.assert_nothing_left()
 
 
 def ask_openai(run: Run, key: str) -> openai.types.chat.ChatCompletion:
@@ -54,10 +55,16 @@ def ask_anthropic(run: Run, key: str) -> anthropic.types.Message:
     return client.messages.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)  # type: ignore[arg-type]
 
 
-WRONG_KEYS = ["any", "sk-proj-something", "ck-short", KEY.text[:-1] + "!", KEY.text + "x"]
+WRONG_KEYS = {
+    "any word": "any",
+    "another service's": "sk-proj-something",
+    "too short": "ck-short",
+    "wrong character": KEY.text[:-1] + "!",
+    "too long": KEY.text + "x",
+}
 
 
-@pytest.mark.parametrize("key", WRONG_KEYS)
+@pytest.mark.parametrize("key", WRONG_KEYS.values(), ids=WRONG_KEYS)
 def test_a_key_of_the_wrong_shape_is_an_authentication_error_for_both_clients(keyed: Run, key: str) -> None:
     with pytest.raises(openai.AuthenticationError) as refusal:
         ask_openai(keyed, key)

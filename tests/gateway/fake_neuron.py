@@ -293,9 +293,13 @@ class Client:
         return self.gateway.metrics.exposition().decode()
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 3.0) -> None:
+WAIT_S = 30.0
+"""How long tests wait for what must happen; only reached on failure."""
+
+
+async def until(condition: Callable[[], Any]) -> None:
     """Wait for something that happens elsewhere."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.005)

@@ -77,7 +77,7 @@ async def test_a_node_that_died_is_billed_by_what_it_had_said(keyed):
     await beast.stop()
     with contextlib.suppress(Exception):
         await asked
-    await until(lambda: account.reserved_tokens == 0, 10.0)
+    await until(lambda: account.reserved_tokens == 0)
     assert client.gateway.dispatcher.in_flight == {}
 
 

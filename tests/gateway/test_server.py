@@ -3,11 +3,10 @@
 import asyncio
 import signal
 import sys
-import time
 
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
-from fake_neuron import GB, begin_stream, chunk, free_port, until
+from fake_neuron import GB, WAIT_S, begin_stream, chunk, free_port, until
 
 from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue
@@ -43,19 +42,19 @@ async def test_it_serves_reloads_and_ends_on_sigterm(neurons, spawn, tmp_path):
     good = config.read_text()
     config.write_text(good + "[eviction]\nstrategi = 1\n")
     gateway.process.send_signal(signal.SIGHUP)
-    await until(lambda: "not reloaded" in gateway.log, 10.0)
+    await until(lambda: "not reloaded" in gateway.log)
     assert "strategy" in gateway.log, "a bad file is answered with a did-you-mean"
     (tmp_path / "models.toml").write_text('[[models]]\nid = "new"\nvram_mb = 1024\n')
     config.write_text(good)
     gateway.process.send_signal(signal.SIGHUP)
-    await until(lambda: "reloaded: 1 nodes" in gateway.log, 10.0)
+    await until(lambda: "reloaded: 1 nodes" in gateway.log)
     assert b'"id":"new"' in await gateway.get("/v1/models")
 
     gateway.process.send_signal(signal.SIGTERM)
-    await until(lambda: "shutting down" in gateway.log, 10.0)
+    await until(lambda: "shutting down" in gateway.log)
     proceed.set()
     assert b"last" in await reader.read()
-    assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+    assert await asyncio.wait_for(gateway.process.wait(), WAIT_S) == 0
     writer.close()
 
 
@@ -95,7 +94,7 @@ async def test_taking_the_last_key_from_an_open_address_is_warned_about(spawn, t
     config = tmp_path / "cortex.toml"
     config.write_text(config.read_text().replace(keys, ""))
     gateway.process.send_signal(signal.SIGHUP)
-    await until(lambda: "anybody who can reach" in gateway.log, 10.0)
+    await until(lambda: "anybody who can reach" in gateway.log)
 
 
 async def test_a_reload_adds_and_removes_nodes_without_dropping_a_stream(neurons, start_gateway):
@@ -133,9 +132,8 @@ async def test_a_gateway_starts_although_a_node_is_down(neurons, tmp_path):
         neurons=(NeuronSection(name="later", endpoint=f"http://127.0.0.1:{port}"),),
     )
     gateway = Gateway(config, Catalogue(), tmp_path)
-    began = time.monotonic()
-    await gateway.start()
-    assert time.monotonic() - began < 2.0
+    async with asyncio.timeout(WAIT_S):
+        await gateway.start()
     late = await neurons("later", sizes={"a": GB}, states={"a": ModelState.READY})
     await late.stop()
     await late.start(port)
@@ -181,14 +179,14 @@ async def test_a_gateway_killed_under_load_is_back_with_its_restart_and_leaves_n
 
     async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=20)) as session:
         clients = [asyncio.create_task(client(session)) for _ in range(24)]
-        await until(lambda: whole[0] >= 24, 10.0)
+        await until(lambda: whole[0] >= 24)
         first.process.send_signal(signal.SIGKILL)
         await first.process.wait()
-        await until(lambda: broken[0] >= 24, 10.0)
-        await until(lambda: all(seen.ended for seen in beast.seen), 2.0)
+        await until(lambda: broken[0] >= 24)
+        await until(lambda: all(seen.ended for seen in beast.seen))
         second = await spawn(beast, port=first.port)
         served = whole[0]
-        await until(lambda: whole[0] >= served + 24, 10.0)
+        await until(lambda: whole[0] >= served + 24)
         stop.set()
         await asyncio.gather(*clients)
     await until(lambda: all(seen.ended for seen in beast.seen))

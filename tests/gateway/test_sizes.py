@@ -46,7 +46,7 @@ def test_a_place_that_cannot_be_written_is_told_once(tmp_path, caplog):
 async def test_a_restarted_gateway_knows_what_a_model_took(neurons, start_gateway, tmp_path):
     beast = await neurons("beast", sizes={"a": 9 * GB}, states={"a": ModelState.READY})
     first = await start_gateway(beast)
-    await until(lambda: (tmp_path / FILE_NAME).exists(), 5.0)
+    await until(lambda: (tmp_path / FILE_NAME).exists())
     await first.gateway.close()
     beast.states["a"] = ModelState.COLD
     beast.estimates["a"] = 100 * GB

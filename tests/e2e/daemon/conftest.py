@@ -23,7 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cortex.neuron.engine.hostmemory import anonymous_bytes
 
 SOURCE = Path(__file__).parents[3] / "src"
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 180.0
+MEMORY_MB = 1024
+"""What the demo model may take: without bfloat16 its weights alone are 600 MB, and eight long answers need 200 more."""
 DEMO, TINY = "demo", "tiny"
 
 
@@ -87,6 +89,12 @@ class Daemon:
         (found,) = [process_id for process_id, called in self.descendants().items() if called == name]
         return found
 
+    def num_steps(self) -> int:
+        """Steps that the engines of this daemon have taken."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        return int(sum(float(line.split()[-1]) for line in lines if line.startswith("neuron_engine_steps_total{")))
+
     def held_bytes(self) -> int:
         """What the daemon and everything under it hold."""
         return sum(anonymous_bytes(each) for each in (self.process.pid, *self.descendants()))
@@ -98,13 +106,22 @@ StartDaemon = Callable[..., Daemon]
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of a few hundred kilobytes with a tokenizer of single bytes."""
-    folder = tmp_path_factory.mktemp("tiny")
+    return write_model(tmp_path_factory.mktemp("tiny"), inner=128)
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with 60 MB of weights: large enough for a leak to show, and quick to load."""
+    return write_model(tmp_path_factory.mktemp("wide"), inner=40_000)
+
+
+def write_model(folder: Path, inner: int) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    hidden, inner, vocab = 64, 128, len(alphabet)
+    hidden, vocab = 64, len(alphabet)
     config = {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -157,7 +174,8 @@ def start_daemon(
             *settings,
             f'[harness.torch]\nhf_cache = "{folder}/hub"',
             f'[[models]]\nid = "{TINY}"\nsource = "{tiny_model}"',
-            f'[[default_models]]\nmodel_id = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\nmemory_mb = 600',
+            f'[[default_models]]\nmodel_id = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\n'
+            f"memory_mb = {MEMORY_MB}",
         ]
         (folder / "neuron.toml").write_text("\n".join(config))
         log = folder / "log"

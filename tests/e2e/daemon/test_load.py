@@ -23,6 +23,10 @@ pytestmark = pytest.mark.e2e
 DEMO, TINY = "demo", "tiny"
 STREAMS = 64
 DRAIN_S = 1.0
+TIMEOUT_S = 60.0
+"""Only reached on failure."""
+CHUNK_TOKENS = 32
+LONG_ANSWER_TOKENS = 1500
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,9 @@ def daemon(start_daemon: StartDaemon) -> Daemon:
 @pytest.fixture(scope="module")
 def narrow(start_daemon: StartDaemon) -> Daemon:
     """A daemon that answers one request at a time."""
-    return start_daemon(f"drain_s = {DRAIN_S}", "[limits]", "max_num_seqs = 1", "prefill_chunk_tokens = 64")
+    return start_daemon(
+        f"drain_s = {DRAIN_S}", "[limits]", "max_num_seqs = 1", f"prefill_chunk_tokens = {CHUNK_TOKENS}"
+    )
 
 
 def completion(max_tokens: int, prompt: str = "Once upon a time", **more: Any) -> dict[str, Any]:
@@ -67,23 +73,25 @@ async def until(condition: Callable[[], Any], timeout_s: float) -> None:
 async def test_sixty_four_streams_end_well_while_models_come_and_go(daemon: Daemon) -> None:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as session:
-        bodies = [completion(24, f"{number} is a number") for number in range(STREAMS)]
+        began_s = time.monotonic()
+        bodies = [completion(8, f"{number} is a number") for number in range(STREAMS)]
         answers = asyncio.gather(*(whole(session, daemon.url, body) for body in bodies))
         cycles, read_s = 0, []
         while not answers.done():
             for order in ("load", "unload"):
                 async with session.post(f"{daemon.url}/models/{order}", json={"model_id": TINY}) as response:
                     assert response.status == 200, await response.text()
-                began_s = time.monotonic()
+                asked_s = time.monotonic()
                 async with session.get(f"{daemon.url}/health") as response:
                     assert response.status == 200
-                read_s.append(time.monotonic() - began_s)
+                read_s.append(time.monotonic() - asked_s)
             cycles += 1
+        all_s = time.monotonic() - began_s
         for events in await answers:
             assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert cycles >= 2
-    # The client of this test shares two cores with what it measures.
-    assert statistics.median(read_s) < 0.05
+    assert cycles >= 1
+    # A read that waited for the engine would take as long as an answer.
+    assert statistics.median(read_s) < all_s / 10
     assert daemon.model(DEMO)["load"]["running"] == 0
     assert daemon.model(TINY)["state"] == "cold"
 
@@ -101,7 +109,7 @@ async def leave(url: str, body: dict[str, Any], *, after: Callable[[], Any] | in
 
         reading = asyncio.create_task(read())
         if callable(after):
-            await until(after, 10)
+            await until(after, TIMEOUT_S)
             reading.cancel()
         with suppress(asyncio.CancelledError):
             await reading
@@ -116,48 +124,53 @@ def is_free(daemon: Daemon) -> bool:
     return load_of(daemon) == (0, 0, 0.0)
 
 
-LONG_PROMPT = "a long story about everything " * 300
+WORDS = 750  # each is a token at least
+LONG_PROMPT = "a long story about everything " * (WORDS // 5)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-async def test_a_client_that_leaves_frees_its_seat_and_its_pages_within_a_second(narrow: Daemon, phase: str) -> None:
+async def test_disconnected_client_frees_its_slot_and_pages_before_half_its_work_is_done(
+    narrow: Daemon, phase: str
+) -> None:
     if phase == "decode":
-        await leave(narrow.url, completion(1500), after=3)
+        await leave(narrow.url, completion(LONG_ANSWER_TOKENS), after=3)
+        whole_steps = LONG_ANSWER_TOKENS
     else:
         await leave(narrow.url, completion(4, LONG_PROMPT), after=lambda: load_of(narrow)[0] == 1)
-    await until(lambda: is_free(narrow), 1.0)
+        whole_steps = WORDS // CHUNK_TOKENS
+    steps_before = narrow.num_steps()
+    await until(lambda: is_free(narrow), TIMEOUT_S)
+    assert narrow.num_steps() - steps_before < whole_steps / 2
 
 
-async def test_a_client_that_leaves_the_queue_is_forgotten_at_once(narrow: Daemon) -> None:
+async def test_disconnected_client_leaves_the_queue_while_another_is_served(narrow: Daemon) -> None:
     async with aiohttp.ClientSession() as session:
-        first = stream(session, narrow.url, completion(1500))
+        first = stream(session, narrow.url, completion(LONG_ANSWER_TOKENS))
         await anext(first)
         await leave(narrow.url, completion(4), after=lambda: load_of(narrow)[1] == 1)
-        await until(lambda: load_of(narrow)[:2] == (1, 0), 1.0)
+        await until(lambda: load_of(narrow)[:2] == (1, 0), TIMEOUT_S)
         await first.aclose()
-    await until(lambda: is_free(narrow), 1.0)
+    await until(lambda: is_free(narrow), TIMEOUT_S)
 
 
 async def test_a_client_that_leaves_during_a_load_does_not_stop_it(narrow: Daemon) -> None:
     narrow.call("/models/unload", {"model_id": DEMO})
     await leave(narrow.url, completion(4), after=lambda: narrow.model(DEMO)["state"] == "loading")
-    await until(lambda: narrow.model(DEMO)["state"] == "ready", 30)
-    await until(lambda: is_free(narrow), 1.0)
+    await until(lambda: narrow.model(DEMO)["state"] == "ready", TIMEOUT_S)
+    await until(lambda: is_free(narrow), TIMEOUT_S)
     assert narrow.answer()[0] == 200
 
 
-async def test_sigterm_under_load_ends_within_its_bound_and_leaves_nothing(daemon: Daemon) -> None:
+async def test_sigterm_under_load_ends_streams_after_the_drain_and_leaves_no_process(daemon: Daemon) -> None:
     family = [daemon.process.pid, *daemon.descendants()]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        answers = [stream(session, daemon.url, completion(1500)) for _ in range(8)]
+        answers = [stream(session, daemon.url, completion(LONG_ANSWER_TOKENS)) for _ in range(8)]
         # Each has begun: what ends before its first byte is told by the status, and no stream.
         await asyncio.gather(*(anext(answer) for answer in answers))
-        told_s = time.monotonic()
         daemon.process.send_signal(signal.SIGTERM)
         ended = await asyncio.gather(*(last(answer) for answer in answers))
-        assert await asyncio.to_thread(daemon.process.wait, 30) == 0
-        # The drain, then two bounded farewells: to the clients and to the workers.
-        assert time.monotonic() - told_s < DRAIN_S + 6.0
+        assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
+    # None of them was complete: the drain is bounded.
     assert [event["error"]["code"] for event in ended] == ["shutting_down"] * 8
     assert not [each for each in family if alive(each)]
 

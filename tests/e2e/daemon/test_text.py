@@ -27,7 +27,8 @@ pytestmark = pytest.mark.e2e
 TINY = "tiny"
 TRIES = 3
 VOCABULARY = 150_000
-READ_WITHIN_S = 0.05
+SHARE = 0.25
+"""A read that waited for the work beside it would take all of its time, not a part."""
 
 
 def large_tokenizer() -> dict[str, Any]:
@@ -75,15 +76,12 @@ class Reads:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.lasted_s = 0.0
 
     @property
-    def worst_s(self) -> float:
-        return max(self.seconds)
-
-    @property
-    def usual_s(self) -> float:
-        """What 95 in 100 stayed within."""
-        return sorted(self.seconds)[int(len(self.seconds) * 0.95)]
+    def worst_share(self) -> float:
+        """The longest read, as a part of all that time."""
+        return max(self.seconds) / self.lasted_s
 
 
 @contextmanager
@@ -103,19 +101,13 @@ def reading(daemon: Daemon) -> Iterator[Reads]:
 
     reader = threading.Thread(target=read)
     reader.start()
+    began_s = time.monotonic()
     try:
         yield reads
     finally:
+        reads.lasted_s = time.monotonic() - began_s
         ended.set()
         reader.join()
-
-
-@pytest.fixture(scope="module")
-def idle(daemon: Daemon) -> Reads:
-    """The same reads while nothing else is going on in the daemon."""
-    with reading(daemon) as reads:
-        time.sleep(1.0)
-    return reads
 
 
 def count(daemon: Daemon, model: str, text: str) -> int:
@@ -125,27 +117,25 @@ def count(daemon: Daemon, model: str, text: str) -> int:
     return int(answer["input_tokens"])
 
 
-def test_reads_do_not_wait_for_a_large_tokenizer_that_is_being_built(daemon: Daemon, idle: Reads) -> None:
-    tries = []
+def worst_shares(daemon: Daemon, text: str, least_tokens: int) -> Iterator[float]:
+    """The longest read beside each count; counts go on until one is quiet, since a busy machine stalls programs too."""
     for number in range(TRIES):
         with reading(daemon) as reads:
-            assert count(daemon, f"large-{number}", "hello") > 1
-        tries.append(reads)
-    assert min(reads.usual_s for reads in tries) < READ_WITHIN_S + 2 * idle.usual_s
-    # One stall would hide among many reads. What builds in the daemon itself stalls it every time.
-    assert min(reads.worst_s for reads in tries) < READ_WITHIN_S + 2 * idle.worst_s
+            assert count(daemon, f"large-{number}", text) > least_tokens
+        yield reads.worst_share
+        if reads.worst_share < SHARE:
+            break
 
 
-def test_reads_do_not_wait_for_a_long_prompt_that_is_tokenised(daemon: Daemon, idle: Reads) -> None:
+def test_reads_do_not_wait_for_a_large_tokenizer_that_is_being_built(daemon: Daemon) -> None:
+    assert min(worst_shares(daemon, "hello", 1)) < SHARE
+
+
+def test_reads_do_not_wait_for_a_long_prompt_that_is_tokenised(daemon: Daemon) -> None:
     letters = random.Random(7)
     prompt = " ".join("".join(letters.choices(string.ascii_lowercase, k=7)) for _ in range(120_000))
-    tries = []
-    for number in range(TRIES):
-        with reading(daemon) as reads:
-            assert count(daemon, f"large-{number}", prompt) > 120_000
-        tries.append(reads)
-    assert min(reads.usual_s for reads in tries) < READ_WITHIN_S + 2 * idle.usual_s
-    assert min(reads.worst_s for reads in tries) < 2 * READ_WITHIN_S + 2 * idle.worst_s
+    count(daemon, "large-0", "hello")  # its tokenizer is there
+    assert min(worst_shares(daemon, prompt, 120_000)) < SHARE
 
 
 def test_no_tokenizer_is_built_in_the_process_that_answers(daemon: Daemon) -> None:

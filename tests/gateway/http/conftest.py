@@ -23,7 +23,7 @@ from cortex.gateway.http.upstream import Pool
 from cortex.wire.errors import CortexError, Family, envelope
 
 TICK_S = 0.02
-WAIT_S = 5.0
+WAIT_S = 30.0
 """How long a test waits for what must happen."""
 
 

@@ -51,7 +51,7 @@ async def test_a_node_behind_tls_is_relayed_and_its_certificate_checked(stage, c
 
     tls_port = await listen(stage, certificate, node)
     with pytest.raises(ConnectFailed, match="certificate"):
-        await stage.pool(f"https://localhost:{tls_port}").fetch(b"GET", b"/", timeout_s=5)
+        await stage.pool(f"https://localhost:{tls_port}").fetch(b"GET", b"/", timeout_s=30)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
     pool = stage.pool(f"https://localhost:{tls_port}")
     _, port = await stage.relaying(pool)

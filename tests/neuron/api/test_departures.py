@@ -27,7 +27,7 @@ async def test_the_prompt_and_the_tokens_produced_until_then_are_told(api: Any, 
             await response.read()
 
     asked = asyncio.create_task(ask())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while 'neuron_time_to_first_token_seconds_count{model="org/tiny"} 1.0' not in await exposition(api):
             await asyncio.sleep(0.01)
     early = asyncio.create_task(api.client.get(api.url + "/requests/a/b:1/usage"))  # asked before it has left

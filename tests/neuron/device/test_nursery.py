@@ -21,6 +21,8 @@ from cortex.neuron.device.zygote import Zygote
 from cortex.telemetry import logs
 
 CPU = DeviceAddress("cpu", 0)
+WAIT_S = 30.0
+"""How long tests wait for what must happen; only reached on failure."""
 
 
 @contextlib.asynccontextmanager
@@ -37,7 +39,7 @@ async def born(nursery, device=CPU):
     ours, theirs = socket.socketpair()
     with theirs:
         newborn = await nursery.fork(device, theirs)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while newborn.process_id is None:
             await asyncio.sleep(0.01)
     return newborn, ours
@@ -62,9 +64,9 @@ async def test_workers_are_forked_from_one_process_and_tell_how_they_ended():
         assert os.getsid(one.process_id) == one.process_id
         frame = msgspec.msgpack.encode([Exit()])
         channel.sendall(len(frame).to_bytes(4, "little") + frame)
-        assert await asyncio.wait_for(one.exited, 5) == 0
+        assert await asyncio.wait_for(one.exited, WAIT_S) == 0
         os.kill(two.process_id, signal.SIGSEGV)
-        assert await asyncio.wait_for(two.exited, 5) == -signal.SIGSEGV
+        assert await asyncio.wait_for(two.exited, WAIT_S) == -signal.SIGSEGV
         two.kill()  # too late, and harmless
     channel.close()
     other_channel.close()
@@ -75,14 +77,14 @@ async def test_a_worker_holds_no_descriptor_of_another():
         first, first_channel = await born(made)
         second, second_channel = await born(made)
         first.kill()
-        await asyncio.wait_for(first.exited, 5)
+        await asyncio.wait_for(first.exited, WAIT_S)
         # Were the other end still open in the second worker, this would wait for ever.
-        first_channel.settimeout(5)
+        first_channel.settimeout(WAIT_S)
         while first_channel.recv(4096):
             pass
         assert alive(second.process_id)
         second_channel.close()
-        assert await asyncio.wait_for(second.exited, 5) == 0
+        assert await asyncio.wait_for(second.exited, WAIT_S) == 0
         first_channel.close()
 
 
@@ -90,7 +92,7 @@ async def test_when_that_process_dies_its_workers_die_and_the_next_one_comes_fro
     async with nursery() as made:
         worker, channel = await born(made)
         os.kill(int(status(worker.process_id, "PPid")), signal.SIGKILL)
-        assert await asyncio.wait_for(worker.exited, 5) == -signal.SIGKILL
+        assert await asyncio.wait_for(worker.exited, WAIT_S) == -signal.SIGKILL
         deadline_s = time.monotonic() + 3
         while alive(worker.process_id) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
@@ -111,7 +113,7 @@ async def test_an_import_that_hangs_can_be_ended(tmp_path, monkeypatch):
             await asyncio.sleep(0.3)
             assert newborn.process_id is None
             newborn.kill()
-            assert await asyncio.wait_for(newborn.exited, 5) == -signal.SIGKILL
+            assert await asyncio.wait_for(newborn.exited, WAIT_S) == -signal.SIGKILL
         await made.warm()
     # closing while it imports is quick, too
 
@@ -178,7 +180,7 @@ async def test_the_process_and_its_workers_log_as_the_daemon_does(monkeypatch, c
         _, channel = await born(made)
         frame = msgspec.msgpack.encode("not a command")
         channel.sendall(len(frame).to_bytes(4, "little") + frame)
-        channel.settimeout(10)
+        channel.settimeout(WAIT_S)
         while channel.recv(1 << 16):
             pass  # it says how it is until it ends
     lines = [msgspec.json.decode(line) for line in capfd.readouterr().err.splitlines()]

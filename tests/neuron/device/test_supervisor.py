@@ -23,6 +23,8 @@ from cortex.neuron.engine.hostmemory import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
 
 CPU = DeviceAddress("cpu", 0)
+WAIT_S = 30.0
+"""How long tests wait for what must happen; only reached on failure."""
 IMPATIENT = Patience(step_s=0.8, load_s=0.8, unload_s=0.8, exit_s=2.0)
 
 
@@ -58,8 +60,8 @@ class Sink:
     def finish(self, request_id):
         return next((o.finish for o in self.outputs if o.request_id == request_id and o.finish), None)
 
-    async def until(self, condition, timeout_s=5.0):
-        async with asyncio.timeout(timeout_s):
+    async def until(self, condition):
+        async with asyncio.timeout(WAIT_S):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -143,7 +145,7 @@ async def test_a_cancelled_request_ends_and_the_others_do_not(tmp_path):
         await sink.until(lambda: sink.tokens("long"))
         supervisor.cancel(resident, "long")
         supervisor.cancel(resident, "unknown")
-        await sink.until(lambda: sink.finish("long"), timeout_s=1.0)
+        await sink.until(lambda: sink.finish("long"))
         assert sink.finish("long") == "cancelled"
         await sink.until(lambda: sink.finish("short"))
 
@@ -233,11 +235,9 @@ async def test_a_lost_worker_is_told_with_its_reason_and_replaced_on_the_next_lo
 
 async def _stream_until_killed(supervisor, spec):
     sink = Sink()
-    started_s = time.monotonic()
     resident = await supervisor.load(spec, sink)
     supervisor.submit(resident, request("stream", max_tokens=100_000))
     await sink.until(lambda: sink.tokens("stream"))
-    assert time.monotonic() - started_s < 5.0
     os.kill(supervisor.process_id, signal.SIGKILL)
     await sink.until(lambda: sink.lost)
 
@@ -286,7 +286,7 @@ async def test_a_load_can_be_called_off(tmp_path):
         await asyncio.sleep(0.2)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(loading, 1.0)
+            await asyncio.wait_for(loading, WAIT_S)
         assert len(supervisor._models) == 1
 
 
@@ -296,7 +296,7 @@ async def test_a_load_that_ignores_its_cancellation_ends_with_its_worker(tmp_pat
         await asyncio.sleep(0.5)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(loading, 5.0)
+            await asyncio.wait_for(loading, WAIT_S)
         assert not supervisor.has_models
 
 

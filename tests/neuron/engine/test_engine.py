@@ -3,7 +3,6 @@ alone; and what it held is free when it ends."""
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,18 +25,6 @@ VOCAB = 97
 CONTEXT = 256
 PAGE = 32
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    """Threads do not help a tiny model, and what imports made need not be searched at every `close`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from cortex.wire.errors import InsufficientCapacity, Overloaded
 from cortex.wire.node import Device, LoadRequest, ModelState, UnloadRequest
 
 MEBIBYTE = 1 << 20
+WAIT_S = 30.0
+"""How long tests wait for what must happen; only reached on failure."""
 
 
 def config(tmp_path, parked_mb=64, **behaviours):
@@ -41,8 +43,8 @@ async def answer(node, model_id="m", name="r"):
     return [token async for batch in generation for output in batch for token in output.tokens]
 
 
-async def until(condition, timeout_s=5.0):
-    async with asyncio.timeout(timeout_s):
+async def until(condition):
+    async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.01)
 

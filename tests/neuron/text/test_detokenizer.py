@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.neuron.text.detokenizer import Detokenizer
@@ -10,7 +10,7 @@ from cortex.neuron.text.detokenizer import Detokenizer
 from .conftest import id_of
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_pushes_and_flush_join_to_the_whole_for_every_split(make_model: Any, data: st.DataObject) -> None:
     tokenizer = make_model("chatml").tokenizer

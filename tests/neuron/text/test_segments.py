@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
@@ -15,7 +15,7 @@ from .conftest import CONTROL, CORPUS, WHOLE
 PIECES = st.one_of(st.text(), st.sampled_from([*CONTROL, *WHOLE, *CORPUS, "<|im_", "<think", CORPUS[0] * 4]))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=10), name=st.sampled_from(["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"]))
 def test_segments_have_the_ids_of_the_whole(gguf_metadata: dict[str, Any], pieces: list[str], name: str) -> None:
     tokenizer, encoder = _encoder(gguf_metadata, name)
@@ -61,7 +61,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first(backend: Tokenizer, monkeyp
     assert encoder._num_characters == 3000
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(st.sampled_from([*CONTROL, *WHOLE, "a", "<", "think", "<|im_"]), max_size=30))
 def test_windows_cut_no_whole_token_in_two(gguf_metadata: dict[str, Any], monkeypatch: Any, pieces: list[str]) -> None:
     tokenizer, encoder = _encoder(gguf_metadata, "gpt-2")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -267,7 +267,7 @@ def test_ids_with_gaps_are_counted_to_the_last(backend: Tokenizer) -> None:
 
 @pytest.mark.parametrize("normal_form", [False, True])
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None)
 def test_no_text_has_fewer_tokens_than_its_length_tells(
     gguf_metadata: dict[str, Any], text: str, normal_form: bool
 ) -> None:

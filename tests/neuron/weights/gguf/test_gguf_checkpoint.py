@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.neuron.weights.checkpoint import TensorInfo, open_checkpoint
@@ -251,7 +251,7 @@ def test_an_unknown_architecture_names_what_is_supported(tmp_path: Path, gguf_wr
         open_checkpoint(write(tmp_path, model(gguf_writer(), "mamba")))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
     tmp_path: Path, gguf_writer: Writer, data: st.DataObject

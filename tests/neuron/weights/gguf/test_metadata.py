@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malformed, Unsupported
@@ -237,7 +237,7 @@ def test_what_is_not_a_file_is_missing(tmp_path: Path) -> None:
             read_metadata(path)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
     tmp_path: Path, gguf_writer: Writer, data: st.DataObject

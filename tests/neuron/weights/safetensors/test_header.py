@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
@@ -106,7 +106,7 @@ def test_every_truncation_is_refused(tmp_path: Path, write_safetensors_bytes: Co
             parse(tmp_path / "m.safetensors", whole[:length])
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
     tmp_path: Path, write_safetensors_bytes: Compose, data: st.DataObject

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.kv import page_bytes
 from cortex.neuron.engine.loading import build_model, load_model
-from cortex.neuron.engine.memory import numeric_format
+from cortex.neuron.engine.memory.device import numeric_format
+from cortex.neuron.engine.memory.kv_cache import page_bytes
+from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.state_memory import state_bytes
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
 from shapes import SHAPES

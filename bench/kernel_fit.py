@@ -25,21 +25,21 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from cortex.neuron.kernels import jit
+from cortex.neuron.kernels.attention.decode import decode_attention
+from cortex.neuron.kernels.attention.prefill import prefill_attention
+from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch, PrefillRow
-from cortex.neuron.kernels.decode_attention import decode_attention
-from cortex.neuron.kernels.gated_delta_chunks import delta_chunks
-from cortex.neuron.kernels.gated_delta_rules import DeltaRules, DeltaState
-from cortex.neuron.kernels.gated_delta_step import delta_step
-from cortex.neuron.kernels.matvec import gated_matvec, matvec
+from cortex.neuron.kernels.delta.chunks import delta_chunks
+from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
+from cortex.neuron.kernels.delta.step import delta_step
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
 from cortex.neuron.kernels.moe.routing import Lists
-from cortex.neuron.kernels.prefill_attention import prefill_attention
-from cortex.neuron.kernels.rules import AttentionRules
+from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
 from cortex.neuron.kernels.shared_memory import SharedMemory
 
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-FITTED = ("decode_attention", "prefill_attention", "matvec", "moe.grouped", "gated_delta_chunks")
+FITTED = ("attention.decode", "attention.prefill", "products.matvec", "moe.grouped", "delta.chunks")
 KIND = torch.bfloat16
 
 

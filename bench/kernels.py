@@ -22,16 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cortex.neuron.kernels.attention.decode import decode_attention
+from cortex.neuron.kernels.attention.prefill import prefill_attention
+from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
-from cortex.neuron.kernels.decode_attention import decode_attention
-from cortex.neuron.kernels.gated_delta import gated_delta
-from cortex.neuron.kernels.gated_delta_rules import DeltaRules, DeltaState
-from cortex.neuron.kernels.matvec import beats_library, gated_matvec, matvec
+from cortex.neuron.kernels.delta.gated_delta import gated_delta
+from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.moe.routing import choose_reference
-from cortex.neuron.kernels.prefill_attention import prefill_attention
-from cortex.neuron.kernels.rules import AttentionRules
+from cortex.neuron.kernels.products.matvec import beats_library, gated_matvec, matvec
 from engine import matrix_limit, read_limit, timed
 
 DEVICE = torch.device("cuda")

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from cortex.neuron.engine.hostmemory import anonymous_bytes
+from cortex.neuron.engine.memory.host import anonymous_bytes
 from daemon import Neuron, running_neuron
 
 MIN_WARM_UP_PAIRS = 2

@@ -22,13 +22,17 @@ KERNELS = {"neuron.kernels"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
-ABOVE_ENGINE = {"wire", "settings", "telemetry", "exits", "neuron.text", "neuron.config"}
-DEVICE = {"neuron.device", *ENGINE, *ABOVE_ENGINE}
-SCRIBE = {"neuron.scribe", *DEVICE}
-NODE = {"neuron.node", *SCRIBE}
-API = {"neuron.api", *NODE}
-NEURON = {"neuron", *API}
-GATEWAY = {"gateway", "fleet", "wire", "settings", "telemetry", "exits"}
+WORKER = {"neuron.worker", "ipc", "telemetry", "wire", *ENGINE}
+TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
+NODE = {"neuron.node", "neuron.config", *TOKENIZER, *WORKER}
+API = {"neuron.api", "http", "settings", *NODE}
+NEURON = {"neuron", "exits", *API}
+LEDGER = {"gateway.ledger", "gateway.config", "http", "wire", "settings"}
+DISPATCH = {"gateway.dispatch", "gateway.config", "gateway.metrics", "fleet", "http", "wire"}
+PROXY = {"gateway.proxy", "telemetry", *DISPATCH, *LEDGER}
+GATEWAY_WORKERS = {"gateway.workers", "ipc", *PROXY}
+GATEWAY_API = {"gateway.api", *PROXY}
+GATEWAY = {"gateway", "exits", *GATEWAY_API, *GATEWAY_WORKERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,15 @@ RULES: dict[str, Rule] = {
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
     "wire": Rule({"wire"}, frozenset({"msgspec"})),
     "fleet": Rule({"fleet", "wire", "settings"}, frozenset({"msgspec"})),
+    "http": Rule({"http", "wire"}, frozenset({"httptools"})),
+    "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
+    "gateway.config": Rule({"fleet", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})),
+    "gateway.metrics": Rule({"wire"}),
+    "gateway.ledger": Rule(LEDGER),
+    "gateway.dispatch": Rule(DISPATCH),
+    "gateway.proxy": Rule(PROXY),
+    "gateway.api": Rule(GATEWAY_API),
+    "gateway.workers": Rule(GATEWAY_WORKERS),
     "gateway": Rule(GATEWAY),
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
@@ -56,8 +69,8 @@ RULES: dict[str, Rule] = {
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings"}),
     "neuron.config": Rule({"wire", "settings", "telemetry"}),
-    "neuron.device": Rule(DEVICE),
-    "neuron.scribe": Rule(SCRIBE),
+    "neuron.worker": Rule(WORKER),
+    "neuron.tokenizer_process": Rule(TOKENIZER),
     "neuron.node": Rule(NODE),
     "neuron.api": Rule(API),
     "neuron": Rule(NEURON),
@@ -75,7 +88,7 @@ class Import:
 
 
 def room_of(module: str) -> str:
-    """`cortex.neuron.engine.kv.pages` lives in room `neuron.engine`."""
+    """`cortex.neuron.engine.memory.plan` lives in room `neuron.engine`."""
     parts = module.split(".")[1:]
     for depth in (2, 1):
         room = ".".join(parts[:depth])
@@ -89,13 +102,15 @@ def module_name(source: Path, path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_in(tree: ast.Module, module: str, *, is_package: bool, modules: set[str]) -> Iterator[Import]:
-    """Every import that runs: relative ones resolved, `if TYPE_CHECKING:` ones left out."""
+def imports_in(
+    tree: ast.Module, module: str, *, is_package: bool, modules: set[str], for_types: bool = False
+) -> Iterator[Import]:
+    """Every import that runs, relative ones resolved; those under `if TYPE_CHECKING:` only where `for_types`."""
     package = module if is_package else module.rpartition(".")[0]
 
     def walk(node: ast.AST, *, lazy: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            if not for_types and isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
                 for other in child.orelse:
                     yield from walk(other, lazy=lazy)
             elif isinstance(child, ast.Import):
@@ -153,6 +168,39 @@ def test_every_import_follows_the_floor_plan() -> None:
     assert violations(SOURCE) == []
 
 
+def circles(source: Path) -> list[str]:
+    """Groups of modules that import each other, lazily or for types alone included; one line for each group."""
+    paths = sorted((source / "cortex").rglob("*.py"))
+    modules = {module_name(source, path) for path in paths}
+    waiting: dict[str, set[str]] = {}
+    for path in paths:
+        module = module_name(source, path)
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        found = imports_in(tree, module, is_package=path.stem == "__init__", modules=modules, for_types=True)
+        waiting[module] = {entry.module for entry in found if entry.module in modules} - {module}
+    while True:
+        needed = set().union(*waiting.values())
+        kept = {module: needs & waiting.keys() for module, needs in waiting.items() if module in needed}
+        kept = {module: needs for module, needs in kept.items() if needs}
+        if kept == waiting:
+            break
+        waiting = kept
+    return sorted(f"{module} → {', '.join(sorted(needs))}" for module, needs in waiting.items())
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(SOURCE) == []
+
+
+def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "cortex" / "wire"
+    package.mkdir(parents=True)
+    (package / "a.py").write_text("def f():\n    from cortex.wire import b")
+    (package / "b.py").write_text("from cortex.wire.a import f")
+    (package / "c.py").write_text("from cortex.wire.a import f\nimport os")
+    assert circles(tmp_path) == ["cortex.wire.a → cortex.wire.b", "cortex.wire.b → cortex.wire.a"]
+
+
 @pytest.mark.parametrize(
     ("file", "code", "expected"),
     [
@@ -164,7 +212,14 @@ def test_every_import_follows_the_floor_plan() -> None:
         ("neuron/engine/x.py", "import llguidance", "llguidance must be imported inside the function"),
         ("neuron/engine/x.py", "from cortex.wire import errors", "neuron.engine may not import wire"),
         ("neuron/layers/x.py", "from cortex.neuron.models import llama", "neuron.layers may not import neuron.models"),
-        ("neuron/device/x.py", "from cortex.neuron.api import app", "neuron.device may not import neuron.api"),
+        ("neuron/worker/x.py", "from cortex.neuron.api import app", "neuron.worker may not import neuron.api"),
+        ("http/x.py", "from cortex.gateway import server", "http may not import gateway"),
+        ("ipc/x.py", "from cortex.neuron.worker import protocol", "ipc may not import neuron.worker"),
+        (
+            "gateway/dispatch/x.py",
+            "from cortex.gateway.proxy import request",
+            "gateway.dispatch may not import gateway.proxy",
+        ),
         ("attic/x.py", "import os", "not in the floor plan"),
     ],
 )
@@ -240,17 +295,17 @@ def import_without(blocked: frozenset[str], *rooms: str, source: Path = SOURCE) 
     [
         pytest.param(
             GATEWAY_ONLY,
-            ("cortex.wire", "cortex.fleet", "cortex.gateway", "cortex.cli"),
+            ("cortex.wire", "cortex.fleet", "cortex.http", "cortex.ipc", "cortex.gateway", "cortex.cli"),
             id="the gateway and the commands run without the engine",
         ),
         pytest.param(
             frozenset({"torch", "triton", "transformers"}),
-            ("cortex.neuron.text", "cortex.neuron.scribe.__main__"),
+            ("cortex.neuron.text", "cortex.neuron.tokenizer_process.__main__"),
             id="texts are read and encoded without torch",
         ),
         pytest.param(
             frozenset({"torch", "triton", "transformers", "tokenizers"}),
-            ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.scribe"),
+            ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.tokenizer_process", "cortex.ipc"),
             id="a node's HTTP process runs without torch, and builds no tokenizer",
         ),
         pytest.param(

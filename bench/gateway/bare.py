@@ -10,13 +10,13 @@ import sys
 
 import uvloop
 
-from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.http.faults import UpstreamFault
-from cortex.gateway.http.relay import Keepalive, Outcome, Relay
-from cortex.gateway.http.request import Headers
-from cortex.gateway.http.server import Answer, Server
-from cortex.gateway.http.ticker import Ticker
-from cortex.gateway.http.upstream import Pool
+from cortex.http.relay import Keepalive, Outcome, Relay
+from cortex.http.request import Headers
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response, Server
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.http.upstream.pool import Pool
 from cortex.wire.errors import CortexError
 
 
@@ -42,8 +42,8 @@ class Bystander:
         pass
 
 
-def refuse(error: CortexError, path: bytes) -> Answer:  # noqa: ARG001
-    return Answer(error.status, (), str(error).encode())
+def refuse(error: CortexError, path: bytes) -> Response:  # noqa: ARG001
+    return Response(error.status, (), str(error).encode())
 
 
 async def main(origin: str, port: int) -> None:

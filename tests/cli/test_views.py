@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from cortex.cli.fleetview import FleetView, HeldModel, NodeView
-from cortex.cli.loadview import LoadView, describe
+from cortex.cli.commands.status import render
+from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
+from cortex.cli.load_view import LoadView, describe
 from cortex.cli.output import bar, duration, size
-from cortex.cli.status import picture
 from cortex.wire.node import ModelState, ModelStatus, Progress
 
 
@@ -46,7 +46,7 @@ def test_a_sleeper_is_shown_with_what_it_takes_of_the_host() -> None:
     asleep = HeldModel(id="m", state=ModelState.ASLEEP, devices=(0,), measured_bytes=24 << 30, host_bytes=15 << 30)
     node = NodeView(name="beast", kind="neuron", up=True, models=(asleep,))
     out = io.StringIO()
-    Console(file=out, width=120).print(picture(FleetView(version="1", nodes=(node,))))
+    Console(file=out, width=120).print(render(FleetView(version="1", nodes=(node,))))
     shown = out.getvalue()
     assert "asleep" in shown
     assert "15.0 GiB in RAM" in shown

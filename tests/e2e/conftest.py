@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cortex.cli.demo import SMOLLM2, ensure_demo_model
+from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 
 MARK = "CORTEX_TEST_RUN"
 READY_TIMEOUT_S = 180.0

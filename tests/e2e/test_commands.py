@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cortex.cli.demo import SMOLLM2
+from cortex.cli.up.demo import SMOLLM2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

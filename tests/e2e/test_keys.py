@@ -15,7 +15,7 @@ import anthropic
 import openai
 import pytest
 
-from cortex.cli.demo import SMOLLM2
+from cortex.cli.up.demo import SMOLLM2
 from cortex.gateway.ledger.keys import as_toml, generate
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from cortex.cli.demo import SMOLLM2
+from cortex.cli.up.demo import SMOLLM2
 
 if TYPE_CHECKING:
     from .conftest import Run

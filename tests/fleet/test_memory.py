@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from cortex.fleet.memory import Holding, Need, ledger, measurements, need_of
-from cortex.fleet.topology import Reservation
+from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node import ModelState
 
 GIB = 1024**3
@@ -63,7 +63,7 @@ def test_a_wide_model_is_shared_out_and_rounded_up(model: Make, node: Make) -> N
 
 
 def test_a_promise_is_counted_once_and_where_the_node_would_put_it(model: Make, node: Make) -> None:
-    promise = Reservation(model_id="a", devices=(), num_bytes=10 * GIB)
+    promise = MemoryReservation(model_id="a", devices=(), num_bytes=10 * GIB)
     loading = model("a", estimate=8, state=ModelState.LOADING)
     books = ledger(node("n", [12, 24], loading, reservations=(promise,)))
     assert [device.committed_bytes for device in books] == [0, 10 * GIB]
@@ -71,7 +71,7 @@ def test_a_promise_is_counted_once_and_where_the_node_would_put_it(model: Make, 
 
 
 def test_promises_beyond_what_was_given_back_show_as_a_debt(model: Make, node: Make) -> None:
-    promise = Reservation(model_id="b", devices=(0,), num_bytes=20 * GIB)
+    promise = MemoryReservation(model_id="b", devices=(0,), num_bytes=20 * GIB)
     (device,) = ledger(node("n", [24], model("a", 20, state=ModelState.UNLOADING), reservations=(promise,)))
     assert (device.balance_bytes, device.available_bytes) == (-16 * GIB, 0)
 

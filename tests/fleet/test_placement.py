@@ -8,7 +8,7 @@ import pytest
 
 from cortex.fleet.decision import Verdict
 from cortex.fleet.placement import place, unmet_pins
-from cortex.fleet.topology import Reservation
+from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node import ModelState
 
 GIB = 1024**3
@@ -231,7 +231,7 @@ def test_a_size_nobody_knows_goes_where_most_is_free(node: Make, fleet: Make, sp
 
 
 def test_promised_memory_is_not_promised_twice(node: Make, fleet: Make, spec: Make) -> None:
-    promise = Reservation(model_id="other", devices=(0,), num_bytes=20 * GIB)
+    promise = MemoryReservation(model_id="other", devices=(0,), num_bytes=20 * GIB)
     picture = fleet(node("n", [24], reservations=(promise,)), specs=[spec("m", 8), spec("other", 20)])
     assert place("m", picture, NOW).action == "wait"
     assert place("other", picture, NOW).action == "join"
@@ -330,7 +330,7 @@ def test_a_load_is_reckoned_with_what_it_will_take(model: Make, node: Make, flee
     elastic = model("m", state=ModelState.COLD, estimate=20, least=8)
     decision = place("m", fleet(node("n", [16], elastic, kept=2)), NOW)
     assert decision.takes_bytes == 14 * GIB
-    promised = Reservation(model_id="m", devices=(0,), num_bytes=decision.takes_bytes)
+    promised = MemoryReservation(model_id="m", devices=(0,), num_bytes=decision.takes_bytes)
     other = model("other", state=ModelState.COLD, estimate=4, least=2)
     later = place("other", fleet(node("n", [16], elastic, other, kept=2, reservations=(promised,))), NOW)
     assert later.action == "wait"

@@ -14,7 +14,7 @@ from cortex.fleet.explain import as_json, refusal, rows, text
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import place
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Device, Fleet, Node, Reservation, Residency
+from cortex.fleet.topology import Device, Fleet, MemoryReservation, Node, Residency
 from cortex.wire.node import ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
@@ -76,7 +76,7 @@ class Drawing:
             if candidate.state in (ModelState.READY, ModelState.UNLOADING):
                 for index in candidate.status.devices:
                     left[index] -= share
-        promise = Reservation(
+        promise = MemoryReservation(
             model_id=self.random.choice(NAMES), devices=(0,), num_bytes=self.random.randint(1, 20) * MIB
         )
         return Node(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cortex.fleet.topology import Device, Fleet, Node, Reservation, missed, seen
+from cortex.fleet.topology import Device, Fleet, MemoryReservation, Node, missed, seen
 from cortex.wire.node import Device as WireDevice
 from cortex.wire.node import DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
 
@@ -57,7 +57,7 @@ def test_what_only_the_gateway_knows_survives_a_poll() -> None:
     node = seen(None, "beast", DISCOVERY, health(700, status(ModelState.READY)), 1.0)
     fleet = Fleet(nodes=(node,)).with_in_flight({("beast", "m"): 2})
     node = fleet.nodes[0]
-    reservation = Reservation(model_id="n", devices=(0,), num_bytes=5)
+    reservation = MemoryReservation(model_id="n", devices=(0,), num_bytes=5)
     node = Node(
         **{f: getattr(node, f) for f in node.__struct_fields__} | {"reservations": (reservation,), "num_loads": 7}
     )

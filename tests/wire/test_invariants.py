@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.wire import anthropic_messages, openai_chat, openai_completions, openai_responses
-from cortex.wire.answer import gather
 from cortex.wire.dialects import DIALECTS, ROUTES
 from cortex.wire.errors import GenerationFailed, Recovering, UpstreamInterrupted
 from cortex.wire.events import (
@@ -30,6 +29,7 @@ from cortex.wire.events import (
     Usage,
 )
 from cortex.wire.requests import GenerateRequest, Reasoning, Sampling, Text, ToolCall
+from cortex.wire.response import gather
 from cortex.wire.sse import Parser
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
@@ -258,7 +258,7 @@ def test_every_dialect_tells_the_same_blocks(events: list[AnyEvent]) -> None:
 def test_decoding_what_was_encoded_gives_the_events_back_for_any_split(events: list[AnyEvent], cuts: list[int]) -> None:
     data = stream(openai_chat, events)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    decoder = openai_chat.Decoder()
+    decoder = openai_chat.ResponseDecoder()
     decoded = [event for start, end in itertools.pairwise(edges) for event in decoder.feed(data[start:end])]
     assert decoder.ended
     assert [*decoded, *decoder.finish()] == events

@@ -18,7 +18,7 @@ from cortex.wire.events import (
     ToolCallStop,
     Usage,
 )
-from cortex.wire.openai_chat import Decoder, unfold
+from cortex.wire.openai_chat import ResponseDecoder, unfold
 
 START = Start(id="x", model="m", created=1)
 
@@ -30,7 +30,7 @@ def chunk(delta: dict[str, Any] | None = None, finish: str | None = None, **rest
 
 
 def decode(*data: bytes) -> list[AnyEvent]:
-    decoder = Decoder()
+    decoder = ResponseDecoder()
     return [event for piece in data for event in decoder.feed(piece)] + decoder.finish()
 
 

@@ -28,7 +28,7 @@ _REMEDIES: dict[int | str, str] = {
 """By the gateway's own name for an error, or by its status."""
 
 
-class Unreachable(CommandError):
+class GatewayUnreachable(CommandError):
     """Nothing answers at the address."""
 
     def __init__(self, url: str, reason: str) -> None:
@@ -39,7 +39,7 @@ class Unreachable(CommandError):
         )
 
 
-class Refused(CommandError):
+class GatewayRejected(CommandError):
     """The gateway answered with an error; `code` is its own name for it."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -49,7 +49,7 @@ class Refused(CommandError):
         self.code = code
 
 
-class Gateway:
+class GatewayClient:
     """One gateway by its base URL. Opens a connection per call; not shared between threads."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float = 30.0) -> None:
@@ -63,13 +63,13 @@ class Gateway:
         self._timeout_s = timeout_s
         self._api_key = api_key
 
-    def at(self, url: str) -> Gateway:
+    def at(self, url: str) -> GatewayClient:
         """Another gateway, with the same key."""
-        return Gateway(url, self._api_key, self._timeout_s)
+        return GatewayClient(url, self._api_key, self._timeout_s)
 
-    def patient(self, timeout_s: float) -> Gateway:
+    def patient(self, timeout_s: float) -> GatewayClient:
         """The same gateway, for calls that may take long."""
-        return Gateway(self.url, self._api_key, timeout_s)
+        return GatewayClient(self.url, self._api_key, timeout_s)
 
     def get(self, path: str) -> Any:
         """The decoded JSON of `GET path`."""
@@ -111,9 +111,9 @@ class Gateway:
                 response = connection.getresponse()
                 refusal = response.read() if response.status >= 400 else None
             except TimeoutError as error:
-                raise Unreachable(self.url, f"silent for {self._timeout_s:g} s") from error
+                raise GatewayUnreachable(self.url, f"silent for {self._timeout_s:g} s") from error
             except (OSError, http.client.HTTPException) as error:
-                raise Unreachable(self.url, getattr(error, "strerror", None) or str(error)) from error
+                raise GatewayUnreachable(self.url, getattr(error, "strerror", None) or str(error)) from error
             if refusal is not None:
                 raise _refusal(response.status, self._decode(refusal))
             yield response
@@ -127,11 +127,13 @@ class Gateway:
             ) from error
 
 
-def _refusal(status: int, body: Any) -> Refused:
+def _refusal(status: int, body: Any) -> GatewayRejected:
     error = body.get("error", {}) if isinstance(body, dict) else {}
     if not isinstance(error, dict):
         error = {"message": str(error)}
-    return Refused(status, str(error.get("code", "")), str(error.get("message", f"the gateway answered {status}")))
+    return GatewayRejected(
+        status, str(error.get("code", "")), str(error.get("message", f"the gateway answered {status}"))
+    )
 
 
 def model_path(model_id: str, action: str) -> str:
@@ -146,6 +148,6 @@ def gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--api-key", envvar="CORTEX_API_KEY", default=None, help="Key to send, or CORTEX_API_KEY.")
     @functools.wraps(function)
     def command(url: str, api_key: str | None, **arguments: Any) -> Any:
-        return function(gateway=Gateway(url, api_key), **arguments)
+        return function(gateway=GatewayClient(url, api_key), **arguments)
 
     return command

@@ -5,18 +5,17 @@ from __future__ import annotations
 import click
 
 from cortex import __version__
-
-from .chat import chat
-from .doctor import doctor
-from .explain import explain
-from .failures import EXIT_CODES_HELP, Group, run
-from .keys import keys
-from .lifecycle import load, pin, unload, unpin
-from .models import models
-from .serve import serve
-from .status import status
-from .up import up
-from .usage import usage
+from cortex.cli.commands.chat import chat
+from cortex.cli.commands.doctor import doctor
+from cortex.cli.commands.explain import explain
+from cortex.cli.commands.keys import keys
+from cortex.cli.commands.load import load, pin, unload, unpin
+from cortex.cli.commands.models import models
+from cortex.cli.commands.serve import serve
+from cortex.cli.commands.status import status
+from cortex.cli.commands.usage import usage
+from cortex.cli.failures import EXIT_CODES_HELP, Group, run
+from cortex.cli.up.command import up
 
 
 @click.group(cls=Group, name="cortex", epilog=EXIT_CODES_HELP)

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import click
 
 from cortex import __version__
+from cortex.cli.commands import checks
+from cortex.cli.commands.checks import Finding, Severity
+from cortex.cli.commands.doctor import report
+from cortex.cli.failures import EXIT_CODES_HELP, CommandError, ExitCode, Group, run
+from cortex.cli.output import bar, console, json_option, print_json, size, table
+from cortex.cli.up.preflight import require_engine
 from cortex.settings import SettingsError
-
-from . import checks
-from .checks import Finding, Verdict
-from .doctor import report
-from .failures import EXIT_CODES_HELP, CommandError, ExitCode, Group, run
-from .output import bar, console, json_option, print_json, size, table
-from .preflight import require_engine
 
 if TYPE_CHECKING:
     from cortex.neuron.config import NeuronConfig
@@ -57,7 +56,7 @@ def serve(config: Path | None, port: int | None) -> None:
 def discover(as_json: bool) -> None:
     """Show the devices a neuron would use here."""
     require_engine()
-    from cortex.neuron.device.discovery import discover as look
+    from cortex.neuron.worker.discovery import discover as look
 
     inventory = look()
     if as_json:
@@ -98,10 +97,10 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     try:
         settings = _load(path, {})
     except SettingsError as error:
-        yield Finding("config", Verdict.PROBLEM, error.message, "correct that line")
+        yield Finding("config", Severity.PROBLEM, error.message, "correct that line")
     else:
         yield Finding(
-            "config", Verdict.FINE, str(path) if path else "none given: defaults and NEURON_… variables apply"
+            "config", Severity.FINE, str(path) if path else "none given: defaults and NEURON_… variables apply"
         )
         yield from checks.ports((settings.address,))
     yield from checks.devices()

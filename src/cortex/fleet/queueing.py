@@ -12,13 +12,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from cortex.fleet.decision import Decision, Origin
+from cortex.fleet.placement import place
+from cortex.fleet.topology import Fleet, MemoryReservation, Residency
 from cortex.wire.node import ModelState
 
-from .decision import Decision, Origin
-from .placement import place
-from .topology import Fleet, Reservation, Residency
-
-Seat = tuple[str, str]
+ModelOnNode = tuple[str, str]
 """(node, model)"""
 
 
@@ -42,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Models that stay queued, with what they wait for."""
     refusals: tuple[Decision, ...] = ()
     """Models for which waiting is in vain."""
-    closed: frozenset[Seat] = frozenset()
+    closed: frozenset[ModelOnNode] = frozenset()
     """Resident models that take no new work until an overdue one is in: requests for them wait, although ready."""
 
 
@@ -51,7 +50,7 @@ def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
     starts: list[Decision] = []
     waits: list[Decision] = []
     refusals: list[Decision] = []
-    closed: set[Seat] = set()
+    closed: set[ModelOnNode] = set()
     for group in turns(waiting, fleet, now):
         decision = place(group.model_id, fleet, now, origin=group.origin)
         if decision.action in ("load", "wake"):
@@ -60,8 +59,8 @@ def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
         elif decision.action == "wait":
             waits.append(decision)
             if is_overdue(group, fleet, now):
-                fleet, seats = _make_way(group, fleet, now)
-                closed |= seats
+                fleet, closing = _make_way(group, fleet, now)
+                closed |= closing
         elif decision.action == "refuse":
             refusals.append(decision)
     return Plan(starts=tuple(starts), waits=tuple(waits), refusals=tuple(refusals), closed=frozenset(closed))
@@ -83,13 +82,13 @@ def is_overdue(group: Waiting, fleet: Fleet, now: float) -> bool:
     return group.origin != "background" and now - group.since >= fleet.rules.fair_wait_s
 
 
-def _make_way(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozenset[Seat]]:
+def _make_way(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozenset[ModelOnNode]]:
     """The seats to close for an overdue model, and the picture with that room promised to it."""
     in_time = place(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
     if in_time.action not in ("load", "wake") or in_time.node is None:
         return fleet, frozenset()
-    seats = frozenset((in_time.node, victim) for victim in in_time.victims)
-    return _begun(fleet, in_time), seats
+    closing = frozenset((in_time.node, victim) for victim in in_time.victims)
+    return _begun(fleet, in_time), closing
 
 
 def _begun(fleet: Fleet, decision: Decision) -> Fleet:
@@ -97,7 +96,9 @@ def _begun(fleet: Fleet, decision: Decision) -> Fleet:
     node = fleet.node(decision.node or "")
     if node is None:
         return fleet
-    promise = Reservation(model_id=decision.model_id, devices=decision.devices, num_bytes=decision.takes_bytes or 0)
+    promise = MemoryReservation(
+        model_id=decision.model_id, devices=decision.devices, num_bytes=decision.takes_bytes or 0
+    )
     leaving = {victim: _unloading(node.residencies[victim]) for victim in decision.victims}
     return fleet.replacing(
         msgspec.structs.replace(

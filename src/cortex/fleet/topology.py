@@ -78,7 +78,7 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True):
         return self.status.measured_bytes if self.status.measured_bytes is not None else self.status.estimate_bytes
 
 
-class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True):
     """Memory promised to a load that this gateway has decided on and the node may not show yet."""
 
     model_id: str
@@ -103,7 +103,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     missed_polls: int = 0
     problem: str | None = None
     """Why it is not healthy, or why its devices cannot be used."""
-    reservations: tuple[Reservation, ...] = ()
+    reservations: tuple[MemoryReservation, ...] = ()
     num_loads: int = 0
     """Loads since its workers were last recycled."""
     shown_needs: dict[str, int] = {}

@@ -147,11 +147,11 @@ class _Tallies(Collector):
         speed = HistogramMetricFamily(
             "cortex_tokens_per_second", "Completion tokens over the time after the first.", labels=pair
         )
-        for seat, traffic in self.traffic.items():
-            requests.add_metric(seat, traffic.num_requests)
-            traffic.duration.add_to(duration, seat)
-            traffic.first_token.add_to(first_token, seat)
-            traffic.speed.add_to(speed, seat)
+        for model_and_node, traffic in self.traffic.items():
+            requests.add_metric(model_and_node, traffic.num_requests)
+            traffic.duration.add_to(duration, model_and_node)
+            traffic.first_token.add_to(first_token, model_and_node)
+            traffic.speed.add_to(speed, model_and_node)
         overhead = HistogramMetricFamily(
             "cortex_overhead_seconds", "Time the gateway itself took before it passed a request on, waiting aside."
         )
@@ -206,10 +206,10 @@ class Metrics:
 
     def traffic(self, model: str, node: str) -> Traffic:
         """The tally of one model on one node, to be bumped."""
-        seat = (model, node)
-        found = self._tallies.traffic.get(seat)
+        model_and_node = (model, node)
+        found = self._tallies.traffic.get(model_and_node)
         if found is None:
-            found = self._tallies.traffic[seat] = Traffic()
+            found = self._tallies.traffic[model_and_node] = Traffic()
         return found
 
     def spend(self, model: str, key: str) -> Spend:

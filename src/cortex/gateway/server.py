@@ -14,29 +14,29 @@ from pathlib import Path
 from cortex import settings
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway import config as configuration
-from cortex.gateway import gauges
+from cortex.gateway.api import fleet_gauges
+from cortex.gateway.api.control import Control
 from cortex.gateway.config import Config, NeuronSection
-from cortex.gateway.control import Control
-from cortex.gateway.departures import Departures
-from cortex.gateway.desk import LocalDesk
-from cortex.gateway.dialects import ROUTES, error_answer, refuse
-from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.http.server import Server
-from cortex.gateway.http.ticker import Ticker
-from cortex.gateway.inference import Inference
-from cortex.gateway.journal import Journal
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.effects import NodeEffects
+from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
+from cortex.gateway.dispatch.node_client import NodeClient
+from cortex.gateway.dispatch.poller import Poller
+from cortex.gateway.ledger.metering import Metering
 from cortex.gateway.ledger.store import StoreError
-from cortex.gateway.lifecycle import Lifecycle
-from cortex.gateway.listener import CONTROL_BODY_BYTES, api_server
-from cortex.gateway.metering import Metering
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics
-from cortex.gateway.nodes import NodeClient
-from cortex.gateway.poller import Poller
-from cortex.gateway.services import Services
-from cortex.gateway.sizes import Sizes
-from cortex.gateway.state import Dispatcher
-from cortex.gateway.workers.counts import merged
-from cortex.gateway.workers.crew import Crew
+from cortex.gateway.proxy.admission import LocalAdmissionController
+from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
+from cortex.gateway.proxy.inference import Inference
+from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server
+from cortex.gateway.proxy.routes import ROUTES, error_response, rejection_response
+from cortex.gateway.proxy.services import Services
+from cortex.gateway.workers.merged_metrics import merged
+from cortex.gateway.workers.worker_pool import WorkerPool
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Server
+from cortex.http.ticker import Ticker
 from cortex.settings import Listen, SettingsError
 from cortex.telemetry import logs, open_tracer
 from cortex.wire.errors import Family, MethodNotAllowed, RouteNotFound
@@ -66,13 +66,13 @@ class Gateway:
         self._pollers: dict[str, Poller] = {}
         self._device_health: dict[str, tuple[DeviceHealth, ...]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._sizes = Sizes(config.state_directory(directory))
-        self.journal = Journal()
-        self.metrics = Metrics(lambda: gauges.samples(self.dispatcher, self._device_health))
-        self._lifecycle = Lifecycle(self._nodes, self._pollers, self.metrics, loop.time)
+        self._measured_sizes = MeasuredSizes(config.state_directory(directory))
+        self.event_log = EventLog()
+        self.metrics = Metrics(lambda: fleet_gauges.samples(self.dispatcher, self._device_health))
+        self._effects = NodeEffects(self._nodes, self._pollers, self.metrics, loop.time)
         self.dispatcher = Dispatcher(
-            self._lifecycle,
-            self.journal,
+            self._effects,
+            self.event_log,
             loop.time,
             catalogue=catalogue,
             rules=config.eviction,
@@ -80,24 +80,24 @@ class Gateway:
             max_wait_s=config.gateway.max_wait_s,
             max_waiting=config.gateway.max_waiting,
             missed_polls=config.gateway.missed_polls,
-            measured=self._sizes.read(),
+            measured=self._measured_sizes.read(),
         )
-        self._lifecycle.outcomes = self.dispatcher
+        self._effects.outcomes = self.dispatcher
         self._metering = Metering(directory)
         self._tracer = open_tracer(config.telemetry, "cortex")
-        self._desk = LocalDesk(self.dispatcher, self._metering.meter)
+        self._admission = LocalAdmissionController(self.dispatcher, self._metering.meter)
         self._services = Services(
             config=config.gateway,
-            desk=self._desk,
+            admission=self._admission,
             nodes=self._nodes,
             metrics=self.metrics,
             tracer=self._tracer,
             ticker=self._ticker,
-            departures=Departures(),
+            disconnected_usage=DisconnectedUsage(),
             clock=loop.time,
         )
         self._inference = Inference(self._services)
-        self._control = Control(self.dispatcher, self.journal, self._metering.meter)
+        self._control = Control(self.dispatcher, self.event_log, self._metering.meter)
         self.server = api_server(
             self._handle,
             config,
@@ -105,10 +105,10 @@ class Gateway:
             self.metrics,
             lambda request: self._metering.meter.authenticate(request),  # a reload replaces the meter
         )
-        self._crew: Crew | None = None
+        self._worker_pool: WorkerPool | None = None
         """The other processes, once this one listens and where there are any."""
         limits = dataclasses.replace(self.server.limits, body_bytes=CONTROL_BODY_BYTES)
-        self._metrics_server = Server(self._handle_metrics, refuse, self._ticker, limits)
+        self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
 
     async def start(self) -> tuple[str, int]:
         """Open the books, hear every node once, then listen; returns the API's address.
@@ -125,9 +125,9 @@ class Gateway:
         section = self.config.gateway
         address = await _listen(self.server, section.listen, "gateway.listen", shared=section.workers > 1)
         if section.workers > 1:
-            self._crew = Crew(section.workers - 1, self._desk, asyncio.get_running_loop().time)
-            await self.server.listen_unix(self._crew.api_socket)
-            await self._crew.start(self.config, section.listen.host, address[1])
+            self._worker_pool = WorkerPool(section.workers - 1, self._admission, asyncio.get_running_loop().time)
+            await self.server.listen_unix(self._worker_pool.api_socket)
+            await self._worker_pool.start(self.config, section.listen.host, address[1])
         if section.metrics_listen is not None:
             await _listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen")
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
@@ -138,20 +138,20 @@ class Gateway:
         """Admit nothing, fail who waits, let running answers end within `grace_s`, then cut the rest."""
         self._inference.closing = True
         self.dispatcher.close()
-        others = self._crew.close(grace_s) if self._crew is not None else asyncio.sleep(0)
+        others = self._worker_pool.close(grace_s) if self._worker_pool is not None else asyncio.sleep(0)
         await asyncio.gather(self.server.close(grace_s), others)
         await self._metrics_server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(poller.stop() for poller in self._pollers.values()))
-        await self._lifecycle.close()
-        await self._services.departures.close()
+        await self._effects.close()
+        await self._services.disconnected_usage.close()
         for node in self._nodes.values():
             node.pool.close()
         await self._metering.close()
         await asyncio.to_thread(self._tracer.close)
-        await asyncio.to_thread(self._sizes.write, self.dispatcher.fleet.measured)
+        await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
 
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
         """Take over a new configuration. Running answers are untouched; addresses need a restart.
@@ -172,12 +172,12 @@ class Gateway:
         leaving = [self._pollers.pop(name) for name in list(self._pollers) if name not in kept]
         await asyncio.gather(*(poller.stop() for poller in leaving))
         for name in [name for name in self._nodes if name not in kept]:
-            self._lifecycle.abandon(name)
+            self._effects.abandon(name)
             self._nodes.pop(name).pool.close()
         self.config = config
         self._services.config = config.gateway
-        if self._crew is not None:
-            self._crew.reconfigure(config)
+        if self._worker_pool is not None:
+            self._worker_pool.reconfigure(config)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         self._join_nodes(section for section in config.neurons if section.name not in kept)
         self.dispatcher.reconfigure(
@@ -194,7 +194,7 @@ class Gateway:
 
     async def _use_keys(self, config: Config) -> None:
         await self._metering.use(config)
-        self._desk.meter = self._control.meter = self._metering.meter
+        self._admission.meter = self._control.meter = self._metering.meter
 
     def _join_nodes(self, sections: Iterable[NeuronSection]) -> None:
         for section in sections:
@@ -222,23 +222,23 @@ class Gateway:
             self._inference.begin(exchange, route)
         else:
             error = MethodNotAllowed(f"{request.path.decode()} takes POST.")
-            exchange.respond(*error_answer(error, route.family))
+            exchange.respond(*error_response(error, route.family))
 
     def _handle_metrics(self, exchange: Exchange) -> None:
         if exchange.request.path in (b"/metrics", b"/"):
             exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self._exposition())
         else:
-            exchange.respond(*error_answer(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
+            exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
 
     def _exposition(self) -> bytes:
         own = self.metrics.exposition()
-        return own if self._crew is None else merged([own, *self._crew.counts()])
+        return own if self._worker_pool is None else merged([own, *self._worker_pool.metrics()])
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.dispatcher.tick()
-            await asyncio.to_thread(self._sizes.write, self.dispatcher.fleet.measured)
+            await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
 
 
 def _warn_if_open(config: Config) -> None:

@@ -1,5 +1,6 @@
 """Traces: one from the client to the engine, through every program that a request passes."""
 
-from cortex.telemetry.tracing import UNTRACED, NoTracer, Span, TelemetrySection, Tracer, open_tracer
+from cortex.telemetry.spans import Span, Tracer
+from cortex.telemetry.tracing import UNTRACED, NoTracer, TelemetrySection, open_tracer
 
 __all__ = ["UNTRACED", "NoTracer", "Span", "TelemetrySection", "Tracer", "open_tracer"]

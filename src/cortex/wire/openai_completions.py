@@ -10,12 +10,12 @@ import msgspec
 
 from cortex.wire import body as wire_body
 from cortex.wire import errors
-from cortex.wire.answer import Choice, gather, total_usage
 from cortex.wire.body import LARGEST_TOKEN, Fields
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, Logprobs, ReasoningDelta, TextDelta, TokenLogprob
 from cortex.wire.openai_chat.stream import DONE, stream_error, usage_body
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
+from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, read_output_format, read_sampling
 from cortex.wire.sse import COMMENT as KEEPALIVE
 from cortex.wire.sse import frame
@@ -145,7 +145,7 @@ def _echoed(events: Sequence[AnyEvent], index: int) -> int:
     return sum(len(event.text) for event in before if isinstance(event, TextDelta | ReasoningDelta))
 
 
-def _choice_body(choice: Choice, echoed: int) -> dict[str, Any]:
+def _choice_body(choice: ResponseChoice, echoed: int) -> dict[str, Any]:
     return {
         "index": choice.index,
         "text": "".join(block.text for block in choice.blocks if isinstance(block, Text | Reasoning)),

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cortex.neuron.engine.hostmemory import anonymous_bytes
+from cortex.neuron.engine.memory.host import anonymous_bytes
 
 SOURCE = Path(__file__).parents[3] / "src"
 READY_TIMEOUT_S = 180.0

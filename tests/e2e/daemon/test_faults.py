@@ -66,13 +66,13 @@ def test_killed_mid_stream_time_after_time_it_answers_again_each_time(daemon: Da
     for _ in range(KILLS):
         assert kill_mid_stream(daemon)["error"]["code"] == "recovering"
         assert answer_again(daemon) == first["choices"]
-    assert sorted(daemon.descendants().values()) == ["neuron-scribe", "neuron-worker", "python"]
+    assert sorted(daemon.descendants().values()) == ["neuron-tokenize", "neuron-worker", "python"]
 
 
 def test_killed_along_with_the_process_it_was_forked_from_it_answers_again(daemon: Daemon) -> None:
     assert kill_mid_stream(daemon, "python")["error"]["code"] == "recovering"
     answer_again(daemon)  # the engine is imported anew
-    assert sorted(daemon.descendants().values()) == ["neuron-scribe", "neuron-worker", "python"]
+    assert sorted(daemon.descendants().values()) == ["neuron-tokenize", "neuron-worker", "python"]
 
 
 # Hostile files. Each takes a folder and writes what a download or a prankster may have left there; it gives the source.

@@ -143,9 +143,9 @@ def test_no_tokenizer_is_built_in_the_process_that_answers(daemon: Daemon) -> No
         return "tokenizers.abi3.so" in Path(f"/proc/{process_id}/maps").read_text()
 
     count(daemon, TINY, "hello")
-    scribes = [process_id for process_id, name in daemon.descendants().items() if name == "neuron-scribe"]
-    assert scribes
-    assert all(map(holds_the_library, scribes))
+    tokenizers = [process_id for process_id, name in daemon.descendants().items() if name == "neuron-tokenize"]
+    assert tokenizers
+    assert all(map(holds_the_library, tokenizers))
     assert not holds_the_library(daemon.process.pid)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.limits import Account, RateBucket, RollingSum, Spent
-from cortex.gateway.meter import Estimate
+from cortex.gateway.ledger.meter import Estimate
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 NOW = 1_000_000.0

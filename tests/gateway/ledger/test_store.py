@@ -12,7 +12,7 @@ import cortex
 from cortex.gateway.ledger.limits import Spent
 from cortex.gateway.ledger.store import StoreError, open_store
 from cortex.gateway.ledger.tables import Counts, Slot
-from cortex.gateway.ledger.usage import usage
+from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.events import Usage
 
 NOW = 1_700_000_040.0

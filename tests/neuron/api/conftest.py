@@ -14,11 +14,11 @@ from aiohttp import ClientSession, web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.api import app, server
-from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.protocol import accept
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
-from cortex.neuron.text.local import read_text
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.tokenizer.local import read_text
 from cortex.settings import Listen
 from cortex.wire.errors import ContextLengthExceeded, CortexError, ModelNotFound
 from cortex.wire.node import (
@@ -218,7 +218,7 @@ class Api:
     """A running API in front of a scripted node."""
 
     node: ScriptedNode
-    doors: Doors
+    drain_gate: DrainGate
     url: str
     client: ClientSession
 
@@ -234,14 +234,14 @@ class Api:
 
 @pytest.fixture
 async def api(node: ScriptedNode) -> AsyncIterator[Api]:
-    doors = Doors()
-    application = app.build(node, doors, keepalive_s=0.05, max_body_bytes=1_000_000)
+    drain_gate = DrainGate()
+    application = app.build(node, drain_gate, keepalive_s=0.05, max_body_bytes=1_000_000)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     accepting = await accept(runner, server.bind(Listen("127.0.0.1:0")))
     host, port = accepting.sockets[0].getsockname()
     async with ClientSession() as client:
-        yield Api(node, doors, f"http://{host}:{port}", client)
+        yield Api(node, drain_gate, f"http://{host}:{port}", client)
     accepting.close()
     await runner.cleanup()
 

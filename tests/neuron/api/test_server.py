@@ -199,7 +199,7 @@ async def test_a_killed_worker_is_told_in_the_stream_and_the_model_comes_back(
     daemon: Daemon, http: ClientSession
 ) -> None:
     await _read(http, chat(max_tokens=2))
-    (worker,) = [pid for pid, name in daemon.children().items() if name != "neuron-scribe"]
+    (worker,) = [pid for pid, name in daemon.children().items() if name != "neuron-tokenize"]
     endless = chat(stream=True, max_tokens=2900, ignore_eos=True)
     async with http.post("/v1/chat/completions", json=endless) as response:
         await response.content.readany()

@@ -15,9 +15,9 @@ import transformers
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError, StepBlamed
-from cortex.neuron.engine.penalties import Penalties
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
-from cortex.neuron.engine.sampler import Sampler
+from cortex.neuron.engine.sampling.penalties import Penalties
+from cortex.neuron.engine.sampling.sampler import Sampler
 from cortex.neuron.engine.sequence import Sequence
 
 CPU = torch.device("cpu")

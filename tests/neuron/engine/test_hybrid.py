@@ -10,9 +10,9 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.memory.state_slots import StateSlots
+from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
-from cortex.neuron.engine.state_memory import state_bytes
-from cortex.neuron.engine.state_slots import StateSlots
 from cortex.neuron.layers.parameters import Parameters
 
 CONFIG = {

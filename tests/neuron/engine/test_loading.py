@@ -15,7 +15,7 @@ import transformers
 from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
-from cortex.neuron.engine.memory import DeviceMemory
+from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.models.registry import SUPPORTED
 

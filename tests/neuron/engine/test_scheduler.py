@@ -7,7 +7,7 @@ import pytest
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import MAX_OVERTAKEN, Limits, RowPlan, Scheduler, StepPlan
+from cortex.neuron.engine.scheduler import MAX_OVERTAKEN, RowPlan, Scheduler, SchedulerLimits, StepPlan
 from cortex.neuron.engine.sequence import Sequence
 
 PAGE = 4
@@ -22,7 +22,7 @@ def scheduler_of(
     context: int | None = None,
     reserved: int = 0,
 ) -> Scheduler:
-    limits = Limits(rows, step_tokens, mixed, context or pages * PAGE, reserved)
+    limits = SchedulerLimits(rows, step_tokens, mixed, context or pages * PAGE, reserved)
     return Scheduler(PagePool(pages + 1, PAGE), limits)
 
 
@@ -88,7 +88,7 @@ def spans(plan: StepPlan) -> list[tuple[int, int]]:
     ],
 )
 def test_what_prompts_get_of_a_step(num_decodes, num_waiting, expected):
-    limits = Limits(max_rows=512, step_tokens=16_384, mixed_prefill_tokens=2_048, context_tokens=40_960)
+    limits = SchedulerLimits(max_rows=512, step_tokens=16_384, mixed_prefill_tokens=2_048, context_tokens=40_960)
     assert limits.prefill_tokens(num_decodes, num_waiting) == expected
 
 

@@ -12,13 +12,13 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import DamagedError, LoadError, RequestError, SleepError
-from cortex.neuron.engine.hostmemory import anonymous_bytes
+from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import build_model
-from cortex.neuron.engine.memory import DeviceMemory
-from cortex.neuron.engine.parked_weights import HostMemory, ParkedWeights
+from cortex.neuron.engine.memory.device import DeviceMemory
+from cortex.neuron.engine.memory.host import anonymous_bytes
+from cortex.neuron.engine.memory.parked_weights import HostBuffer, ParkedWeights
+from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.runner import Runner
-from cortex.neuron.engine.sequence_memory import SequenceMemory
 from cortex.neuron.layers.parameters import Parameters
 
 DENSE: dict[str, Any] = {
@@ -231,7 +231,9 @@ def test_no_room_on_the_device_is_said_before_anything_is_touched(
 def test_no_room_on_the_host_leaves_it_awake(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(moves=True)
     expected, _ = answer(engine)
-    monkeypatch.setattr("cortex.neuron.engine.parked_weights.device_memory", lambda _: DeviceMemory(1 << 30, 1000, 0))
+    monkeypatch.setattr(
+        "cortex.neuron.engine.memory.parked_weights.device_memory", lambda _: DeviceMemory(1 << 30, 1000, 0)
+    )
     with pytest.raises(SleepError, match="GB of host memory, but"):
         engine.sleep()
     assert answer(engine)[0] == expected
@@ -276,7 +278,7 @@ def test_storages_of_odd_sizes_are_parked_whole() -> None:
 
 def test_host_memory_is_given_back_at_once() -> None:
     before = anonymous_bytes()
-    memory = HostMemory(256 << 20, pinned=False)
+    memory = HostBuffer(256 << 20, pinned=False)
     memory.bytes.fill_(1)
     assert anonymous_bytes() - before > 200 << 20
     memory.release()
@@ -304,7 +306,7 @@ class Driver:
 def test_memory_for_a_gpu_is_locked_until_it_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    memory = HostMemory(10_000, pinned=True)
+    memory = HostBuffer(10_000, pinned=True)
     assert driver.locked == {memory.bytes.data_ptr(): 10_000}
     memory.release()
     memory.release()
@@ -313,9 +315,9 @@ def test_memory_for_a_gpu_is_locked_until_it_is_released(monkeypatch: pytest.Mon
 
 def test_a_driver_that_locks_no_memory_leaves_the_model_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(refusal=2))
-    monkeypatch.setattr("cortex.neuron.engine.parked_weights._forget_refusal", lambda: None)
+    monkeypatch.setattr("cortex.neuron.engine.memory.parked_weights._forget_refusal", lambda: None)
     with pytest.raises(SleepError, match="error 2"):
-        HostMemory(10_000, pinned=True)
+        HostBuffer(10_000, pinned=True)
 
 
 @pytest.mark.gpu

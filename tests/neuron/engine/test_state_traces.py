@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cortex.neuron.engine.pages import PagePool
+from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import Limits, Scheduler, StepPlan
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.states import StateBook
 
 VOCAB = 3
 Tokens = tuple[int, ...]
@@ -74,8 +74,8 @@ class Trace(RuleBasedStateMachine):
         spacing: int,
         late: bool,
     ) -> None:
-        self.limits = Limits(max_rows, step_tokens, step_tokens // 2, context_tokens=num_pages * page_tokens)
-        states = StateBook(max_rows + 1, num_slots, spacing)
+        self.limits = SchedulerLimits(max_rows, step_tokens, step_tokens // 2, context_tokens=num_pages * page_tokens)
+        states = RecurrentCheckpoints(max_rows + 1, num_slots, spacing)
         self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits, states)
         self.device = FoldingDevice()
         self.late = late
@@ -178,8 +178,8 @@ def run(scheduler: Scheduler, device: FoldingDevice, request: EngineRequest) -> 
 
 
 def conversation(num_slots: int = 8) -> tuple[Scheduler, FoldingDevice]:
-    limits = Limits(max_rows=2, step_tokens=100, mixed_prefill_tokens=100, context_tokens=400)
-    return Scheduler(PagePool(101, 4), limits, StateBook(3, num_slots)), FoldingDevice()
+    limits = SchedulerLimits(max_rows=2, step_tokens=100, mixed_prefill_tokens=100, context_tokens=400)
+    return Scheduler(PagePool(101, 4), limits, RecurrentCheckpoints(3, num_slots)), FoldingDevice()
 
 
 def test_the_next_turn_goes_on_from_the_end_of_the_last_answer() -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cortex.neuron.engine.pages import PADDING_PAGE, PagePool
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import Limits, RowPlan, Scheduler, StepPlan
+from cortex.neuron.engine.scheduler import RowPlan, Scheduler, SchedulerLimits, StepPlan
 from cortex.neuron.engine.sequence import Sequence
 
 VOCAB = 3
@@ -128,7 +128,7 @@ class Trace(RuleBasedStateMachine):
     def begin(
         self, num_pages: int, page_tokens: int, max_rows: int, step_tokens: int, mixed: int, reserved: int, late: bool
     ) -> None:
-        self.limits = Limits(
+        self.limits = SchedulerLimits(
             max_rows=max_rows,
             step_tokens=step_tokens,
             mixed_prefill_tokens=min(mixed, step_tokens),

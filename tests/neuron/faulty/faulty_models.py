@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import msgspec
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.device.backoff import BackoffPolicy
-from cortex.neuron.device.watchdog import Patience
 from cortex.neuron.node.node import Node, Parts
+from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.watchdog import Patience
 from cortex.wire.node import Capabilities
 
 CONFIG = {

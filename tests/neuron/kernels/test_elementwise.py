@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
+from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.norm import _rms_norm_of_few, rms_norm, rms_norm_reference
-from cortex.neuron.kernels.rotate import Rotation, rotate_and_store, rotate_and_store_by
-from cortex.neuron.kernels.rules import AttentionRules
 from cortex.neuron.kernels.silu import silu_mul, silu_mul_reference
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from cortex.neuron.layers import rope
 from cortex.neuron.layers.rope import RopeTable, inverse_frequencies
 from cortex.neuron.models.config import read_rope
-from cortex.neuron.models.registry import UnsupportedModel
+from cortex.neuron.models.errors import UnsupportedModel
 
 LLAMA3 = {
     "rope_type": "llama3",

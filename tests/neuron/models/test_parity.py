@@ -16,15 +16,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from cortex.neuron.engine.division import PAGE_TOKENS
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3 import Qwen3
-from cortex.neuron.models.registry import UnsupportedModel
 
 CPU = torch.device("cpu")
 VOCAB = 97

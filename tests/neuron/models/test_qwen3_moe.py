@@ -8,16 +8,16 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine.division import PAGE_TOKENS
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_moe import Qwen3Moe
-from cortex.neuron.models.registry import UnsupportedModel
 
 CPU = torch.device("cpu")
 SIZES = {

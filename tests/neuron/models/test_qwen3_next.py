@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine.division import PAGE_TOKENS
 from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_next import Qwen3Next
-from cortex.neuron.models.registry import UnsupportedModel
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -11,7 +11,7 @@ import faulty_models
 import pytest
 from faulty_models import running_node, write_model
 
-from cortex.neuron.engine.hostmemory import anonymous_bytes
+from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.weights.errors import HubUnreachable

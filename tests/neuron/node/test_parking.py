@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.engine.hostmemory import HostMemory
+from cortex.neuron.engine.memory.host import HostMemory
 from cortex.neuron.node.parking import Parked, Parking, Room, budget_bytes, make_room
 from cortex.wire.node import Device
 

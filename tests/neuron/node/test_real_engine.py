@@ -11,11 +11,11 @@ from faulty_models import CONFIG, parts
 from safetensors.torch import save_file
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
-from cortex.neuron.device.backoff import BackoffPolicy
-from cortex.neuron.device.nursery import ENGINE
-from cortex.neuron.engine.hostmemory import anonymous_bytes
+from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
+from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.factory import ENGINE
 from cortex.wire.errors import InvalidValue, Recovering
 from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 
@@ -172,7 +172,7 @@ async def test_asleep_and_awake_again_the_answers_and_the_host_memory_are_the_sa
 
 @pytest.mark.gpu
 async def test_sleepers_leave_the_device_to_others(tmp_path):
-    from cortex.neuron.device.discovery import read_devices
+    from cortex.neuron.worker.discovery import read_devices
 
     node = await start(tmp_path)  # with the budget that a node with a GPU has by itself
     try:
@@ -186,7 +186,7 @@ async def test_sleepers_leave_the_device_to_others(tmp_path):
 
 @pytest.mark.gpu
 async def test_a_hundred_cycles_of_two_models_leave_the_device_memory_where_it_was(tmp_path):
-    from cortex.neuron.device.discovery import read_devices
+    from cortex.neuron.worker.discovery import read_devices
 
     node = await start(tmp_path)
     try:

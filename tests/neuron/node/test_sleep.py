@@ -9,8 +9,8 @@ import faulty_engine
 import pytest
 from faulty_models import running_node, write_model
 
-from cortex.neuron.device.discovery import DeviceReading, Inventory
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import InsufficientCapacity, Overloaded
 from cortex.wire.node import Device, LoadRequest, ModelState, UnloadRequest
 
@@ -88,7 +88,7 @@ async def test_many_who_want_a_sleeper_wake_it_once(tmp_path):
                 break
         assert {status.state for status in await loads} == {ModelState.READY}
         assert "place" in stages
-        assert node._owners["m"].life.attempt == 3
+        assert node._controllers["m"].life.attempt == 3
 
 
 async def test_running_answers_end_before_it_sleeps(tmp_path):

@@ -13,10 +13,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cortex.cli.cache import cache_directory
-from cortex.neuron.text.library_tokenizer import LibraryTokenizer
-from cortex.neuron.text.local import LocalEncoder, read_text
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.tokenizer import Tokenizer as TextTokenizer
+from cortex.neuron.text.tokenizer.library import LibraryTokenizer
+from cortex.neuron.text.tokenizer.local import LocalEncoder, read_text
+from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")

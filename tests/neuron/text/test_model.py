@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from cortex.neuron.text.defaults import GenerationDefaults
-from cortex.neuron.text.local import text_of_gguf
 from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.text.tokenizer.local import text_of_gguf
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
@@ -241,7 +241,7 @@ def test_one_model_serves_many_threads(make_model: Any) -> None:
     ("module", "absent"),
     [
         ("cortex.neuron.text.model", ("torch", "transformers", "llguidance")),
-        ("cortex.neuron.text.matcher", ("torch", "msgspec", "jinja2", "llguidance", "cortex.wire")),
+        ("cortex.neuron.text.grammar.matcher", ("torch", "msgspec", "jinja2", "llguidance", "cortex.wire")),
     ],
 )
 def test_importing_the_room_stays_light(module: str, absent: tuple[str, ...]) -> None:

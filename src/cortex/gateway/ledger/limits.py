@@ -11,11 +11,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cortex.gateway.envelope import DEFAULT_COMPLETION_TOKENS
-from cortex.gateway.meter import Estimate
+from cortex.gateway.ledger.meter import Estimate
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 from .keys import KeySection
+
+DEFAULT_COMPLETION_TOKENS = 1024
+"""Reserved for each choice of a request that sets no limit of its own."""
 
 MINUTE_S = 60
 BYTES_PER_TOKEN = 4

@@ -1,78 +1,94 @@
-"""The meter of a gateway with keys: recognises the caller, reserves, settles. On the request path; never waits."""
+"""The seam between the request path and the ledger: who the caller is, and what a request may cost.
+
+Everything here is called on the request path, on the loop's thread, and returns at once.
+"""
 
 from __future__ import annotations
 
-from cortex.gateway.http.request import Request
-from cortex.gateway.meter import Estimate
-from cortex.wire.errors import InvalidAPIKey
+from typing import Any, NamedTuple, Protocol
+
+from cortex.http.request import Request
 from cortex.wire.events import Usage
 
-from .book import Book
-from .keys import Keyring, KeySection, check_model, check_operator
-from .limits import Account
+ANONYMOUS = "anonymous"
+"""The principal of every request where there are no keys."""
 
 
-class KeyedReservation:
-    """A reservation of one request. Ends exactly once."""
+class Estimate(NamedTuple):
+    """The most that a request may cost, as far as its body says."""
 
-    __slots__ = ("_account", "_book", "_reserved")
+    prompt_bytes: int
+    completion_limit: int | None
+    """Tokens of one choice; None where the client sets no limit."""
+    num_choices: int = 1
 
-    def __init__(self, book: Book, account: Account, reserved: int) -> None:
-        self._book = book
-        self._account = account
-        self._reserved = reserved
+
+class Hold(Protocol):
+    """The place of one request in a budget, from admission until its cost is known."""
 
     @property
     def principal(self) -> str:
-        """The key's name, for metrics and the node."""
-        return self._account.key.name
+        """Who pays, as named in metrics and towards the node."""
+
+    def settle(self, usage: Usage | None, *, model: str, node: str, request_id: str) -> None:
+        """Record what was really used; None when the request ended without a response. Called exactly once."""
+
+
+class Reservation(Hold, Protocol):
+    """A hold as the process that keeps the ledger has it. Ends once, by `settle`, `settle_in_full` or `cancel`."""
 
     def check_model(self, model: str) -> None:
-        """Raise `ModelNotAllowed` when the key is not for `model`."""
-        check_model(self._account.key, model)
-
-    def settle(self, usage: Usage | None, *, model: str, node: str, request_id: str) -> None:  # noqa: ARG002
-        """Record what was really used; None when the request ended without a response."""
-        self._book.settle(self._account, self._reserved, usage, model=model, node=node)
+        """Raise ModelNotAllowed when the caller may not use `model`."""
 
     def settle_in_full(self, *, model: str, node: str) -> None:
-        """Record the whole reservation as used."""
-        used = Usage(completion_tokens=self._reserved)
-        self._book.settle(self._account, self._reserved, used, model=model, node=node)
+        """Record the whole reservation as used: the request ran, and nobody can report what it cost."""
 
     def cancel(self) -> None:
-        """Give the tokens back. The request still counts towards the key's rate: rejecting it was work."""
-        self._account.settle(self._reserved, 0, self._book.clock())
+        """The request was rejected after all; nothing is recorded."""
 
 
-class KeyedMeter:
-    """Every request needs a key, and pays with it."""
+class Meter(Protocol):
+    """Admits requests and records their cost."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
-
-    def admit(self, request: Request, estimate: Estimate) -> KeyedReservation:
-        """Reserve what the request may cost. Raises `InvalidAPIKey`, `RateLimitExceeded` or `InsufficientQuota`."""
-        account = self._book.account(recognise(self._book.keyring, request))
-        reserved = account.reserve(estimate, self._book.clock())
-        return KeyedReservation(self._book, account, reserved)
+    def admit(self, request: Request, estimate: Estimate) -> Reservation:
+        """Reserve what the request may cost. Raises InvalidAPIKey, RateLimitExceeded or InsufficientQuota."""
 
     def authenticate(self, request: Request) -> str:
-        """The principal of a request, from its headers alone. Raises `InvalidAPIKey`."""
-        return recognise(self._book.keyring, request).name
+        """The principal of a request, from its headers alone: the body may still be on its way. Raises InvalidAPIKey.
+
+        Cheap, and bounded whatever the headers hold: it is the first check of every request.
+        """
 
     def authenticate_operator(self, request: Request) -> str:
-        """The principal of a request that changes the fleet. Raises `InvalidAPIKey` or `OperatorOnly`."""
-        key = recognise(self._book.keyring, request)
-        check_operator(key)
-        return key.name
+        """The principal of a request that changes the fleet. Raises InvalidAPIKey or OperatorOnly."""
 
 
-def recognise(keyring: Keyring, request: Request) -> KeySection:
-    """The key that a client sent, the OpenAI way or the Anthropic way. Raises `InvalidAPIKey`."""
-    authorization = request.header(b"authorization")
-    if authorization is not None and authorization[:7].lower() == b"bearer ":
-        return keyring.recognise(authorization[7:].strip().decode("latin-1"))
-    if (key := request.header(b"x-api-key")) is not None:
-        return keyring.recognise(key.decode("latin-1"))
-    raise InvalidAPIKey("This gateway needs an API key: send `Authorization: Bearer …` or `x-api-key: …`.")
+class _OpenReservation:
+    principal = ANONYMOUS
+
+    def check_model(self, model: str) -> None:
+        """Every model is allowed."""
+
+    def settle(self, usage: Usage | None, **where: Any) -> None:
+        """Nothing is recorded without keys."""
+
+    def settle_in_full(self, **where: Any) -> None:
+        """Nothing is recorded without keys."""
+
+    def cancel(self) -> None:
+        """Nothing is held."""
+
+
+class OpenMeter:
+    """No keys: every caller is admitted and none is billed."""
+
+    _hold = _OpenReservation()
+
+    def admit(self, request: Request, estimate: Estimate) -> Reservation:  # noqa: ARG002
+        return self._hold
+
+    def authenticate(self, request: Request) -> str:  # noqa: ARG002
+        return self._hold.principal
+
+    def authenticate_operator(self, request: Request) -> str:
+        return self.authenticate(request)

@@ -40,7 +40,7 @@ class StoreError(Exception):
     """The database cannot be used; the message says which and why."""
 
 
-class Connection(Protocol):
+class DatabaseConnection(Protocol):
     """What SQLite's and PostgreSQL's drivers have in common."""
 
     def cursor(self) -> Any: ...
@@ -57,7 +57,7 @@ class Driver(Protocol):
     errors: tuple[type[Exception], ...]
     placeholder: str
 
-    def connect(self) -> Connection:
+    def connect(self) -> DatabaseConnection:
         """Open a connection with the schema lock taken, so that processes may start together."""
 
 
@@ -69,7 +69,7 @@ class Sqlite:
         self.path = path
         self.name = str(path)
 
-    def connect(self) -> Connection:
+    def connect(self) -> DatabaseConnection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -92,7 +92,7 @@ class Postgres:
         self.name = f"postgresql at {psycopg.conninfo.conninfo_to_dict(url).get('host') or 'the local socket'}"
         self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
 
-    def connect(self) -> Connection:
+    def connect(self) -> DatabaseConnection:
         connection = self._psycopg.connect(self._url, connect_timeout=10)
         connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._SCHEMA_LOCK,))
         return connection
@@ -109,7 +109,7 @@ class Store:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._connection: Connection | None = None
+        self._connection: DatabaseConnection | None = None
         self._run(lambda _: None)
 
     @property
@@ -182,7 +182,7 @@ class Store:
             self._drop()
             raise StoreError(f"cannot use the spend database {self.name}: {str(error).strip()}") from error
 
-    def _open(self) -> Connection:
+    def _open(self) -> DatabaseConnection:
         connection = self._driver.connect()
         cursor = connection.cursor()
         for statement in tables.SCHEMA:

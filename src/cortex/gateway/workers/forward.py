@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from cortex.gateway.dialects import error_answer, family_of
-from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.http.faults import UpstreamFault
-from cortex.gateway.http.relay import Outcome, Relay
-from cortex.gateway.http.request import Headers
-from cortex.gateway.http.ticker import Ticker
-from cortex.gateway.http.upstream import Pool
+from cortex.gateway.proxy.routes import error_response, family_of
+from cortex.http.relay import Outcome, Relay
+from cortex.http.request import Headers
+from cortex.http.server.exchange import Exchange
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.http.upstream.pool import Pool
 from cortex.wire.errors import UpstreamUnavailable
 
 SILENCE_S = 3600.0
@@ -34,7 +34,7 @@ class Forward:
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002 - a path of ours is not news
         error = UpstreamUnavailable("The gateway's main process does not answer; try again in a moment.")
-        relay.refuse(*error_answer(error, family_of(relay.exchange.request.path)), b"")
+        relay.refuse(*error_response(error, family_of(relay.exchange.request.path)), b"")
 
     def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         return b""

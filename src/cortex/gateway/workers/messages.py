@@ -8,27 +8,27 @@ from typing import Any
 import msgspec
 
 from cortex.fleet.decision import Origin
-from cortex.gateway.meter import Estimate
-from cortex.gateway.tickets import Need
+from cortex.gateway.dispatch.leases import Need
+from cortex.gateway.ledger.meter import Estimate
 from cortex.wire.errors import BY_CODE, CortexError
 from cortex.wire.events import Usage
 from cortex.wire.node import Dialect
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class WorkerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages."""
 
 
 # --- to the main process
 
 
-class Ready(Message, frozen=True):
+class Ready(WorkerMessage, frozen=True):
     """This worker accepts connections."""
 
     process_id: int
 
 
-class Admit(Message, frozen=True):
+class Admit(WorkerMessage, frozen=True):
     """A request has come. Where it is admitted, it asks for a lease at the same time."""
 
     number: int
@@ -42,39 +42,39 @@ class Admit(Message, frozen=True):
     """The start of the conversation."""
 
 
-class Ask(Message, frozen=True):
+class Ask(WorkerMessage, frozen=True):
     """Another lease, after the one before has been given back."""
 
     number: int
     excluded: tuple[str, ...]
 
 
-class Withdraw(Message, frozen=True):
+class Withdraw(WorkerMessage, frozen=True):
     """The client has left; no lease is wanted, and one that is on its way goes back."""
 
     number: int
 
 
-class Release(Message, frozen=True):
+class Release(WorkerMessage, frozen=True):
     """The request has ended at its node."""
 
     number: int
 
 
-class Gone(Message, frozen=True):
+class Gone(WorkerMessage, frozen=True):
     """The node denies having the model."""
 
     number: int
 
 
-class Suspect(Message, frozen=True):
+class Suspect(WorkerMessage, frozen=True):
     """A request failed at this node."""
 
     node: str
     why: str
 
 
-class Settle(Message, frozen=True):
+class Settle(WorkerMessage, frozen=True):
     """The request is over, and this is what it used. The last that is said about it."""
 
     number: int
@@ -84,19 +84,19 @@ class Settle(Message, frozen=True):
     request_id: str
 
 
-class Counts(Message, frozen=True):
+class MetricsSnapshot(WorkerMessage, frozen=True):
     """All that this worker has counted since it began."""
 
     exposition: bytes
 
 
-ToMain = Ready | Admit | Ask | Withdraw | Release | Gone | Suspect | Settle | Counts
+ToMain = Ready | Admit | Ask | Withdraw | Release | Gone | Suspect | Settle | MetricsSnapshot
 
 
 # --- to a worker
 
 
-class Setup(Message, frozen=True):
+class Setup(WorkerMessage, frozen=True):
     """The configuration, at the start and after every reload; the address matters at the start only."""
 
     config: bytes
@@ -104,14 +104,14 @@ class Setup(Message, frozen=True):
     port: int
 
 
-class Admitted(Message, frozen=True):
+class Admitted(WorkerMessage, frozen=True):
     number: int
     model: str
     origin: Origin
     principal: str
 
 
-class Refused(Message, frozen=True):
+class Rejected(WorkerMessage, frozen=True):
     """Not admitted, or no lease."""
 
     number: int
@@ -122,7 +122,7 @@ class Refused(Message, frozen=True):
     details: Mapping[str, Any]
 
     @classmethod
-    def of(cls, number: int, error: CortexError) -> Refused:
+    def of(cls, number: int, error: CortexError) -> Rejected:
         return cls(number, error.code, error.message, error.param, error.retry_after_s, error.details)
 
     def error(self) -> CortexError:
@@ -130,7 +130,7 @@ class Refused(Message, frozen=True):
         return kind(self.message, param=self.param, retry_after_s=self.retry_after_s, details=self.details)
 
 
-class Granted(Message, frozen=True):
+class Granted(WorkerMessage, frozen=True):
     number: int
     node: str
     model: str
@@ -140,10 +140,10 @@ class Granted(Message, frozen=True):
     waited_s: float
 
 
-class Close(Message, frozen=True):
+class Close(WorkerMessage, frozen=True):
     """Admit nothing more; running answers have `grace_s` to end."""
 
     grace_s: float
 
 
-ToWorker = Setup | Admitted | Refused | Granted | Close
+ToWorker = Setup | Admitted | Rejected | Granted | Close

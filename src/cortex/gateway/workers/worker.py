@@ -13,22 +13,22 @@ from pathlib import Path
 import msgspec
 
 from cortex.gateway.config import Config
-from cortex.gateway.departures import Departures
-from cortex.gateway.dialects import ROUTES
-from cortex.gateway.http.exchange import Exchange
-from cortex.gateway.http.ticker import Ticker
-from cortex.gateway.http.upstream import Pool
-from cortex.gateway.inference import Inference
+from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.ledger.keys import Keyring
-from cortex.gateway.listener import api_server
 from cortex.gateway.metrics import Metrics
-from cortex.gateway.nodes import NodeClient
-from cortex.gateway.services import Services
+from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
+from cortex.gateway.proxy.inference import Inference
+from cortex.gateway.proxy.listener import api_server
+from cortex.gateway.proxy.routes import ROUTES
+from cortex.gateway.proxy.services import Services
 from cortex.gateway.workers import messages
-from cortex.gateway.workers.channel import Channel
 from cortex.gateway.workers.forward import Forward
 from cortex.gateway.workers.messages import ToWorker
-from cortex.gateway.workers.remote_desk import RemoteDesk
+from cortex.gateway.workers.remote_admission import RemoteAdmissionController
+from cortex.http.server.exchange import Exchange
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.pool import Pool
+from cortex.ipc.message_channel import MessageChannel
 from cortex.telemetry import logs, open_tracer
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def decode_config(data: bytes) -> Config:
 class Worker:
     """Everything one worker process owns. Made once the main process has told it the configuration."""
 
-    def __init__(self, setup: messages.Setup, channel: Channel[ToWorker], api_socket: Path) -> None:
+    def __init__(self, setup: messages.Setup, channel: MessageChannel[ToWorker], api_socket: Path) -> None:
         loop = asyncio.get_running_loop()
         config = decode_config(setup.config)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
@@ -58,20 +58,20 @@ class Worker:
         self._nodes: dict[str, NodeClient] = {}
         self._metrics = Metrics(tuple)
         self._tracer = open_tracer(config.telemetry, "cortex")
-        self.desk = RemoteDesk(channel.send, config.keys)
+        self.admission = RemoteAdmissionController(channel.send, config.keys)
         self._services = Services(
             config=config.gateway,
-            desk=self.desk,
+            admission=self.admission,
             nodes=self._nodes,
             metrics=self._metrics,
             tracer=self._tracer,
             ticker=self._ticker,
-            departures=Departures(),
+            disconnected_usage=DisconnectedUsage(),
             clock=loop.time,
         )
         self._inference = Inference(self._services)
         self._main = Pool("http://cortex", self._ticker, unix_socket=api_socket)
-        self._server = api_server(self._handle, config, self._ticker, self._metrics, self.desk.authenticate)
+        self._server = api_server(self._handle, config, self._ticker, self._metrics, self.admission.authenticate)
         self._join(config)
 
     async def start(self) -> None:
@@ -81,7 +81,7 @@ class Worker:
     def reconfigure(self, config: Config) -> None:
         """As in the main process: running answers are untouched."""
         self._services.config = config.gateway
-        self.desk.keyring = Keyring(config.keys)
+        self.admission.keyring = Keyring(config.keys)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         wanted = {section.name: section for section in config.neurons}
         for name, node in list(self._nodes.items()):
@@ -97,13 +97,13 @@ class Worker:
 
     def count(self) -> None:
         """Tell the main process what was counted."""
-        self._channel.send(messages.Counts(self._metrics.exposition()))
+        self._channel.send(messages.MetricsSnapshot(self._metrics.exposition()))
 
     async def close(self, grace_s: float) -> None:
         self._inference.closing = True
         await self._server.close(grace_s)
         self._main.close()
-        await self._services.departures.close()
+        await self._services.disconnected_usage.close()
         for node in self._nodes.values():
             node.pool.close()
         self.count()
@@ -139,11 +139,11 @@ async def run(channel_socket: Path, api_socket: Path) -> None:
         elif worker is not None:
             match message:
                 case messages.Granted():
-                    worker.desk.granted(message)
+                    worker.admission.granted(message)
                 case messages.Admitted():
-                    worker.desk.admitted(message)
-                case messages.Refused():
-                    worker.desk.refused(message)
+                    worker.admission.on_admitted(message)
+                case messages.Rejected():
+                    worker.admission.rejected(message)
 
     def lost() -> None:
         told.set()
@@ -151,7 +151,7 @@ async def run(channel_socket: Path, api_socket: Path) -> None:
             log.error("the gateway's main process is gone; this worker ends")
             ending.set_result(0.0)
 
-    channel: Channel[ToWorker] = Channel(_decoder, receive, lost=lost)
+    channel: MessageChannel[ToWorker] = MessageChannel(_decoder, receive, lost=lost)
     await loop.create_unix_connection(lambda: channel, str(channel_socket))
     await told.wait()
     if not setups:

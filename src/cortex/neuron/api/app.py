@@ -12,15 +12,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from cortex.neuron.api import replies
+from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.catalogue import Catalogue
 from cortex.neuron.api.control import Control
-from cortex.neuron.api.departures import Departures
-from cortex.neuron.api.doors import Doors
-from cortex.neuron.api.inference import Inference
-from cortex.neuron.api.logs import request_id
+from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.routes import Inference
+from cortex.neuron.api.inference.usage_records import UsageRecords
+from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import Metrics
+from cortex.neuron.api.models import ModelRoutes
 from cortex.neuron.api.tokens import Tokens
 from cortex.telemetry import NoTracer, Tracer
 from cortex.wire.dialects import ROUTES
@@ -33,7 +33,7 @@ _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 def build(
     backend: Backend,
-    doors: Doors,
+    drain_gate: DrainGate,
     *,
     keepalive_s: float = 2.0,
     max_body_bytes: int = 64 * 1024 * 1024,
@@ -42,8 +42,10 @@ def build(
 ) -> web.Application:
     """The HTTP front of `backend`. The server must cancel handlers whose client leaves."""
     metrics = Metrics(backend)
-    departures = Departures()
-    inference = Inference(backend, doors, metrics, departures, keepalive_s, strip_billing_header, tracer or NoTracer())
+    usage_records = UsageRecords()
+    inference = Inference(
+        backend, drain_gate, metrics, usage_records, keepalive_s, strip_billing_header, tracer or NoTracer()
+    )
 
     async def expose(_: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -52,10 +54,10 @@ def build(
     app.on_response_prepare.append(_stamp)
     app.add_routes([web.post(path, inference.handler(name)) for path, name in ROUTES.items()])
     app.add_routes(Tokens(backend, strip_billing_header).routes())
-    app.add_routes(Catalogue(backend).routes())
+    app.add_routes(ModelRoutes(backend).routes())
     app.add_routes([web.get("/metrics", expose)])
-    app.add_routes(departures.routes())
-    app.add_routes(Control(backend, doors, keepalive_s).routes())
+    app.add_routes(usage_records.routes())
+    app.add_routes(Control(backend, drain_gate, keepalive_s).routes())
     return app
 
 
@@ -71,8 +73,8 @@ async def _tell(request: web.Request, handler: Handler) -> web.StreamResponse:
         _log(request, "left", began_s)
         raise
     except Exception as problem:  # noqa: BLE001 - the boundary: every exception becomes an answer
-        error = replies.known(problem, request)
-        response = replies.error(error, request.path)
+        error = responses.known(problem, request)
+        response = responses.error(error, request.path)
         _log(request, f"{response.status} {error.code}: {error.message}", began_s)
         return response
     _log(request, str(response.status), began_s)

@@ -10,7 +10,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.wire.node import Discovery, Health, LoadRequest, ModelStatus, NodeEvent, UnloadRequest
 
 
-class Generation(Protocol):
+class GenerationStream(Protocol):
     """One sequence's outputs as they come. `cancel` may be called at any time, any number of times."""
 
     def __aiter__(self) -> AsyncIterator[list[StepOutput]]: ...
@@ -42,4 +42,4 @@ class Backend(Protocol):
 
     async def text(self, model_id: str) -> TextModel: ...
 
-    def submit(self, model_id: str, request: EngineRequest) -> Generation: ...
+    def submit(self, model_id: str, request: EngineRequest) -> GenerationStream: ...

@@ -9,10 +9,10 @@ import msgspec
 from aiohttp import web
 
 import cortex
-from cortex.neuron.api import replies
+from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import body_of
-from cortex.neuron.api.doors import Doors
+from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
@@ -26,7 +26,7 @@ class Control:
     """Reads answer from what the node knows; none of them waits for a device."""
 
     backend: Backend
-    doors: Doors
+    drain_gate: DrainGate
     keepalive_s: float
 
     def routes(self) -> list[web.RouteDef]:
@@ -45,7 +45,7 @@ class Control:
         ]
 
     async def greet(self, _: web.Request) -> web.Response:
-        return replies.json(
+        return responses.json(
             {
                 "name": "neuron",
                 "version": cortex.__version__,
@@ -54,41 +54,41 @@ class Control:
         )
 
     async def discovery(self, _: web.Request) -> web.Response:
-        return replies.json(self.backend.discovery)
+        return responses.json(self.backend.discovery)
 
     async def health(self, _: web.Request) -> web.Response:
         health = self.backend.health()
-        if self.doors.closed:
+        if self.drain_gate.closed:
             health = msgspec.structs.replace(health, status="draining")
-        return replies.json(health)
+        return responses.json(health)
 
     async def version(self, _: web.Request) -> web.Response:
-        return replies.json({"version": cortex.__version__})
+        return responses.json({"version": cortex.__version__})
 
     async def models(self, _: web.Request) -> web.Response:
-        return replies.json(ModelList(models=self.backend.models()))
+        return responses.json(ModelList(models=self.backend.models()))
 
     async def model(self, request: web.Request) -> web.Response:
-        return replies.json(self.backend.model(request.match_info["id"]))
+        return responses.json(self.backend.model(request.match_info["id"]))
 
     async def endpoint(self, request: web.Request) -> web.Response:
         """Every model answers where its node does; the host is the one by which the caller found us."""
         model = self.backend.model(request.match_info["id"])
         dialects = self.backend.discovery.dialects
         base_url = f"{request.scheme}://{request.host}/v1"
-        return replies.json(Endpoint(model_id=model.id, base_url=base_url, dialects=dialects))
+        return responses.json(Endpoint(model_id=model.id, base_url=base_url, dialects=dialects))
 
     async def load(self, request: web.Request) -> web.Response:
         """Answers when the model is ready, or at once with `?wait=false`: then 202 while it is on its way."""
         order = _decode(await body_of(request), LoadRequest)
         wait = _flag(request, "wait", default=True)
-        with self.doors.enter():
-            status = await self.doors.wait_for(self.backend.load(order, wait=wait))
-        return replies.json(status, status=200 if status.state is ModelState.READY else 202)
+        with self.drain_gate.enter():
+            status = await self.drain_gate.wait_for(self.backend.load(order, wait=wait))
+        return responses.json(status, status=200 if status.state is ModelState.READY else 202)
 
     async def unload(self, request: web.Request) -> web.Response:
         order = _decode(await body_of(request), UnloadRequest)
-        return replies.json(await self.backend.unload(order))
+        return responses.json(await self.backend.unload(order))
 
     async def recycle(self, request: web.Request) -> web.Response:
         """Replaces the worker of a device without models; the fleet asks after many loads, when memory is in pieces."""
@@ -98,9 +98,9 @@ class Control:
             raise RouteNotFound(
                 f"This node has no device {shorten(str(index))}; it has {', '.join(map(str, devices)) or 'none'}."
             )
-        with self.doors.enter():
+        with self.drain_gate.enter():
             recycled = await self.backend.recycle(index)
-        return replies.json(Recycled(device=index, recycled=recycled))
+        return responses.json(Recycled(device=index, recycled=recycled))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """What changes, as it changes; ends when the node does."""

@@ -52,9 +52,9 @@ class Metrics:
         return generate_latest(self._registry)
 
     @contextmanager
-    def watch(self, dialect: str) -> Iterator[Watch]:
+    def watch(self, dialect: str) -> Iterator[RequestWatch]:
         """Counts one request, whatever its end."""
-        watch = Watch(self)
+        watch = RequestWatch(self)
         outcome = "ok"
         try:
             yield watch
@@ -77,7 +77,7 @@ class Metrics:
             self.duration.labels(watch.model).observe(time.monotonic() - watch.began_s)
 
 
-class Watch:
+class RequestWatch:
     """One request as it is counted. Owned by the request's task."""
 
     def __init__(self, metrics: Metrics) -> None:

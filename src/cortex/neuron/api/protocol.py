@@ -8,7 +8,7 @@ import socket
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from cortex.neuron.api import replies
+from cortex.neuron.api import responses
 from cortex.wire.errors import CortexError, HeadersTooLarge, MalformedHTTP
 
 BACKLOG = 1024
@@ -34,7 +34,7 @@ class Protocol(web.RequestHandler):
             error = MalformedHTTP("Not a request that can be read safely; send HTTP/1.1.")
         else:
             error = CortexError("Something went wrong inside the node; its log has the details.")
-        response = replies.error(error, request.path)
+        response = responses.error(error, request.path)
         response.force_close()
         return response
 

@@ -11,8 +11,8 @@ import socket
 from aiohttp import web
 
 from cortex.neuron.api import app
-from cortex.neuron.api.doors import Doors
-from cortex.neuron.api.logs import common_fields
+from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.log_context import common_fields
 from cortex.neuron.api.protocol import BACKLOG, accept
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node
@@ -78,10 +78,10 @@ async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> N
 async def _serve_node(
     node: Node, config: NeuronConfig, listener: socket.socket, tracer: Tracer, stop: asyncio.Event
 ) -> None:
-    doors = Doors()
+    drain_gate = DrainGate()
     application = app.build(
         node,
-        doors,
+        drain_gate,
         keepalive_s=config.keepalive_s,
         max_body_bytes=config.max_body_mb * 1024 * 1024,
         strip_billing_header=config.strip_billing_header,
@@ -99,10 +99,10 @@ async def _serve_node(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        log.info("shutting down: %d requests inside get %.0f s", doors.inside, config.drain_s)
-        doors.close()
+        log.info("shutting down: %d requests inside get %.0f s", drain_gate.inside, config.drain_s)
+        drain_gate.close()
         await node.close()
-        await doors.drained(_FAREWELL_S)
+        await drain_gate.drained(_FAREWELL_S)
     finally:
         accepting.close()
         await runner.cleanup()

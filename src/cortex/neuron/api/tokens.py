@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from cortex.neuron.api import replies
+from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import body_of, messages_body_of, parsed
 from cortex.wire import anthropic_messages, openai_chat
@@ -26,7 +26,7 @@ class Tokens:
     async def count(self, request: web.Request) -> web.Response:
         body = await messages_body_of(request, strip_billing=self.strip_billing_header)
         asked = await parsed(anthropic_messages.parse, body)
-        return replies.json({"input_tokens": len(await self._render(asked))})
+        return responses.json({"input_tokens": len(await self._render(asked))})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`prompt` (or `text`) as it is, or `messages` through the model's template."""
@@ -44,7 +44,7 @@ class Tokens:
             ids = tuple(await asyncio.to_thread(text.encode, prompt))
             asked = GenerateRequest(model=model, prompt=prompt)
         status = self.backend.model(asked.model)
-        return replies.json({"count": len(ids), "max_model_len": status.context_tokens, "tokens": ids})
+        return responses.json({"count": len(ids), "max_model_len": status.context_tokens, "tokens": ids})
 
     async def _render(self, asked: GenerateRequest) -> tuple[int, ...]:
         self.backend.model(asked.model)

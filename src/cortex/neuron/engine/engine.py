@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from cortex.neuron.engine.constraints import Constraints
 from cortex.neuron.engine.errors import RequestError, SleepError, StepBlamed
+from cortex.neuron.engine.execution.runner import Launched, Runner
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.pages import PagePool
+from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import (
     EngineInfo,
     EngineRequest,
@@ -24,12 +25,11 @@ from cortex.neuron.engine.request import (
     StepOutput,
     TokenLogprobs,
 )
-from cortex.neuron.engine.runner import Launched, Runner
-from cortex.neuron.engine.sampler import Draw
-from cortex.neuron.engine.scheduler import Limits, Scheduler, StepPlan
+from cortex.neuron.engine.sampling.constraints import Constraints
+from cortex.neuron.engine.sampling.sampler import Draw
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.sleep import Sleep
-from cortex.neuron.engine.states import StateBook
+from cortex.neuron.engine.sleep import SleepingModel
 
 STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
@@ -70,9 +70,9 @@ class Engine:
         self._device = device
         self._overlaps = device.type == "cuda"
         self._moves_weights = device.type == "cuda"
-        self._asleep: Sleep | None = None
+        self._asleep: SleepingModel | None = None
         step_tokens = max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], memory.slots.rows)
-        self._limits = Limits(
+        self._limits = SchedulerLimits(
             max_rows=memory.slots.rows,
             step_tokens=step_tokens,
             mixed_prefill_tokens=min(step_tokens, MIXED_PREFILL_TOKENS[device.type]),
@@ -88,7 +88,7 @@ class Engine:
         self._suspects: deque[Sequence] = deque()
         """Computed one at a time, the first of them next."""
         self._counted = _Counted()
-        self._furnish()
+        self._build_runtime()
         self.info = EngineInfo(
             family=str(loaded.model.raw["model_type"]),
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -101,13 +101,15 @@ class Engine:
             notes=loaded.notes,
         )
 
-    def _furnish(self) -> None:
+    def _build_runtime(self) -> None:
         """What runs sequences, with nothing in it yet. The memory they are kept in must be there."""
         memory, rows = self._loaded.memory, self._limits.max_rows
         # Slots are the rows', one for padding rows, then the checkpoints'.
         states = None
         if memory.states is not None:
-            states = StateBook(rows + 1, memory.slots.checkpoints, CHECKPOINT_SPACING_TOKENS[self._device.type])
+            states = RecurrentCheckpoints(
+                rows + 1, memory.slots.checkpoints, CHECKPOINT_SPACING_TOKENS[self._device.type]
+            )
         pool = PagePool(memory.num_pages, memory.page_tokens)
         limits = self._limits
         runner = Runner(
@@ -313,7 +315,7 @@ class Engine:
             return self._asleep.host_bytes
         if self.has_work:
             raise SleepError("the model still has requests to answer")
-        asleep = Sleep(self._loaded, self._ask(), moves_weights=self._moves_weights)
+        asleep = SleepingModel(self._loaded, self._ask(), moves_weights=self._moves_weights)
         self._fall_asleep(asleep)
         return asleep.host_bytes
 
@@ -330,7 +332,7 @@ class Engine:
         progress("place", 0, asleep.moved_bytes)
         try:
             asleep.end()
-            self._furnish()
+            self._build_runtime()
             self._asleep = None
             progress("warm", 0, 0)
             self.warm_up()
@@ -340,7 +342,7 @@ class Engine:
             raise
         asleep.forget()
 
-    def _fall_asleep(self, asleep: Sleep) -> None:
+    def _fall_asleep(self, asleep: SleepingModel) -> None:
         self._dismantle()
         asleep.begin()
         self._asleep = asleep

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-from cortex.neuron.engine.division import MIN_PAGES, PAGE_TOKENS, ModelSizes, divide, penalty_bytes
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
-from cortex.neuron.engine.kv import page_bytes
-from cortex.neuron.engine.memory import device_memory, numeric_format
+from cortex.neuron.engine.memory.device import device_memory, numeric_format
+from cortex.neuron.engine.memory.kv_cache import page_bytes
+from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
+from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.engine.sequence_memory import SequenceMemory
-from cortex.neuron.engine.state_memory import state_bytes
-from cortex.neuron.kernels.four_bit import rows_worth_it
-from cortex.neuron.kernels.four_bit_size import ROW_BLOCK
+from cortex.neuron.kernels.products.four_bit import rows_worth_it
+from cortex.neuron.kernels.products.four_bit_size import ROW_BLOCK
 from cortex.neuron.layers.parameters import NO_FOUR_BITS, FourBitOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.registry import UnsupportedModel, family_of
+from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.registry import family_of
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.gguf.quants import QUANTISATIONS
@@ -101,19 +102,19 @@ def build_model(
     have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
     if spec.memory_bytes is not None:
         have_bytes = min(have_bytes, spec.memory_bytes)
-    division = divide(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
-    if division.num_pages < MIN_PAGES:
-        raise _no_room(sizes, spec, device, have_bytes - division.slots.num_bytes)
+    plan = plan_memory(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
+    if plan.num_pages < MIN_PAGES:
+        raise _no_room(sizes, spec, device, have_bytes - plan.slots.num_bytes)
     parameters = Parameters(device, dtype, four_bits)
-    model = family(config, parameters, num_positions=division.context_tokens)
+    model = family(config, parameters, num_positions=plan.context_tokens)
     fill(parameters)
     return LoadedModel(
         model=model,
         dtype=dtype,
-        context_tokens=division.context_tokens,
+        context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
-        memory=SequenceMemory(model, division.num_pages, PAGE_TOKENS, division.slots, dtype, device),
-        notes=(*model.notes, *division.notes),
+        memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device),
+        notes=(*model.notes, *plan.notes),
     )
 
 

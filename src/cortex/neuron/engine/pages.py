@@ -1,6 +1,6 @@
 """KV pages: who holds which, and which of them hold a prefix that a later request can use again.
 
-Pure bookkeeping over page numbers; the memory itself belongs to `kv.KVCache`. A page is in one of three places:
+Pure bookkeeping over page numbers; the memory itself belongs to `kv_cache.KVCache`. A page is in one of three places:
 held (reference count > 0), idle (nobody holds it, but its contents are a known prefix) or blank.
 Allocation takes blank pages first, then the idle ones that went unused longest.
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.pages import Digest, PagePool
 from cortex.neuron.engine.queue import FairQueue
+from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint, RecurrentCheckpoints, checkpoint_positions
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
-from cortex.neuron.engine.states import StateBook, Trail, checkpoint_positions
 
 CROWD = 8
 """So many prompts that wait beside running streams get a newcomer's share of a step each time."""
@@ -25,7 +25,7 @@ MAX_OVERTAKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     max_rows: int
     """Sequences that run at once."""
     step_tokens: int
@@ -89,7 +89,7 @@ class StepPlan:
 class Scheduler:
     """Owns the sequences of one engine and their pages. Belongs to the engine thread."""
 
-    def __init__(self, pool: PagePool, limits: Limits, states: StateBook | None = None) -> None:
+    def __init__(self, pool: PagePool, limits: SchedulerLimits, states: RecurrentCheckpoints | None = None) -> None:
         """`states`: the checkpoints of a model with recurrent layers, which cannot go on from its pages alone."""
         self.pool = pool
         self.states = states
@@ -133,12 +133,12 @@ class Scheduler:
         self.pool.disown(digests)
         if self.states is not None:
             self.states.forget(digests)
-            self._end_trail(sequence, None)
+            self._end_decode_checkpoint(sequence, None)
 
     def _give_back(self, sequence: Sequence) -> None:
-        if sequence.trail is not None:
+        if sequence.decode_checkpoint is not None:
             digests = sequence.digests_of_full_pages(self.pool.page_tokens)
-            self._end_trail(sequence, next(iter(digests[sequence.trail.num_pages - 1 :]), None))
+            self._end_decode_checkpoint(sequence, next(iter(digests[sequence.decode_checkpoint.num_pages - 1 :]), None))
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = sequence.committed = 0
@@ -180,8 +180,11 @@ class Scheduler:
                 self.pool.disown(touched)
                 if self.states is not None:
                     self.states.forget(touched)
-                    if sequence.trail is not None and sequence.trail.num_pages * page_tokens == sequence.computed:
-                        self._end_trail(sequence, None)
+                    if (
+                        sequence.decode_checkpoint is not None
+                        and sequence.decode_checkpoint.num_pages * page_tokens == sequence.computed
+                    ):
+                        self._end_decode_checkpoint(sequence, None)
             sequence.in_flight -= row.draws
             self._preempt(sequence)
 
@@ -271,7 +274,7 @@ class Scheduler:
         ahead = max(1, min(self.limits.reserved_tokens, allowed))
         return -(-(sequence.length + ahead) // self.pool.page_tokens)
 
-    def _resume(self, sequence: Sequence, states: StateBook, draft: _Draft) -> None:
+    def _resume(self, sequence: Sequence, states: RecurrentCheckpoints, draft: _Draft) -> None:
         """Gives an admitted sequence the state after its known pages, and decides where its own will be kept."""
         page_tokens = self.pool.page_tokens
         if sequence.pages:
@@ -310,16 +313,16 @@ class Scheduler:
         num_pages, inside = divmod(sequence.computed, self.pool.page_tokens)
         if self.states is None or inside:
             return
-        slot = self.states.lend() if sequence.trail is None else sequence.trail.slot
+        slot = self.states.lend() if sequence.decode_checkpoint is None else sequence.decode_checkpoint.slot
         if slot is not None:
-            sequence.trail = Trail(slot, num_pages)
+            sequence.decode_checkpoint = DecodeCheckpoint(slot, num_pages)
             draft.saves.append((sequence.row, slot))
 
-    def _end_trail(self, sequence: Sequence, digest: Digest | None) -> None:
+    def _end_decode_checkpoint(self, sequence: Sequence, digest: Digest | None) -> None:
         """Leaves the sequence's latest state to others, under the name of its prefix; None: it is of no use."""
-        if self.states is not None and sequence.trail is not None:
-            self.states.take_back(sequence.trail.slot, digest)
-            sequence.trail = None
+        if self.states is not None and sequence.decode_checkpoint is not None:
+            self.states.take_back(sequence.decode_checkpoint.slot, digest)
+            sequence.decode_checkpoint = None
 
     def _advance(self, sequence: Sequence, count: int, draft: _Draft, *, draws: bool) -> None:
         first_named = sequence.committed
@@ -390,8 +393,10 @@ class Scheduler:
             assert sequence.computed <= held, "a sequence has computed past its pages"
         assert all(not sequence.pages and sequence.row == NO_ROW for sequence in self.waiting), "a waiter holds memory"
         if self.states is not None:
-            trails = [sequence.trail for sequence in (*self.running, *self.waiting)]
-            self.states.check_integrity(trail.slot for trail in trails if trail is not None)
+            decode_checkpoints = [sequence.decode_checkpoint for sequence in (*self.running, *self.waiting)]
+            self.states.check_integrity(
+                decode_checkpoint.slot for decode_checkpoint in decode_checkpoints if decode_checkpoint is not None
+            )
 
 
 class _Draft:

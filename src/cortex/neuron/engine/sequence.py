@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cortex.neuron.engine.constraints import Constraint
 from cortex.neuron.engine.pages import ROOT, Digest, page_digests
+from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.states import Trail
+from cortex.neuron.engine.sampling.constraints import Constraint
 
 NO_ROW = -1
 
@@ -36,7 +36,7 @@ class Sequence:
     """Prompt tokens that came from the prefix cache at first admission."""
     checkpoints: tuple[int, ...] = ()
     """Positions where its recurrent state is to be kept, for a model that has one."""
-    trail: Trail | None = None
+    decode_checkpoint: DecodeCheckpoint | None = None
     reported_cached: bool = False
     overtaken: int = 0
     """How often another was admitted before it because it had to wait for pages."""

@@ -6,12 +6,12 @@ import torch
 
 from cortex.neuron.engine.errors import DamagedError, NoRoomError
 from cortex.neuron.engine.loading import LoadedModel
-from cortex.neuron.engine.memory import device_memory
-from cortex.neuron.engine.parked_weights import ParkedWeights
+from cortex.neuron.engine.memory.device import device_memory
+from cortex.neuron.engine.memory.parked_weights import ParkedWeights
 from cortex.neuron.engine.request import LoadSpec
 
 
-class Sleep:
+class SleepingModel:
     """Made while the model is awake, then `begin`, `end` and `forget`. Belongs to the engine thread."""
 
     def __init__(self, loaded: LoadedModel, answer: tuple[int, ...], *, moves_weights: bool) -> None:

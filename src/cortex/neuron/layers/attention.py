@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.attention import attention
+from cortex.neuron.kernels.attention.paged import attention
+from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.rules import AttentionRules
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters

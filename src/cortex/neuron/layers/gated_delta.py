@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.gated_delta import gated_delta
-from cortex.neuron.kernels.gated_delta_rules import DeltaRules, DeltaState
+from cortex.neuron.kernels.delta.gated_delta import gated_delta
+from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters

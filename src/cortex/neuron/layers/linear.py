@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.four_bit import dense_product
 from cortex.neuron.kernels.jit import has_kernels
-from cortex.neuron.kernels.matvec import beats_library, gated_matvec, matvec
+from cortex.neuron.kernels.products.four_bit import dense_product
+from cortex.neuron.kernels.products.matvec import beats_library, gated_matvec, matvec
 from cortex.neuron.kernels.silu import silu_mul
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters

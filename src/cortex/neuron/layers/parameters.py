@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.four_bit import FourBitMatrix
-from cortex.neuron.kernels.four_bit_size import GROUP, ROW_BLOCK
+from cortex.neuron.kernels.products.four_bit import FourBitMatrix
+from cortex.neuron.kernels.products.four_bit_size import GROUP, ROW_BLOCK
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cortex.neuron.layers.rope import SCALINGS, RopeConfig
-from cortex.neuron.models.registry import UnsupportedModel
+from cortex.neuron.models.errors import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from cortex.neuron.layers.attention import AttentionConfig
 from cortex.neuron.models.config import count_in
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.llama import Llama
-from cortex.neuron.models.registry import UnsupportedModel
 
 KINDS = ("full_attention", "sliding_attention")
 

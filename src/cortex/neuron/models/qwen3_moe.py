@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cortex.neuron.layers.moe import MoE, MoEConfig
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.llama import FeedForward
 from cortex.neuron.models.qwen3 import Qwen3
-from cortex.neuron.models.registry import UnsupportedModel
 
 
 class Qwen3Moe(Qwen3):

@@ -15,8 +15,8 @@ from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_moe import is_sparse, read_moe
-from cortex.neuron.models.registry import UnsupportedModel
 
 DEFAULTS: Mapping[str, Any] = {"partial_rotary_factor": 0.25, "norm_topk_prob": True}
 """What these families mean where their configs say nothing."""

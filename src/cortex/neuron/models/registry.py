@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cortex.neuron.models.errors import UnsupportedModel
+
 if TYPE_CHECKING:
     from cortex.neuron.models.decoder import Decoder
 
@@ -27,11 +29,7 @@ FAMILIES: Mapping[str, str] = {
 SUPPORTED: tuple[str, ...] = tuple(FAMILIES)
 
 
-class UnsupportedModel(Exception):
-    """The checkpoint is of a family, or uses an option, that this engine does not run."""
-
-
-def refuse_quantised(config: Mapping[str, Any]) -> None:
+def reject_quantised(config: Mapping[str, Any]) -> None:
     """Raises UnsupportedModel for weights that mean nothing without the scales beside them (FP8, AWQ, GPTQ and kin)."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
@@ -52,6 +50,6 @@ def family_of(config: Mapping[str, Any]) -> type[Decoder]:
             f"model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED)} "
             "(docs/adding-a-model.md shows how to add one)"
         )
-    refuse_quantised(config)
+    reject_quantised(config)
     module, name = FAMILIES[model_type].split(":")
     return getattr(import_module(module), name)  # type: ignore[no-any-return]

@@ -22,14 +22,14 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class QueuedRequest:
     """One request's place. `start` is called when it gets its seat, `refuse` when it loses its place in the queue."""
 
     principal: str
     start: Callable[[], None]
     refuse: Callable[[float], None]
     """Called with the seconds after which to try again."""
-    seated: bool = field(default=False, init=False)
+    has_slot: bool = field(default=False, init=False)
 
 
 class QueueFull(Exception):
@@ -44,46 +44,46 @@ class QueueFull(Exception):
 class Admission:
     """Belongs to one loop. Times are passed in."""
 
-    def __init__(self, seats: int, max_queue: int) -> None:
-        self._seats = seats
+    def __init__(self, slots: int, max_queue: int) -> None:
+        self._slots = slots
         self._max_queue = max_queue
-        self._seated: Counter[str] = Counter()
-        self._queue: list[Ticket] = []
+        self._slots_held: Counter[str] = Counter()
+        self._queue: list[QueuedRequest] = []
         self._finished_s: deque[float] = deque(maxlen=1024)
         self._named_seen_s = -math.inf
 
     @property
     def running(self) -> int:
-        return self._seated.total()
+        return self._slots_held.total()
 
     @property
     def waiting(self) -> int:
         return len(self._queue)
 
-    def enter(self, ticket: Ticket, now_s: float) -> None:
-        """Seats or queues `ticket`. Raises QueueFull, unless somebody with a larger share of the queue must yield."""
-        if ticket.principal != ANONYMOUS:
+    def enter(self, queued: QueuedRequest, now_s: float) -> None:
+        """Seats or queues `queued`. Raises QueueFull, unless somebody with a larger share of the queue must yield."""
+        if queued.principal != ANONYMOUS:
             self._named_seen_s = now_s
-        if self.running < self._seats and not self._queue and self._may_sit(ticket.principal, now_s):
-            self._seat(ticket)
+        if self.running < self._slots and not self._queue and self._may_take_slot(queued.principal, now_s):
+            self._give_slot(queued)
             return
         if len(self._queue) >= self._max_queue:
-            self._displace_for(ticket, now_s)
-        self._queue.append(ticket)
+            self._displace_for(queued, now_s)
+        self._queue.append(queued)
         self._fill(now_s)
 
-    def release(self, ticket: Ticket, now_s: float, *, finished: bool) -> None:
+    def release(self, queued: QueuedRequest, now_s: float, *, finished: bool) -> None:
         """The ticket's request is over. `finished`: it ran to its own end, which is what the rate counts."""
-        if ticket.seated:
-            ticket.seated = False
-            self._seated[ticket.principal] -= 1
+        if queued.has_slot:
+            queued.has_slot = False
+            self._slots_held[queued.principal] -= 1
             if finished:
                 self._finished_s.append(now_s)
-        elif ticket in self._queue:
-            self._queue.remove(ticket)
+        elif queued in self._queue:
+            self._queue.remove(queued)
         self._fill(now_s)
 
-    def clear(self) -> Iterator[Ticket]:
+    def clear(self) -> Iterator[QueuedRequest]:
         """Empties the queue; the caller tells those who waited."""
         queue, self._queue = self._queue, []
         yield from queue
@@ -102,34 +102,34 @@ class Admission:
         return min(max((len(self._queue) + 1) / rate, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def _fill(self, now_s: float) -> None:
-        while self.running < self._seats:
-            candidates = [ticket for ticket in self._queue if self._may_sit(ticket.principal, now_s)]
+        while self.running < self._slots:
+            candidates = [queued for queued in self._queue if self._may_take_slot(queued.principal, now_s)]
             if not candidates:
                 return
             # The queue is in order of arrival and `min` keeps the first of equals.
-            ticket = min(candidates, key=lambda each: (each.principal == ANONYMOUS, self._seated[each.principal]))
-            self._queue.remove(ticket)
-            self._seat(ticket)
+            queued = min(candidates, key=lambda each: (each.principal == ANONYMOUS, self._slots_held[each.principal]))
+            self._queue.remove(queued)
+            self._give_slot(queued)
 
-    def _seat(self, ticket: Ticket) -> None:
-        ticket.seated = True
-        self._seated[ticket.principal] += 1
-        ticket.start()
+    def _give_slot(self, queued: QueuedRequest) -> None:
+        queued.has_slot = True
+        self._slots_held[queued.principal] += 1
+        queued.start()
 
-    def _may_sit(self, principal: str, now_s: float) -> bool:
+    def _may_take_slot(self, principal: str, now_s: float) -> bool:
         """A quarter of the seats is kept clear of anonymous callers while named ones are about."""
         if principal != ANONYMOUS or now_s - self._named_seen_s > _NAMED_MEMORY_S:
             return True
-        return self._seated[ANONYMOUS] < max(1, self._seats - self._seats // 4)
+        return self._slots_held[ANONYMOUS] < max(1, self._slots - self._slots // 4)
 
-    def _displace_for(self, newcomer: Ticket, now_s: float) -> None:
+    def _displace_for(self, newcomer: QueuedRequest, now_s: float) -> None:
         retry_after_s = self.retry_after_s(now_s)
-        shares = Counter(ticket.principal for ticket in self._queue)
+        shares = Counter(queued.principal for queued in self._queue)
         largest = max(shares, key=lambda principal: (principal == ANONYMOUS, shares[principal]), default=None)
         if largest is None or largest == newcomer.principal or newcomer.principal == ANONYMOUS:
             raise QueueFull(len(self._queue), retry_after_s)
         if largest != ANONYMOUS and shares[largest] <= shares[newcomer.principal] + 1:
             raise QueueFull(len(self._queue), retry_after_s)
-        loser = next(ticket for ticket in reversed(self._queue) if ticket.principal == largest)
+        loser = next(queued for queued in reversed(self._queue) if queued.principal == largest)
         self._queue.remove(loser)
         loser.refuse(retry_after_s)

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cortex.neuron.device.faults import FaultKind
-from cortex.neuron.device.reclaim import Reclaimed
-from cortex.neuron.device.supervisor import Resident, Supervisor
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
-from cortex.neuron.node.admission import Admission, QueueFull, Ticket
+from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.throughput import Throughput
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.reclaim import Reclaimed
+from cortex.neuron.worker.supervisor import Resident, WorkerSupervisor
 from cortex.wire.errors import (
     ContextLengthExceeded,
     CortexError,
@@ -35,7 +35,7 @@ from cortex.wire.node import ModelLoad
 class ServingLimits:
     """What a loaded model takes from its callers."""
 
-    seats: int
+    slots: int
     max_queue: int
     max_prompt_tokens: int | None = None
 
@@ -46,7 +46,7 @@ class _Running:
 
     request: EngineRequest
     generation: Generation
-    ticket: Ticket
+    queued: QueuedRequest
     has_produced: bool = False
 
 
@@ -56,7 +56,7 @@ class Instance:
     def __init__(
         self,
         model_id: str,
-        supervisor: Supervisor,
+        supervisor: WorkerSupervisor,
         limits: ServingLimits,
         *,
         on_progress: Callable[[str, int, int], None],
@@ -70,7 +70,7 @@ class Instance:
         self._tell_lost = on_lost
         self._tell_proved = on_proved
         self._resident: Resident | None = None
-        self._admission = Admission(limits.seats, limits.max_queue)
+        self._admission = Admission(limits.slots, limits.max_queue)
         self._requests: dict[str, _Running] = {}
         self._closed: CortexError | None = None
         self._proved = False
@@ -125,17 +125,17 @@ class Instance:
             raise self._closed.with_traceback(None)
         self._check(request)
         generation = Generation(request.id, lambda: self._cancel(request.id))
-        ticket = Ticket(
+        queued = QueuedRequest(
             request.principal,
             start=lambda: self.supervisor.submit(self.resident, request),
             refuse=lambda retry_after_s: self._end_with_error(
                 request.id, self._overloaded(self._admission.waiting, retry_after_s)
             ),
         )
-        self._requests[request.id] = _Running(request, generation, ticket)
+        self._requests[request.id] = _Running(request, generation, queued)
         self._empty.clear()
         try:
-            self._admission.enter(ticket, time.monotonic())
+            self._admission.enter(queued, time.monotonic())
         except QueueFull as full:
             self._forget(request.id)
             raise self._overloaded(full.waiting, full.retry_after_s) from full
@@ -166,7 +166,7 @@ class Instance:
         running = self._requests.get(request_id)
         if running is None:
             return
-        if running.ticket.seated:
+        if running.queued.has_slot:
             # The seat is free when the engine says so: its final output follows.
             self.supervisor.cancel(self.resident, request_id)
         else:
@@ -215,8 +215,8 @@ class Instance:
     def close_admission(self, error: CortexError) -> None:
         """From now on `submit` raises `error`, and those still in the queue get it at once."""
         self._closed = error
-        for ticket in self._admission.clear():
-            waiting = next(each for each in self._requests.values() if each.ticket is ticket)
+        for queued in self._admission.clear():
+            waiting = next(each for each in self._requests.values() if each.queued is queued)
             waiting.generation.fail(error)
             self._forget(waiting.request.id)
 
@@ -257,7 +257,7 @@ class Instance:
 
     def _over(self, running: _Running, *, finished: bool) -> None:
         self._forget(running.request.id)
-        self._admission.release(running.ticket, time.monotonic(), finished=finished)
+        self._admission.release(running.queued, time.monotonic(), finished=finished)
 
     def _forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

@@ -18,26 +18,26 @@ from typing import Any
 
 import cortex
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.device.address import DeviceAddress
-from cortex.neuron.device.backoff import BackoffPolicy
-from cortex.neuron.device.discovery import DeviceReading, Inventory, discover, read_devices
-from cortex.neuron.device.nursery import ENGINE, Nursery
-from cortex.neuron.device.supervisor import Supervisor
-from cortex.neuron.device.watchdog import Patience
-from cortex.neuron.engine.hostmemory import read_host_memory
+from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
-from cortex.neuron.node.activation import Activation
-from cortex.neuron.node.bringup import BringUp
-from cortex.neuron.node.feed import Feed
-from cortex.neuron.node.files import fetch, find_local
+from cortex.neuron.node.controller import ModelController
+from cortex.neuron.node.event_feed import Feed
 from cortex.neuron.node.generation import Generation
-from cortex.neuron.node.library import Fetch, FindLocal, KnownModel, Library, scan_cache
-from cortex.neuron.node.owner import Owner
+from cortex.neuron.node.loading.files import fetch, find_local
+from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library, scan_cache
+from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.parking import Parked, Parking, budget_bytes
+from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
-from cortex.neuron.scribe.scribe import Scribe
 from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.tokenizer_process.client import TokenizerClient
+from cortex.neuron.worker.address import DeviceAddress
+from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, read_devices
+from cortex.neuron.worker.factory import ENGINE, WorkerFactory
+from cortex.neuron.worker.supervisor import WorkerSupervisor
+from cortex.neuron.worker.watchdog import Patience
 from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
     Capabilities,
@@ -67,7 +67,7 @@ class Parts:
     read_devices: Callable[[tuple[Device, ...]], dict[int, DeviceReading]] = read_devices
     fetch: Fetch = fetch
     find_local: FindLocal = find_local
-    open_text: Callable[[Path], TextSource] = Scribe
+    open_text: Callable[[Path], TextSource] = TokenizerClient
     capabilities_of: Callable[[Path], Capabilities] = capabilities_of
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     patience: Patience | None = None
@@ -85,14 +85,14 @@ class Node:
         self._started_s = time.monotonic()
         self._devices = inventory.devices
         self._readings = dict(inventory.readings)
-        self._nursery = Nursery(parts.engine)
+        self._worker_factory = WorkerFactory(parts.engine)
         self._supervisors = {
-            device.index: Supervisor(DeviceAddress.of(device), self._nursery, patience=patience)
+            device.index: WorkerSupervisor(DeviceAddress.of(device), self._worker_factory, patience=patience)
             for device in inventory.devices
         }
         self._library = Library(config)
         self._texts = Texts(parts.open_text)
-        self._bring_up = BringUp(
+        self._loader = ModelLoader(
             config,
             self._library,
             inventory.devices,
@@ -103,12 +103,14 @@ class Node:
             texts=self._texts,
             capabilities_of=parts.capabilities_of,
         )
-        self._owners: dict[str, Owner] = {}
-        self._parking = Parking(self._parking_budget, self._parked, lambda model_id: self._owners[model_id].dismiss())
+        self._controllers: dict[str, ModelController] = {}
+        self._parking = Parking(
+            self._parking_budget, self._parked, lambda model_id: self._controllers[model_id].dismiss()
+        )
         self._feed = Feed()
         self._unreadable: set[str] = set()
         """Models whose files were looked at in vain; said once."""
-        self._activation = Activation(
+        self._startup_models = StartupModels(
             [default.model_id for default in config.default_models],
             lambda model_id: self.load(LoadRequest(model_id=model_id), wait=True),
             self._activation_changed,
@@ -125,7 +127,7 @@ class Node:
         node._run_in_background(node._warm_nursery(), "import the engine")
         await node._scan_cache()
         node._run_in_background(node._keep_sampling(), "sample devices")
-        node._run_in_background(node._activation.run(), "load default models")
+        node._run_in_background(node._startup_models.run(), "load default models")
         return node
 
     # Reads
@@ -136,7 +138,7 @@ class Node:
             uptime_s=round(time.monotonic() - self._started_s, 3),
             devices=tuple(self._device_health(device) for device in self._devices),
             models=self.models(),
-            activation=self._activation.status(),
+            activation=self._startup_models.status(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -144,22 +146,26 @@ class Node:
 
     def model(self, model_id: str) -> ModelStatus:
         """Raises ModelNotFound."""
-        owner = self._owners.get(model_id)
-        model = owner.model if owner is not None else self._library.find(model_id)
-        survey = self._bring_up.surveyed.get(model_id)
-        return describe(model, owner, survey, None if survey is None else self._bring_up.footprint(model, survey.facts))
+        controller = self._controllers.get(model_id)
+        model = controller.model if controller is not None else self._library.find(model_id)
+        survey = self._loader.surveyed.get(model_id)
+        return describe(
+            model, controller, survey, None if survey is None else self._loader.footprint(model, survey.facts)
+        )
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' own counters by model id, as of their last reports; resident models only."""
         return {
-            model_id: owner.instance.stats for model_id, owner in self._owners.items() if owner.instance is not None
+            model_id: controller.instance.stats
+            for model_id, controller in self._controllers.items()
+            if controller.instance is not None
         }
 
     def subscribe(self) -> AsyncIterator[NodeEvent]:
         """What changes from now on, after the state of everything that is not at rest."""
         busy = [status for status in self.models() if status.state is not ModelState.COLD]
         first = [NodeEvent(kind="model", at_s=time.time(), model=status) for status in busy]
-        activation = NodeEvent(kind="activation", at_s=time.time(), activation=self._activation.status())
+        activation = NodeEvent(kind="activation", at_s=time.time(), activation=self._startup_models.status())
         return self._feed.subscribe((activation, *first))
 
     # Wishes
@@ -172,17 +178,17 @@ class Node:
             raise LoadFailed(f"this node has no harness {shorten(request.harness)!r}; it has {offered}")
         model = self._library.adopt(request)
         if wait:
-            await self._owner(model.id).ensure_ready(model)
+            await self._controller(model.id).ensure_ready(model)
         else:
-            self._owner(model.id).want_ready(model)
+            self._controller(model.id).want_ready(model)
         return self.model(request.model_id)
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the memory is back, with `park` that of the device. Running requests get `drain_s`, or nothing
         with `force`."""
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
-        owner = self._owner(request.model_id)
-        take_down = owner.ensure_asleep if request.park else owner.ensure_gone
+        controller = self._controller(request.model_id)
+        take_down = controller.ensure_asleep if request.park else controller.ensure_gone
         await take_down(0.0 if request.force else drain_s)
         await self._rest_text(request.model_id)
         return self.model(request.model_id)
@@ -192,7 +198,7 @@ class Node:
         LoadFailed or ShuttingDown."""
         self._refuse_when_closing()
         model = self._library.find(model_id)
-        survey = self._bring_up.surveyed.get(model_id)
+        survey = self._loader.surveyed.get(model_id)
         path = survey.facts.path if survey is not None else await self._find_local(model)
         if path is None:
             raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")
@@ -205,7 +211,7 @@ class Node:
         PromptTooLongForMemory.
         """
         self._refuse_when_closing()
-        return self._owner(model_id).serving().submit(request)
+        return self._controller(model_id).serving().submit(request)
 
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which gives everything back. False while models are on it."""
@@ -220,38 +226,42 @@ class Node:
         for task in self._background:
             task.cancel()
         error = ShuttingDown("the node is shutting down; try another one, or again later", retry_after_s=10)
-        instances = [owner.instance for owner in self._owners.values() if owner.instance is not None]
+        instances = [
+            controller.instance for controller in self._controllers.values() if controller.instance is not None
+        ]
         for instance in instances:
             instance.close_admission(error)
         await asyncio.gather(*(instance.drained(self._config.drain_s) for instance in instances))
         for instance in instances:
             instance.end(error)
-        for owner in self._owners.values():
-            owner.abandon()
+        for controller in self._controllers.values():
+            controller.abandon()
         await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
-        await self._nursery.close()
+        await self._worker_factory.close()
         await self._texts.close()
-        await asyncio.gather(*(owner.abandoned() for owner in self._owners.values()))
+        await asyncio.gather(*(controller.abandoned() for controller in self._controllers.values()))
         await asyncio.gather(*self._background, return_exceptions=True)
         self._feed.close()
 
     # Inside
 
-    def _owner(self, model_id: str) -> Owner:
+    def _controller(self, model_id: str) -> ModelController:
         """Raises ModelNotFound."""
-        if model_id not in self._owners:
+        if model_id not in self._controllers:
             model = self._library.find(model_id)
-            self._owners[model_id] = Owner(
-                model, self._bring_up, self._parking, self._model_changed, self._parts.policy
+            self._controllers[model_id] = ModelController(
+                model, self._loader, self._parking, self._model_changed, self._parts.policy
             )
-        return self._owners[model_id]
+        return self._controllers[model_id]
 
     def _parked(self) -> list[Parked]:
         """The models whose weights are in host memory, asleep or just waking."""
         return [
-            Parked(model_id, host_bytes, owner.instance.idle_s, may_leave=owner.life.state is ModelState.ASLEEP)
-            for model_id, owner in self._owners.items()
-            if owner.instance is not None and (host_bytes := owner.instance.host_bytes)
+            Parked(
+                model_id, host_bytes, controller.instance.idle_s, may_leave=controller.life.state is ModelState.ASLEEP
+            )
+            for model_id, controller in self._controllers.items()
+            if controller.instance is not None and (host_bytes := controller.instance.host_bytes)
         ]
 
     def _parking_budget(self, held_bytes: int) -> int:
@@ -264,7 +274,7 @@ class Node:
     def _model_changed(self, model_id: str) -> None:
         self._feed.publish(NodeEvent(kind="model", at_s=time.time(), model=self.model(model_id)))
         if not self._is_in_memory(model_id):
-            self._run_in_background(self._rest_text(model_id), f"end the scribe of {model_id}")
+            self._run_in_background(self._rest_text(model_id), f"end the tokenizer process of {model_id}")
 
     async def _rest_text(self, model_id: str) -> None:
         if not self._is_in_memory(model_id):  # it may have been wanted again meanwhile
@@ -272,15 +282,15 @@ class Node:
 
     def _is_in_memory(self, model_id: str) -> bool:
         """Whether the model is loaded, or on its way in or out."""
-        owner = self._owners.get(model_id)
-        return owner is not None and owner.life.state not in (ModelState.COLD, ModelState.FAILED)
+        controller = self._controllers.get(model_id)
+        return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
 
     def _activation_changed(self) -> None:
-        self._feed.publish(NodeEvent(kind="activation", at_s=time.time(), activation=self._activation.status()))
+        self._feed.publish(NodeEvent(kind="activation", at_s=time.time(), activation=self._startup_models.status()))
 
     def _device_health(self, device: Device) -> DeviceHealth:
         reading = self._readings.get(device.index, DeviceReading(device.total_bytes, 0))
-        kept_free = self._bring_up.forecast.kept_free(device)
+        reserve = self._loader.forecast.reserve(device)
         return DeviceHealth(
             index=device.index,
             total_bytes=reading.total_bytes,
@@ -288,8 +298,8 @@ class Node:
             utilisation=reading.utilisation,
             temperature_c=reading.temperature_c,
             worker=self._supervisors[device.index].state,
-            kept_free_bytes=kept_free.num_bytes,
-            kept_free_share=kept_free.share,
+            kept_free_bytes=reserve.num_bytes,
+            kept_free_share=reserve.share,
         )
 
     def _run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -299,7 +309,7 @@ class Node:
     async def _warm_nursery(self) -> None:
         """The first load should not wait for the engine's import."""
         try:
-            await self._nursery.warm()
+            await self._worker_factory.warm()
         except OSError as error:
             log.warning("the engine cannot be imported ahead of the first load: %s", error)
 
@@ -321,13 +331,13 @@ class Node:
     async def _survey_library(self) -> None:
         """Looks at every model whose files are complete, so that others know its size before it is loaded."""
         for model in self._library:
-            if model.id in self._bring_up.surveyed or model.id in self._unreadable:
+            if model.id in self._loader.surveyed or model.id in self._unreadable:
                 continue
             path = await self._find_local(model)
             if path is None:
                 continue
             try:
-                await self._bring_up.survey(model, path)
+                await self._loader.survey(model, path)
             except CortexError as error:
                 self._unreadable.add(model.id)
                 log.warning("%s", error.message)

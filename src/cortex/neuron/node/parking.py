@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from cortex.neuron.engine.hostmemory import HostMemory
+from cortex.neuron.engine.memory.host import HostMemory
 from cortex.wire.node import Device
 
 HOST_SHARE = 0.5

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 
-from cortex.neuron.node.bringup import Surveyed
-from cortex.neuron.node.forecast import Footprint
-from cortex.neuron.node.library import KnownModel
-from cortex.neuron.node.owner import Owner
+from cortex.neuron.node.controller import ModelController
+from cortex.neuron.node.loading.forecast import Footprint
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.loader import Surveyed
 from cortex.wire.node import Capabilities, ModelLoad, ModelState, ModelStatus
 
 
 def describe(
-    model: KnownModel, owner: Owner | None, survey: Surveyed | None, footprint: Footprint | None
+    model: KnownModel, controller: ModelController | None, survey: Surveyed | None, footprint: Footprint | None
 ) -> ModelStatus:
     facts = survey.facts if survey is not None else None
-    life = owner.life if owner is not None else None
-    instance = owner.instance if owner is not None else None
+    life = controller.life if controller is not None else None
+    instance = controller.instance if controller is not None else None
     resident = instance.resident if instance is not None else None
     context_tokens = facts.context_tokens if facts is not None else model.context_tokens
     if facts is not None and model.context_tokens is not None:
@@ -38,7 +38,7 @@ def describe(
         context_tokens=context_tokens,
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
-        progress=owner.progress.told() if owner is not None and owner.progress is not None else None,
+        progress=controller.progress.told() if controller is not None and controller.progress is not None else None,
         load=instance.load() if instance is not None else ModelLoad(),
         reason=life.reason if life is not None else None,
         state_age_s=round(time.monotonic() - life.since_s, 3) if life is not None else 0.0,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cortex.neuron.scribe.scribe import UNREADABLE
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.wire.errors import LoadFailed
 
 _REST_AFTER_S = 60.0
@@ -17,7 +17,7 @@ _REST_AFTER_S = 60.0
 
 
 class TextSource(Protocol):
-    """Where a model's text comes from; `neuron.scribe.Scribe` is one."""
+    """Where a model's text comes from; `neuron.tokenizer_process.client.TokenizerClient` is one."""
 
     @property
     def idle_s(self) -> float:

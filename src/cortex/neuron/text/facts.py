@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cortex.neuron.text.defaults import GenerationDefaults
-from cortex.neuron.text.template_source import TemplateSources
-from cortex.neuron.text.vocabulary import Vocabulary
+from cortex.neuron.text.template.template_source import TemplateSources
+from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from cortex.neuron.text import files, template_source
+from cortex.neuron.text import files
 from cortex.neuron.text.defaults import GenerationDefaults
-from cortex.neuron.text.detect import (
+from cortex.neuron.text.facts import TextFacts
+from cortex.neuron.text.grammar.request import Thought, build_grammar, is_constrained
+from cortex.neuron.text.output.detect import (
     PYTHON_TAG,
     TOOL_CALL_CLOSE,
     TOOL_CALL_OPEN,
@@ -19,17 +21,16 @@ from cortex.neuron.text.detect import (
     thought_markers,
     tool_syntax,
 )
-from cortex.neuron.text.detokenizer import Detokenizer
-from cortex.neuron.text.encoder import Encoder
-from cortex.neuron.text.facts import TextFacts
-from cortex.neuron.text.grammar import Thought, build_grammar, is_constrained
-from cortex.neuron.text.output import OutputParser, call_syntax, new_call_id
-from cortex.neuron.text.prompt import Rendered, prompt_text, render_conversation, render_raw
-from cortex.neuron.text.reasoning import ReasoningSplitter, closes_thought, opens_thought
-from cortex.neuron.text.template import CHATML, ChatTemplate
-from cortex.neuron.text.template_source import TemplateSources
-from cortex.neuron.text.thought_watch import ThoughtWatch
-from cortex.neuron.text.tokenizer import Tokenizer
+from cortex.neuron.text.output.parser import OutputParser, call_syntax, new_call_id
+from cortex.neuron.text.output.reasoning import ReasoningSplitter, closes_thought, opens_thought
+from cortex.neuron.text.output.thought_watch import ThoughtWatch
+from cortex.neuron.text.template import template_source
+from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
+from cortex.neuron.text.template.prompt import Rendered, prompt_text, render_conversation, render_raw
+from cortex.neuron.text.template.template_source import TemplateSources
+from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
+from cortex.neuron.text.tokenizer.encoder import TextEncoder
+from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.wire.node import Capabilities
@@ -52,7 +53,7 @@ class TextModel:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, facts: TextFacts, encoder: Encoder) -> TextModel:
+    def of(cls, facts: TextFacts, encoder: TextEncoder) -> TextModel:
         """Encodes a few letters, so call it off the event loop."""
         tokenizer = Tokenizer(facts.vocabulary, encoder)
         template, tools_template = _templates(facts.templates)

@@ -47,7 +47,7 @@ class Target:
         self._landing: torch.Tensor | None = None
         """What a transform is going to see, as long as it is not complete."""
 
-    def settle(self, piece: Piece, raw: torch.Tensor) -> None:
+    def settle(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Decode the piece's bytes, which are on the destination's device, and put its rows in their place."""
         numbers = decode(self.stored, raw)
         place: slice | EllipsisType = ...
@@ -78,10 +78,10 @@ class Target:
         destination.copy_(transformed)
         self._landing = None
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightPiece]:
         """What must be read. Made on demand: a target that kept them would keep itself, and its memory, alive."""
         step, end = self._first_groups.step, self._first_groups.stop
-        return (Piece(self, start, min(step, end - start)) for start in self._first_groups)
+        return (WeightPiece(self, start, min(step, end - start)) for start in self._first_groups)
 
     def _cut(self) -> range:
         """The first group of each piece."""
@@ -94,7 +94,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPiece:
     """A run of whole groups of one tensor, small enough for a buffer."""
 
     target: Target

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, FilesMissing, Malformed
-from cortex.neuron.weights.placement import Piece
+from cortex.neuron.weights.placement import WeightPiece
 
 _NUM_READERS: Final = 8
 _MAX_PINNED_BYTES: Final = 128 << 20
@@ -37,7 +37,7 @@ class Buffer:
         return cls(tensor, tensor.numpy().data)
 
 
-def staged(pieces: Sequence[Piece], device: torch.device, cancelled: Callable[[], bool]) -> Iterator[Piece]:
+def staged(pieces: Sequence[WeightPiece], device: torch.device, cancelled: Callable[[], bool]) -> Iterator[WeightPiece]:
     """Settle pieces on `device` by way of pinned buffers; yields each when its buffer is free again.
 
     A buffer goes: reader fills it → this thread starts the copy to the device and queues the decoding behind it →
@@ -47,7 +47,7 @@ def staged(pieces: Sequence[Piece], device: torch.device, cancelled: Callable[[]
     largest = max((piece.num_bytes for piece in pieces), default=0)
     num_buffers = max(1, min(_MAX_PINNED_BYTES // max(1, largest), len(pieces)))
     with Readers(pieces, [Buffer.pinned(largest) for _ in range(num_buffers)]) as readers:
-        in_flight: deque[tuple[torch.cuda.Event, Buffer, Piece]] = deque()
+        in_flight: deque[tuple[torch.cuda.Event, Buffer, WeightPiece]] = deque()
         num_left = len(pieces)
         while num_left:
             if cancelled():
@@ -69,9 +69,9 @@ def staged(pieces: Sequence[Piece], device: torch.device, cancelled: Callable[[]
 class Readers:
     """Threads that read pieces into buffers. They end with the `with` block, whatever ends it."""
 
-    def __init__(self, pieces: Sequence[Piece], buffers: Sequence[Buffer]) -> None:
+    def __init__(self, pieces: Sequence[WeightPiece], buffers: Sequence[Buffer]) -> None:
         self._free: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
-        self._filled: queue.SimpleQueue[tuple[Piece, Buffer] | CheckpointError] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[tuple[WeightPiece, Buffer] | CheckpointError] = queue.SimpleQueue()
         self._pieces = iter(pieces)
         self._pieces_lock = threading.Lock()
         for buffer in buffers:
@@ -98,7 +98,7 @@ class Readers:
     def release(self, buffer: Buffer) -> None:
         self._free.put(buffer)
 
-    def next_filled(self, timeout_s: float) -> tuple[Piece, Buffer] | None:
+    def next_filled(self, timeout_s: float) -> tuple[WeightPiece, Buffer] | None:
         """A piece that has been read, None when there is none in time; raises what a reader ran into."""
         try:
             filled = self._filled.get(timeout=timeout_s)
@@ -122,7 +122,7 @@ class Readers:
             self._filled.put((piece, buffer))
 
 
-def _read(piece: Piece, buffer: Buffer) -> None:
+def _read(piece: WeightPiece, buffer: Buffer) -> None:
     """Fill `buffer` with the piece's bytes. Reading, unlike mapping, survives a file that shrinks meanwhile."""
     file = piece.stored.file
     offset = piece.stored.offset + piece.start_group * piece.stored.group_bytes

@@ -15,7 +15,7 @@ from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.decode import decode_groups, mapped_bytes
 from cortex.neuron.weights.errors import Cancelled
 from cortex.neuron.weights.gguf.quants import Groups
-from cortex.neuron.weights.placement import Piece, Placement, Target, checked
+from cortex.neuron.weights.placement import Placement, Target, WeightPiece, checked
 from cortex.neuron.weights.staging import staged
 
 __all__ = ["Placement", "Progress", "group_runs", "load_into"]
@@ -55,7 +55,7 @@ def load_into(
             progress(done_bytes, total_bytes)
 
 
-def _mapped(pieces: Sequence[Piece], cancelled: Callable[[], bool]) -> Iterator[Piece]:
+def _mapped(pieces: Sequence[WeightPiece], cancelled: Callable[[], bool]) -> Iterator[WeightPiece]:
     """Settle pieces on the CPU straight from the mapped files."""
     for piece in pieces:
         if cancelled():

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import msgspec
 
 from cortex.wire import errors
-from cortex.wire.answer import Block, gather
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
     AnyEvent,
@@ -24,6 +23,7 @@ from cortex.wire.events import (
     Usage,
 )
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
+from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame
 
 SIGNATURE = "unsigned"

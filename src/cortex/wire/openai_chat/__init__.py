@@ -3,11 +3,22 @@
 from cortex.wire.errors import Family
 from cortex.wire.openai_chat.request import parse
 from cortex.wire.openai_chat.stream import Encoder, fold, stream_error
-from cortex.wire.openai_chat.upstream_answer import Decoder, unfold
 from cortex.wire.openai_chat.upstream_request import build
+from cortex.wire.openai_chat.upstream_response import ResponseDecoder, unfold
 from cortex.wire.sse import COMMENT as KEEPALIVE
 
 FAMILY = Family.OPENAI
 ID_PREFIX = "chatcmpl-"
 
-__all__ = ["FAMILY", "ID_PREFIX", "KEEPALIVE", "Decoder", "Encoder", "build", "fold", "parse", "stream_error", "unfold"]
+__all__ = [
+    "FAMILY",
+    "ID_PREFIX",
+    "KEEPALIVE",
+    "Encoder",
+    "ResponseDecoder",
+    "build",
+    "fold",
+    "parse",
+    "stream_error",
+    "unfold",
+]

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from cortex.wire import errors
-from cortex.wire.answer import Choice, gather, total_usage
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
     AnyEvent,
@@ -25,6 +24,7 @@ from cortex.wire.events import (
     Usage,
 )
 from cortex.wire.requests import GenerateRequest, ToolCall
+from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sse import frame
 
 DONE = frame(b"[DONE]")
@@ -118,7 +118,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
     )
 
 
-def _choice_body(choice: Choice) -> dict[str, Any]:
+def _choice_body(choice: ResponseChoice) -> dict[str, Any]:
     calls = choice.tool_calls
     message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if calls else "")}
     if choice.reasoning:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from cortex.wire.answer import Block
 from cortex.wire.events import Finish, TokenLogprob, Usage
 from cortex.wire.openai_chat.stream import logprobs_body
 from cortex.wire.requests import GenerateRequest, Reasoning, Text, ToolCall
+from cortex.wire.response import Block
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.answer import Block, gather
 from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
@@ -35,6 +34,7 @@ from cortex.wire.openai_responses.response import (
     response_body,
 )
 from cortex.wire.requests import GenerateRequest, Reasoning, Text, ToolCall
+from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame
 
 _AFTER_ALL = 2**31 - 1

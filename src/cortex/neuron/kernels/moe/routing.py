@@ -24,7 +24,7 @@ ROUTER_BLOCK = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertChoice:
     """What each token takes, by pair."""
 
     experts: Tensor
@@ -45,7 +45,7 @@ class Lists:
     """[experts, tokens] int32: the pairs themselves, valid up to the expert's count"""
 
 
-def choose_reference(logits: Tensor, experts: Experts) -> Choice:
+def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
     """logits: [tokens, routed (+ 1)]"""
     routed = logits[:, : experts.num_routed]
     weights, chosen = routed.softmax(-1, dtype=torch.float32).topk(experts.top_k)
@@ -56,10 +56,10 @@ def choose_reference(logits: Tensor, experts: Experts) -> Choice:
         gate = logits[:, experts.num_routed :].float().sigmoid()
         chosen = torch.cat((chosen, shared.expand(len(logits), -1)), dim=1)
         weights = torch.cat((weights, gate.expand(-1, experts.num_shared)), dim=1)
-    return Choice(chosen.to(torch.int32), weights)
+    return ExpertChoice(chosen.to(torch.int32), weights)
 
 
-def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Choice:
+def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
     """Norm, scores and choice of a few rows in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
     rows, size = hidden.shape
     scores = torch.empty((rows, len(experts.router)), dtype=torch.float32, device=hidden.device)
@@ -82,10 +82,10 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
         **_choice_constants(experts),
         **launch_options(hidden.device),
     )
-    return Choice(chosen, weights)
+    return ExpertChoice(chosen, weights)
 
 
-def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Choice:
+def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
     return choose_reference(F.linear(rms_norm_reference(hidden, norm_weight, eps), experts.router), experts)
 
 

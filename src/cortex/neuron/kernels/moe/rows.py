@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.routing import Choice
+from cortex.neuron.kernels.moe.routing import ExpertChoice
 from cortex.neuron.kernels.norm import rms_norm_reference
 from cortex.neuron.kernels.silu import silu_mul_reference
 
@@ -20,7 +20,7 @@ TILE_ELEMENTS = 16_384
 """Of the matrices that one program of the second product has on their way at once."""
 
 
-def expand_rows(hidden: Tensor, norm_weight: Tensor, eps: float, choice: Choice, experts: Experts) -> Tensor:
+def expand_rows(hidden: Tensor, norm_weight: Tensor, eps: float, choice: ExpertChoice, experts: Experts) -> Tensor:
     """silu(norm(x) Gᵀ) · norm(x) Uᵀ by each row's experts. hidden: [rows, hidden] → [rows, slots, inner]"""
     rows, size = hidden.shape
     out = torch.empty((rows, experts.slots, experts.inner), dtype=hidden.dtype, device=hidden.device)
@@ -43,7 +43,9 @@ def expand_rows(hidden: Tensor, norm_weight: Tensor, eps: float, choice: Choice,
     return out
 
 
-def expand_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, choice: Choice, experts: Experts) -> Tensor:
+def expand_rows_reference(
+    hidden: Tensor, norm_weight: Tensor, eps: float, choice: ExpertChoice, experts: Experts
+) -> Tensor:
     x = rms_norm_reference(hidden, norm_weight, eps)
     rows = [
         torch.stack([silu_mul_reference(F.linear(value, experts.gate_up[expert])) for expert in chosen])
@@ -52,7 +54,7 @@ def expand_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, choic
     return torch.stack(rows)
 
 
-def contract_rows(inner: Tensor, choice: Choice, residual: Tensor, experts: Experts) -> Tensor:
+def contract_rows(inner: Tensor, choice: ExpertChoice, residual: Tensor, experts: Experts) -> Tensor:
     """residual + Σ weight · inner Dᵀ over each row's experts. inner: [rows, slots, inner] → [rows, hidden]"""
     rows, hidden = residual.shape
     out = torch.empty((rows, hidden), dtype=residual.dtype, device=residual.device)
@@ -78,7 +80,7 @@ def contract_rows(inner: Tensor, choice: Choice, residual: Tensor, experts: Expe
     return out
 
 
-def contract_rows_reference(inner: Tensor, choice: Choice, residual: Tensor, experts: Experts) -> Tensor:
+def contract_rows_reference(inner: Tensor, choice: ExpertChoice, residual: Tensor, experts: Experts) -> Tensor:
     out = residual.clone()
     for row, chosen in enumerate(choice.experts.tolist()):
         for slot, expert in enumerate(chosen):

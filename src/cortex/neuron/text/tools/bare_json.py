@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cortex.neuron.text.detect import PYTHON_TAG
+from cortex.neuron.text.output.detect import PYTHON_TAG
 from cortex.neuron.text.tools.call import CallReader
 from cortex.neuron.text.tools.json_call import JSONCallReader
 

@@ -24,7 +24,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class CallProgress:
     """What a piece of text added to a call."""
 
     name: str | None = None
@@ -35,16 +35,16 @@ class Progress:
     """The text that came after the call, once it is complete."""
 
 
-NOTHING_YET = Progress()
+NOTHING_YET = CallProgress()
 
 
 class CallReader(Protocol):
     """Reads one call from just after its opening. What it tells, arguments joined, does not depend on the split."""
 
-    def feed(self, text: str) -> Progress:
+    def feed(self, text: str) -> CallProgress:
         """Fed until it gives a rest. Raises NotACall as soon as that is clear, and never after it gave a name."""
 
-    def finish(self) -> Progress:
+    def finish(self) -> CallProgress:
         """No more text comes. Without a rest, a call that was begun has been cut off. Raises NotACall as `feed`."""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cortex.neuron.text.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, ToolSyntax
-from cortex.neuron.text.lark import LarkGrammar, literal
+from cortex.neuron.text.grammar.lark import LarkGrammar, literal
+from cortex.neuron.text.output.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, ToolSyntax
 from cortex.neuron.text.tools.qwen_xml import FUNCTION_CLOSE, FUNCTION_OPEN, PARAMETER_CLOSE, PARAMETER_OPEN
 from cortex.wire.requests import Tool
 

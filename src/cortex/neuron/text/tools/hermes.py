@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex.neuron.text.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN
+from cortex.neuron.text.output.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN
 from cortex.neuron.text.tools.call import CallReader
 from cortex.neuron.text.tools.json_call import JSONCallReader
 

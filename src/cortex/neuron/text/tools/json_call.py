@@ -15,7 +15,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Final
 
-from cortex.neuron.text.tools.call import NOTHING_YET, NotACall, Progress, call_from_json
+from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, NotACall, call_from_json
 from cortex.neuron.text.tools.json_object import ObjectScanner
 
 _MAX_HEAD_CHARACTERS: Final = 1024
@@ -57,26 +57,26 @@ class JSONCallReader:
         if begun:
             self._read_head(begun)
 
-    def feed(self, text: str) -> Progress:
+    def feed(self, text: str) -> CallProgress:
         match self._stage:
             case _Stage.HEAD:
                 return self._read_head(text)
             case _Stage.ARGUMENTS:
                 return self._read_arguments(text)
             case _Stage.AFTER_ARGUMENTS:
-                return Progress(rest=self._leave_arguments(text))
+                return CallProgress(rest=self._leave_arguments(text))
             case _Stage.MEMBERS:
-                return Progress(rest=self._skip_members(text))
+                return CallProgress(rest=self._skip_members(text))
             case _Stage.CLOSING:
-                return Progress(rest=self._close(text))
+                return CallProgress(rest=self._close(text))
 
-    def finish(self) -> Progress:
+    def finish(self) -> CallProgress:
         """An object whose closing marker was cut off, by a stop string say, is still a whole call."""
         if self._stage is _Stage.HEAD:
             raise NotACall
-        return NOTHING_YET if self._stage is _Stage.ARGUMENTS else Progress(rest="")
+        return NOTHING_YET if self._stage is _Stage.ARGUMENTS else CallProgress(rest="")
 
-    def _read_head(self, text: str) -> Progress:
+    def _read_head(self, text: str) -> CallProgress:
         if not self._head:
             text = text.lstrip()
             if not text:
@@ -95,9 +95,9 @@ class JSONCallReader:
         call = call_from_json("".join(self._object))
         self._check_name(call.name)
         self._stage = _Stage.CLOSING
-        return Progress(call.name, call.arguments_json, self._close(text[scanned.end :]))
+        return CallProgress(call.name, call.arguments_json, self._close(text[scanned.end :]))
 
-    def _announce(self, name: str, text: str, at: int) -> Progress:
+    def _announce(self, name: str, text: str, at: int) -> CallProgress:
         """The arguments begin at this character of `text`."""
         self._check_name(name)
         self._scanner.feed(text[:at])
@@ -116,12 +116,12 @@ class JSONCallReader:
         elif len(self._head) == _MAX_HEAD_CHARACTERS or not _UNDECIDED.fullmatch(self._head):
             raise NotACall
 
-    def _read_arguments(self, text: str) -> Progress:
+    def _read_arguments(self, text: str) -> CallProgress:
         scanned = self._scanner.feed(text, depth=1)
         if scanned.end is None:
-            return Progress(arguments=scanned.text)
+            return CallProgress(arguments=scanned.text)
         self._stage = _Stage.AFTER_ARGUMENTS
-        return Progress(arguments=scanned.text, rest=self._leave_arguments(text[scanned.end :]))
+        return CallProgress(arguments=scanned.text, rest=self._leave_arguments(text[scanned.end :]))
 
     def _leave_arguments(self, text: str) -> str | None:
         self._tail += text

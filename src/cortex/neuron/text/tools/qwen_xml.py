@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from cortex.neuron.text.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN
-from cortex.neuron.text.stops import held_suffix
-from cortex.neuron.text.tools.call import NOTHING_YET, CallReader, NotACall, Progress
+from cortex.neuron.text.output.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN
+from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, CallReader, NotACall
 from cortex.neuron.text.tools.values import is_text, schema_of, typed
 
 FUNCTION_OPEN: Final = "<function="
@@ -57,20 +57,20 @@ class _Reader:
         """The arguments' first character was told, and with it the name."""
         self._closed = False
 
-    def feed(self, text: str) -> Progress:
+    def feed(self, text: str) -> CallProgress:
         self._waiting += text
         had_begun = self._begun
         while not self._closed and self._advance():
             pass
         arguments, self._told = "".join(self._told), []
         name = self._name if self._begun and not had_begun else None
-        return Progress(name, arguments, self._rest() if self._closed else None)
+        return CallProgress(name, arguments, self._rest() if self._closed else None)
 
-    def finish(self) -> Progress:
+    def finish(self) -> CallProgress:
         """A closed function whose closing marker was cut off is still a call."""
         if not self._begun:
             raise NotACall
-        return Progress(rest="") if self._closed else NOTHING_YET
+        return CallProgress(rest="") if self._closed else NOTHING_YET
 
     def _rest(self) -> str | None:
         """What follows the call; None until it is clear whether its closing marker comes."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from cortex.neuron.text.stops import held_suffix
-from cortex.neuron.text.tools.call import CallReader, CallSyntax, NotACall, Progress
+from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.tools.call import CallProgress, CallReader, CallSyntax, NotACall
 from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
 
 _WHITE_SPACE: Final = " \t\r\n"
@@ -114,7 +114,7 @@ class CallScanner:
             return "".join(self._body)
         return self._tell(progress, events)
 
-    def _tell(self, progress: Progress, events: list[CallEvent]) -> str:
+    def _tell(self, progress: CallProgress, events: list[CallEvent]) -> str:
         """Returns what comes after the call, if it is over."""
         if progress.name is not None:
             self._announced = True

@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 from cortex.neuron.weights.errors import DownloadCorrupt, HubUnreachable
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import RemoteFile, raise_if_refused
-from cortex.neuron.weights.hub.transport import Answer, Interrupted, Transport
+from cortex.neuron.weights.hub.transport import HubResponse, Interrupted, Transport
 
 _CHUNK_BYTES: Final = 256 << 10
 # Content networks refuse to serve more than 50 GB in one answer.
@@ -152,6 +152,6 @@ class _Digest:
         return self._hash.hexdigest()
 
 
-def _range_start(answer: Answer) -> int | None:
+def _range_start(answer: HubResponse) -> int | None:
     match = re.match(r"bytes (\d{1,19})-", answer.header("content-range"))
     return int(match[1]) if match else None

@@ -12,7 +12,7 @@ from typing import Any, Final
 from cortex.neuron.weights.directory import parse_json_object
 from cortex.neuron.weights.errors import HubError, HubUnreachable, Malformed, NotOnHub
 from cortex.neuron.weights.hub.source import HubSource
-from cortex.neuron.weights.hub.transport import Answer, Interrupted, Transport
+from cortex.neuron.weights.hub.transport import HubResponse, Interrupted, Transport
 
 _MAX_LISTING_BYTES: Final = 64 << 20
 _NUM_ATTEMPTS: Final = 3
@@ -60,7 +60,7 @@ def fetch_listing(transport: Transport, source: HubSource) -> Listing:
     raise HubUnreachable(f"{transport.endpoint} cannot be reached ({reason}); check the network or HF_ENDPOINT")
 
 
-def raise_if_refused(answer: Answer, repository: str) -> None:
+def raise_if_refused(answer: HubResponse, repository: str) -> None:
     """Raise NotOnHub for the answers that trying again will not change."""
     code = answer.header("x-error-code")
     if code == "GatedRepo":

@@ -29,7 +29,7 @@ class Interrupted(Exception):
     """The exchange broke off; trying again may help."""
 
 
-class Answer:
+class HubResponse:
     """A response whose body is read piece by piece."""
 
     def __init__(self, response: http.client.HTTPResponse, transport: Transport) -> None:
@@ -91,7 +91,7 @@ class Transport:
         return Interrupted(str(error) or type(error).__name__)
 
     @contextmanager
-    def get(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
+    def get(self, url: str, headers: Mapping[str, str]) -> Iterator[HubResponse]:
         """The answer at the end of the redirects, whatever its status; raises Interrupted, Cancelled or HubError."""
         for _ in range(_MAX_REDIRECTS):
             with self._exchange(url, headers) as answer:
@@ -103,7 +103,7 @@ class Transport:
         raise HubError(f"{self.endpoint} redirects in circles; check the endpoint")
 
     @contextmanager
-    def _exchange(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
+    def _exchange(self, url: str, headers: Mapping[str, str]) -> Iterator[HubResponse]:
         self.check()
         connection, target, proxy_headers = self._connection(url)
         all_headers = {"user-agent": _USER_AGENT, "accept-encoding": "identity", **proxy_headers, **headers}
@@ -118,7 +118,7 @@ class Transport:
                 response = stack.enter_context(connection.getresponse())
             except _FAILURES as error:
                 raise self.interrupted(error) from error
-            yield Answer(response, self)
+            yield HubResponse(response, self)
 
     @contextmanager
     def _watched(self, open_socket: socket) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""The commands of `cortex`, one file each."""

@@ -1,0 +1,69 @@
+"""`cortex doctor`: look at everything that usually goes wrong, and say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from cortex.cli.client import DEFAULT_URL, GatewayClient, gateway_options
+from cortex.cli.commands import checks
+from cortex.cli.commands.checks import Finding, Severity
+from cortex.cli.failures import Command, ExitCode
+from cortex.cli.output import console, json_option, print_json
+
+_MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Severity.PROBLEM: ("✗", "bold red")}
+
+
+@click.command(cls=Command)
+@click.option("--config", type=click.Path(path_type=Path), help="The cortex.toml to check.")
+@gateway_options
+@json_option
+def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
+    """Check what usually goes wrong; say what to do.
+
+    Looks at versions, configuration, gateway, nodes, devices, ports, disk and cache. Exit code 1 when something must be
+    done. With --config, the gateway is looked for where that file says, unless --url names another place.
+    """
+    listens = checks.addresses(config)
+    if config is not None and gateway.url == DEFAULT_URL:
+        gateway = gateway.at(f"http://{listens[0]}")
+    findings = [
+        *checks.versions(),
+        *checks.engine(),
+        *checks.config(config),
+        *checks.gateway(gateway),
+        *checks.nodes(config),
+        *checks.devices(),
+        *checks.ports(listens),
+        *checks.disk(),
+        *checks.cache(),
+    ]
+    return report(findings, as_json)
+
+
+def report(findings: Iterable[Finding], as_json: bool) -> int:
+    """Print what was found; the exit code says whether something must be done."""
+    listed = list(findings)
+    if as_json:
+        print_json([asdict(finding) for finding in listed])
+    else:
+        show(listed, console())
+    return ExitCode.FAILED if any(finding.verdict is Severity.PROBLEM for finding in listed) else ExitCode.OK
+
+
+def show(findings: list[Finding], out: Console) -> None:
+    topic = ""
+    for finding in findings:
+        mark, style = _MARKS[finding.verdict]
+        label = finding.topic if finding.topic != topic else ""
+        topic = finding.topic
+        out.print(Text.assemble((f"{label:<10}", "bold"), (f"{mark} ", style), finding.what), soft_wrap=True)
+        if finding.remedy:
+            out.print(Text.assemble(" " * 12, ("→ ", style), finding.remedy), soft_wrap=True)
+    problems = sum(finding.verdict is Severity.PROBLEM for finding in findings)
+    out.print("\nnothing needs to be done" if not problems else f"\n{problems} to be put right", style="bold")

@@ -1,0 +1,60 @@
+"""`cortex models`: what clients may ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from cortex.cli.client import GatewayClient, gateway_options
+from cortex.cli.failures import Command
+from cortex.cli.output import console, json_option, print_json, state, table
+
+
+@click.command(cls=Command)
+@gateway_options
+@json_option
+def models(gateway: GatewayClient, as_json: bool) -> None:
+    """List what clients may ask for.
+
+    Models and aliases with their state, where they are (or could be), context length and abilities.
+    """
+    listed = gateway.get("/v1/models")["data"]
+    if as_json:
+        print_json(listed)
+        return
+    if not listed:
+        console().print("no models yet: start one with `cortex up MODEL`, or list some in models.toml")
+        return
+    rows = table("MODEL", "STATE", "WHERE", ">CONTEXT", "CAN")
+    for entry in listed:
+        rows.add_row(_name(entry), state(_state(entry)), _places(entry), _context(entry), _abilities(entry))
+    console().print(rows)
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return f"{entry['id']} → {entry['alias_of']}" if "alias_of" in entry else str(entry["id"])
+
+
+def _state(entry: dict[str, Any]) -> str:
+    if entry.get("loaded"):
+        return "ready"
+    statuses = [location["status"] for location in entry.get("locations", ())]
+    return statuses[0] if statuses else "cold"
+
+
+def _places(entry: dict[str, Any]) -> str:
+    """Where it is; where it could be, in parentheses, when it is nowhere."""
+    if here := [location["node"] for location in entry.get("locations", ())]:
+        return ", ".join(here)
+    possible = entry.get("feasible_on", ())
+    return f"({', '.join(possible)})" if possible else "fits nowhere"
+
+
+def _context(entry: dict[str, Any]) -> str:
+    tokens = (entry.get("limit") or {}).get("context")
+    return f"{tokens:,}" if tokens else ""
+
+
+def _abilities(entry: dict[str, Any]) -> str:
+    return " ".join(name for name, able in (entry.get("capabilities") or {}).items() if able)

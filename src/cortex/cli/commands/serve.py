@@ -1,0 +1,36 @@
+"""`cortex serve`: the gateway by itself, as a service runs it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from cortex.cli.failures import Command, CommandError, ExitCode
+
+
+@click.command(cls=Command)
+@click.option("--config", type=click.Path(path_type=Path), help="A cortex.toml; defaults without one.")
+@click.option("--workers", type=click.IntRange(1), help="Processes that serve requests, instead of gateway.workers.")
+def serve(config: Path | None, workers: int | None) -> None:
+    """Run the gateway until SIGTERM or Ctrl-C.
+
+    SIGHUP, or a change of the file, reloads the configuration.
+    """
+    import uvloop
+
+    from cortex.gateway.config import load
+    from cortex.gateway.ledger.store import StoreError
+    from cortex.gateway.server import CannotListen
+    from cortex.gateway.server import serve as serve_gateway
+
+    if workers is not None:
+        os.environ["CORTEX_GATEWAY__WORKERS"] = str(workers)  # where reloads find it too
+    try:
+        uvloop.run(serve_gateway(load(config, os.environ), config))
+    except CannotListen as error:
+        what, _, remedy = str(error).partition("; ")
+        raise CommandError(what, remedy, ExitCode.NO_ROOM) from error
+    except StoreError as error:
+        raise CommandError(str(error), "check [ledger] database in the configuration", ExitCode.CONFIG) from error

@@ -1,0 +1,164 @@
+"""`cortex status`: the fleet as a table."""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cortex.cli import fleet_view
+from cortex.cli.client import GatewayClient, gateway_options
+from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
+from cortex.cli.load_view import fraction_done
+from cortex.cli.output import bar, console, duration, json_option, print_json, size, state, table
+from cortex.wire.node import ModelState
+
+
+@click.command(cls=Command)
+@click.option("-w", "--watch", is_flag=True, help="Keep it on the screen and up to date, until Ctrl-C.")
+@click.option("--every", "interval_s", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds.")
+@gateway_options
+@json_option
+def status(watch: bool, interval_s: float, gateway: GatewayClient, as_json: bool) -> int:
+    """Show nodes, devices and models.
+
+    Devices come with their memory, models with their state and load progress. Exit code 1 when a node is down.
+    """
+    if watch and as_json:
+        raise CommandError("--watch and --json do not go together", "leave one out", ExitCode.USAGE)
+    if watch:
+        _watch(gateway, interval_s)
+        return ExitCode.OK
+    raw = gateway.get("/fleet/status")
+    fleet = fleet_view.parse(raw)
+    if as_json:
+        print_json(raw)
+    else:
+        console().print(render(fleet))
+    return ExitCode.OK if all(node.up for node in fleet.nodes) else ExitCode.FAILED
+
+
+def _watch(gateway: GatewayClient, interval_s: float) -> None:
+    with Live(console=console(), screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                shown: RenderableType = render(fleet_view.look(gateway))
+            except CommandError as error:
+                shown = Text(f"{error.message}; {error.remedy}", style="red")
+            live.update(Lines(shown, Text("\nCtrl-C to leave", style="dim")), refresh=True)
+            time.sleep(interval_s)
+
+
+def render(fleet: FleetView) -> RenderableType:
+    """The whole fleet, node by node."""
+    if not fleet.nodes:
+        return Text("no nodes: add some under [[neurons]] in cortex.toml, or start with `cortex up`")
+    return Lines(*(_node(node, fleet) for node in fleet.nodes), *_waiting(fleet))
+
+
+def _node(node: NodeView, fleet: FleetView) -> RenderableType:
+    if not node.up:
+        condition = Text.assemble(("down", "bold red"), f"  {node.problem or ''}")
+    elif node.draining:
+        condition = Text("going down, takes no new work", style="yellow")
+    else:
+        condition = Text.assemble(("up", "green"), f"  {node.problem or ''}")
+    kind = "" if node.kind == "neuron" else f"  ({node.kind} server)"
+    parts: list[RenderableType] = [Text.assemble((node.name, "bold"), kind, "  ", condition)]
+    if node.devices:
+        parts.append(Padding(_devices(node), (0, 0, 0, 2)))
+    if node.models:
+        parts.append(Padding(_models(node, fleet), (0, 0, 0, 2)))
+        parts += [
+            Padding(Text(f"{model.id}: {model.reason}", style="red"), (0, 0, 0, 2))
+            for model in node.models
+            if model.reason
+        ]
+    if node.cold_models:
+        parts.append(Padding(Text(f"can load: {', '.join(sorted(node.cold_models))}", style="dim"), (0, 0, 0, 2)))
+    return Padding(Lines(*parts), (0, 0, 1, 0))
+
+
+def _devices(node: NodeView) -> Table:
+    rows = table(">", "", "", ">", "")
+    rows.show_header = False
+    for device in node.devices:
+        used_bytes = device.total_bytes - device.free_bytes
+        others = f"{size(device.foreign_bytes)} not ours" if device.foreign_bytes > 1 << 30 else ""
+        rows.add_row(
+            str(device.index),
+            device.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
+            bar(used_bytes / device.total_bytes) if device.total_bytes else "",
+            f"{size(used_bytes)} of {size(device.total_bytes)}",
+            Text(others, style="dim"),
+        )
+    for column in rows.columns[2:]:
+        column.no_wrap = True
+    return rows
+
+
+def _models(node: NodeView, fleet: FleetView) -> Table:
+    rows = table("MODEL", "STATE", ">MEMORY", ">CONTEXT", "REQUESTS", ">TOK/S")
+    for model in node.models:
+        rows.add_row(
+            model.id,
+            _state(model),
+            _memory(model),
+            f"{model.context_tokens:,}" if model.context_tokens else "",
+            _requests(model, fleet.waiting.get(model.id, 0)),
+            f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",
+        )
+    # On a narrow terminal the name folds, state and requests wrap, and numbers stay whole.
+    rows.columns[0].overflow = "fold"
+    rows.columns[0].min_width = min(20, max(len(model.id) for model in node.models))
+    for number in (2, 3, 5):
+        rows.columns[number].no_wrap = True
+    return rows
+
+
+def _state(model: HeldModel) -> Text:
+    """`ready, pinned`, or `loading ██████▌  64% read, 3 s`."""
+    shown = state(str(model.state))
+    if model.pinned:
+        shown.append(", pinned")
+    fraction = None if model.state is ModelState.READY else fraction_done(model)
+    if fraction is not None and model.progress is not None:
+        shown = Text.assemble(shown, " ", bar(fraction, 8, "cyan"), f" {fraction:.0%} {model.progress.stage}")
+        if model.progress.eta_s is not None:
+            shown.append(f", {duration(model.progress.eta_s)}")
+    return shown
+
+
+def _requests(model: HeldModel, waiting_here: int) -> str:
+    """`3 running, 1 waiting`, or for how long nobody has asked."""
+    running = max(model.load.running, model.in_flight)
+    waiting = model.load.waiting + waiting_here
+    counts = [f"{running} running" if running else "", f"{waiting} waiting" if waiting else ""]
+    if model.state is ModelState.READY and not any(counts):
+        return f"idle {duration(model.idle_s)}" if model.idle_s >= 1 else "idle"
+    return ", ".join(filter(None, counts))
+
+
+def _memory(model: HeldModel) -> str:
+    if model.state is ModelState.ASLEEP:
+        return f"{size(model.host_bytes)} in RAM"
+    if model.measured_bytes is not None:
+        return size(model.measured_bytes)
+    return f"~{size(model.estimate_bytes)}" if model.estimate_bytes is not None else ""
+
+
+def _waiting(fleet: FleetView) -> list[Text]:
+    """Models that requests wait for and that are on no node yet."""
+    held = {model.id for node in fleet.nodes for model in node.models}
+    return [
+        Text(f"{count} waiting for {model}", style="yellow")
+        for model, count in fleet.waiting.items()
+        if count and model not in held
+    ]

@@ -1,0 +1,55 @@
+"""`cortex usage`: what was used, by whom, from the gateway's books."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.output import console, json_option, print_json, table
+from cortex.gateway.config import load
+from cortex.gateway.ledger.store import StoreError, open_store
+from cortex.gateway.ledger.usage_report import HEADER
+from cortex.gateway.ledger.usage_report import usage as read_usage
+
+DAY_S = 86400
+
+
+@click.command(cls=Command)
+@click.option("--by", type=click.Choice(["key", "model", "node", "day"]), default="key", show_default=True)
+@click.option("--days", type=click.FloatRange(0, min_open=True), default=30, show_default=True, help="How far back.")
+@click.option("--config", type=click.Path(path_type=Path), help="The gateway's cortex.toml.")
+@json_option
+def usage(by: Literal["key", "model", "node", "day"], days: float, config: Path | None, as_json: bool) -> None:
+    """Show requests and tokens by key, model, node or day.
+
+    Reads the gateway's books directly; it may run meanwhile.
+    """
+    database = load(config, os.environ).database(config.parent if config else Path.cwd())
+    if "://" not in database and not Path(database).exists():
+        raise CommandError(
+            f"there are no books at {database}",
+            "name the gateway's configuration with --config; books are kept once there are keys",
+            ExitCode.NOT_FOUND,
+        )
+    now = time.time()
+    try:
+        store = open_store(database)
+        rows = read_usage(store, group=by, since=now - days * DAY_S, until=now + 60)
+        store.close()
+    except StoreError as error:
+        raise CommandError(str(error), "check [ledger] database in cortex.toml", ExitCode.UNREACHABLE) from error
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        console().print(f"nothing was used in the last {days:g} days")
+        return
+    shown = table(by.upper(), *(f">{title.upper()}" for title in HEADER))
+    for row in rows:
+        shown.add_row(row.name, *row.cells())
+    console().print(shown)

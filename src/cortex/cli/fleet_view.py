@@ -1,0 +1,60 @@
+"""The gateway's `/fleet/status` as typed values. Fields this version does not know are ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from cortex.cli.client import GatewayClient
+from cortex.wire.node import ModelStatus, NodeValue
+
+
+class DeviceView(NodeValue, frozen=True, kw_only=True):
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    foreign_bytes: int = 0
+
+
+class HeldModel(ModelStatus, frozen=True, kw_only=True):
+    """A model on a node: what the node says, and what the gateway adds."""
+
+    in_flight: int = 0
+    pinned: bool = False
+
+
+class NodeView(NodeValue, frozen=True, kw_only=True):
+    name: str
+    kind: str
+    up: bool
+    draining: bool = False
+    problem: str | None = None
+    devices: tuple[DeviceView, ...] = ()
+    models: tuple[HeldModel, ...] = ()
+    cold_models: tuple[str, ...] = ()
+
+
+class FleetView(NodeValue, frozen=True, kw_only=True):
+    version: str
+    nodes: tuple[NodeView, ...]
+    waiting: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests that wait, by model."""
+
+    def places(self, model: str) -> Iterator[tuple[NodeView, HeldModel]]:
+        """Where a model is, in whatever state but cold."""
+        for node in self.nodes:
+            for held in node.models:
+                if held.id == model:
+                    yield node, held
+
+
+def look(gateway: GatewayClient) -> FleetView:
+    """The fleet now. Raises `CommandError`."""
+    return parse(gateway.get("/fleet/status"))
+
+
+def parse(value: Any) -> FleetView:
+    return msgspec.convert(value, FleetView)

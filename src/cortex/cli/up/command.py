@@ -1,0 +1,159 @@
+"""`cortex up`: a gateway and a neuron on this machine as one supervised command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from cortex.cli.cache import run_directory
+from cortex.cli.client import DEFAULT_URL
+from cortex.cli.failures import Command, CommandError, is_verbose
+from cortex.cli.up import run_files
+from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
+from cortex.cli.up.plan import UpPlan, distinct, overrides
+from cortex.cli.up.preflight import require_engine, require_free_ports
+from cortex.cli.up.readiness import wait_until_loaded
+from cortex.cli.up.run_files import Ports
+from cortex.cli.up.sources import ModelSource, parse_source
+from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
+from cortex.gateway.config import load
+from cortex.gateway.server import load_catalogue
+
+DEFAULT_PORTS = Ports(gateway=31313, metrics=31314, neuron=13131)
+ONE_MACHINE = {"gateway": {"listen": f"127.0.0.1:{DEFAULT_PORTS.gateway}"}}
+"""A gateway of its own is there for others to reach; this one is for who sits here, unless they say otherwise."""
+STOP_GRACE_S = run_files.DRAIN_S + 4.0
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--port", type=click.IntRange(1, 65535), help=f"Port of the API. [default: {DEFAULT_PORTS.gateway}]")
+@click.option(
+    "--metrics-port", type=click.IntRange(1, 65535), help=f"Port of the metrics. [default: {DEFAULT_PORTS.metrics}]"
+)
+@click.option(
+    "--neuron-port",
+    type=click.IntRange(1, 65535),
+    default=DEFAULT_PORTS.neuron,
+    show_default=True,
+    help="Port of the local neuron (loopback only).",
+)
+@click.option("--host", help="Address to listen on; 0.0.0.0 lets other machines in. [default: 127.0.0.1]")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="A cortex.toml to use; the local neuron joins its nodes."
+)
+def up(
+    models: tuple[str, ...],
+    port: int | None,
+    metrics_port: int | None,
+    neuron_port: int,
+    host: str | None,
+    config: Path | None,
+) -> None:
+    """Serve models from this machine until Ctrl-C.
+
+    Starts a gateway and a neuron as one supervised command.
+
+    \b
+    MODEL is a hub id, a model directory or a GGUF file; without one, a small demo model is fetched once.
+      cortex up
+      cortex up Qwen/Qwen3-0.6B
+      cortex up ./my-model-dir ./other.gguf --port 8000
+    """
+    console = Console(highlight=False)
+    require_engine()
+    settings = load(config, os.environ, defaults=ONE_MACHINE)
+    load_catalogue(settings, config)
+    listen, metrics = settings.gateway.listen, settings.gateway.metrics_listen
+    ports = Ports(
+        gateway=port or listen.port,
+        metrics=metrics_port or (metrics.port if metrics else DEFAULT_PORTS.metrics),
+        neuron=neuron_port,
+    )
+    host = host or listen.host
+    require_free_ports(host, ports)
+    sources = distinct(parse_source(text) for text in models)
+    if not sources:
+        sources = (ModelSource(SMOLLM2.id, str(ensure_demo_model(console))),)
+    folder = run_directory(ports.gateway)
+    plan = UpPlan(
+        host=host,
+        ports=ports,
+        models=sources,
+        config=config.absolute() if config else folder / "cortex.toml",
+        folder=folder,
+        environment={**os.environ, **overrides(settings, host, ports)},
+    )
+    run_files.write(
+        folder,
+        {
+            "cortex.toml": run_files.gateway_config(host, ports),
+            "models.toml": run_files.catalogue(sources),
+            "neuron.toml": run_files.neuron_config(ports, sources),
+        },
+    )
+    supervise(console, plan)
+
+
+def supervise(console: Console, plan: UpPlan) -> None:
+    """Start both programs, wait until the models answer, and stay until a signal or a death."""
+    started = time.monotonic()
+    with ProcessSupervisor(STOP_GRACE_S) as supervisor:
+        try:
+            for name, config in (("neuron", plan.folder / "neuron.toml"), ("gateway", plan.config)):
+                command = [sys.executable, "-m", f"cortex.{name}", "--config", str(config)]
+                log = None if is_verbose() else plan.folder / f"{name}.log"
+                supervisor.start(name, command, log, plan.environment)
+            if wait_until_loaded(console, plan, supervisor):
+                say_ready(console, plan, time.monotonic() - started)
+                while supervisor.wait(3600):
+                    pass
+        except ChildDied as death:
+            raise fault_of(death) from death
+        if supervisor.stopping:
+            console.print("stopping")
+
+
+def fault_of(death: ChildDied) -> CommandError:
+    """A child's end as the user should read it, in the child's own last words."""
+    child = death.child
+    told = child.last_words()
+    reason = told[0].removeprefix("cortex: ").removeprefix("neuron: ") if told else ending(child.process.returncode)
+    where = f"its log is {child.log}" if child.log else "its log is above"
+    return CommandError(f"the {child.name} ended by itself: {reason}", where)
+
+
+def ending(code: int) -> str:
+    """What a process's exit code says."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def say_ready(console: Console, plan: UpPlan, seconds: float) -> None:
+    names = ", ".join(model.id for model in plan.models)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": plan.models[0].id, "messages": question, "max_tokens": 64}
+    curl = f"curl {plan.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
+    console.print(f"[bold green]ready[/bold green] after {seconds:.1f} s: {names} at {plan.url}", soft_wrap=True)
+    console.print(f"\n  {curl}\n", soft_wrap=True, markup=False)
+    where = "" if plan.url == DEFAULT_URL else f" --url {plan.url}"
+    console.print(f"  chat     {program()} chat{where}", soft_wrap=True)
+    console.print(f"  metrics  {plan.metrics_url}", soft_wrap=True)
+    console.print(f"  logs     {plan.folder}", soft_wrap=True)
+    console.print("\nCtrl-C ends everything.")
+
+
+def program() -> str:
+    """How the user called us, so that the line we print works when it is pasted."""
+    called = sys.argv[0]
+    if Path(called).name != "cortex" or shutil.which("cortex") == str(Path(called).absolute()):
+        return "cortex"
+    return called

@@ -1,0 +1,76 @@
+"""What `cortex up` has decided before it starts anything. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cortex.cli.failures import CommandError, ExitCode
+from cortex.cli.up import run_files
+from cortex.cli.up.run_files import Ports
+from cortex.cli.up.sources import ModelSource
+from cortex.gateway.config import Config
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class UpPlan:
+    """Everything decided before anything is started."""
+
+    host: str
+    ports: Ports
+    models: tuple[ModelSource, ...]
+    config: Path
+    """The gateway's file: the user's own, or the one in `folder`."""
+    folder: Path
+    environment: Mapping[str, str]
+    """What the children see: ours, plus the overrides that tie the two programs together."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{run_files.address(reachable(self.host), self.ports.gateway)}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{run_files.address(reachable(self.host), self.ports.metrics)}/metrics"
+
+    @property
+    def neuron_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports.neuron}"
+
+
+def distinct(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
+    """The models, each under a name of its own."""
+    found: dict[str, ModelSource] = {}
+    for model in sources:
+        other = found.setdefault(model.id, model)
+        if other != model:
+            raise CommandError(
+                f"{other.source} and {model.source} would both be called {model.id}", "rename one", ExitCode.USAGE
+            )
+    return tuple(found.values())
+
+
+def overrides(settings: Config, host: str, ports: Ports) -> dict[str, str]:
+    """Settings that must win over any file and over the shell's own: the ports asked for, and the local node."""
+    environment = {
+        "CORTEX_GATEWAY__LISTEN": run_files.address(host, ports.gateway),
+        "CORTEX_GATEWAY__METRICS_LISTEN": run_files.address(host, ports.metrics),
+        "NEURON_LISTEN": run_files.address("127.0.0.1", ports.neuron),
+        "NEURON_PORT": str(ports.neuron),
+    }
+    endpoints = [urlsplit(neuron.endpoint) for neuron in settings.neurons]
+    if not any(e.hostname in _LOOPBACK and e.port == ports.neuron for e in endpoints):
+        taken = {neuron.name for neuron in settings.neurons}
+        name = next(name for name in (run_files.LOCAL_NODE, *map("local-{}".format, range(2, 99))) if name not in taken)
+        environment[f"CORTEX_NEURONS__{len(settings.neurons)}__NAME"] = name
+        environment[f"CORTEX_NEURONS__{len(settings.neurons)}__ENDPOINT"] = f"http://127.0.0.1:{ports.neuron}"
+    return environment
+
+
+def reachable(host: str) -> str:
+    """The address a client on this machine uses for a listener on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)

@@ -1,0 +1,71 @@
+"""The configuration files that `cortex up` writes for its two programs. Pure: values in, TOML text out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cortex.cli.up.sources import ModelSource
+
+LOCAL_NODE = "local"
+DRAIN_S = 1.5
+"""At a keyboard, Ctrl-C waits for an answer that is nearly done, not for a long one."""
+
+_HEADER = "# Written by `cortex up` at every start; changes here are lost. Give your own file with --config.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    gateway: int
+    metrics: int
+    neuron: int
+
+
+def _text(value: str) -> str:
+    """A TOML basic string; JSON's escapes are a subset of TOML's, once DEL is escaped too."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def address(host: str, port: int) -> str:
+    """`host:port` as configuration wants it; IPv6 hosts in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def gateway_config(host: str, ports: Ports) -> str:
+    """`cortex.toml` of a gateway with the local neuron as its only node."""
+    return f"""{_HEADER}
+[gateway]
+listen = {_text(address(host, ports.gateway))}
+metrics_listen = {_text(address(host, ports.metrics))}
+models = "models.toml"
+drain_s = {DRAIN_S}
+poll_interval_s = 0.25
+
+[[neurons]]
+name = {_text(LOCAL_NODE)}
+endpoint = {_text(f"http://127.0.0.1:{ports.neuron}")}
+"""
+
+
+def catalogue(models: Sequence[ModelSource]) -> str:
+    """`models.toml`: the models of the command line, so that the gateway can bring them back after an eviction."""
+    entries = [f"[[models]]\nid = {_text(model.id)}\nsource = {_text(model.source)}\n" for model in models]
+    return "\n".join([_HEADER, *entries])
+
+
+def neuron_config(ports: Ports, models: Sequence[ModelSource]) -> str:
+    """`neuron.toml`: loopback only, with the models of the command line as what it loads at start."""
+    entries = [
+        f"[[default_models]]\nmodel_id = {_text(model.id)}\nsource = {_text(model.source)}\n" for model in models
+    ]
+    head = f"{_HEADER}\nlisten = {_text(address('127.0.0.1', ports.neuron))}\ndrain_s = {DRAIN_S}\n"
+    return "\n".join([head, *entries])
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    """Put `files` into `folder`, which is made when absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,49 @@
+"""What a user may call a model on the command line: a hub id, a model directory or a GGUF file."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cortex.cli.failures import CommandError, ExitCode
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PATH_PREFIXES = ("/", "./", "../", "~")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    id: str
+    """What clients call it."""
+    source: str
+    """Where a node finds it: a hub id or an absolute path."""
+
+
+def parse_source(text: str) -> ModelSource:
+    """Raises `CommandError` when `text` is neither a readable path nor shaped like a hub id."""
+    path = Path(text).expanduser()
+    if path.exists():
+        return _local(path)
+    if text.startswith(_PATH_PREFIXES) or text.endswith(".gguf"):
+        raise CommandError(f"no model file or directory at {path}", "check the path", ExitCode.USAGE)
+    if _HUB_ID.fullmatch(text):
+        return ModelSource(text, text)
+    raise CommandError(
+        f"{text!r} is neither a path nor a hub id", "write ./model-dir, ./model.gguf or owner/name", ExitCode.USAGE
+    )
+
+
+def _local(path: Path) -> ModelSource:
+    if not os.access(path, os.R_OK):
+        raise CommandError(f"cannot read {path}", f"give yourself access: chmod u+r {path}", ExitCode.USAGE)
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            ggufs = sorted(path.glob("*.gguf"))
+            remedy = f"name one of its files: {ggufs[0]}" if ggufs else "name one with config.json and weights"
+            raise CommandError(f"{path} is not a model directory (no config.json in it)", remedy, ExitCode.USAGE)
+        return ModelSource(path.resolve().name, str(path.resolve()))
+    if path.suffix != ".gguf":
+        raise CommandError(f"{path} is not a GGUF file", "name a .gguf file or a model directory", ExitCode.USAGE)
+    return ModelSource(path.stem, str(path.resolve()))

@@ -1,0 +1,1 @@
+"""The gateway's own routes: control, the list of models, metrics."""

@@ -1,0 +1,139 @@
+"""Carries out what the dispatcher orders: loads, unloads and polls, each a task of its own per (model, node)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+from cortex.gateway.dispatch.node_client import NodeClient
+from cortex.gateway.dispatch.poller import Poller
+from cortex.gateway.metrics import Metrics
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UpstreamUnavailable
+from cortex.wire.node import LoadRequest, ModelStatus, UnloadRequest
+
+log = logging.getLogger(__name__)
+
+UNLOAD_TIMEOUT_S = 180.0
+"""Running requests may end first; a node that takes longer is not going to."""
+RECYCLE_TIMEOUT_S = 60.0
+"""A worker that does not leave by itself is killed by its node long before."""
+
+
+class Outcomes(Protocol):
+    """Hears how orders ended."""
+
+    def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> None: ...
+
+    def unload_ended(self, node: str, model: str, error: CortexError | None) -> None: ...
+
+    def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
+
+
+class NodeEffects:
+    """The dispatcher's `Effects` on real nodes. Single-flight by construction: the dispatcher orders once."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, NodeClient],
+        pollers: Mapping[str, Poller],
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._nodes = nodes
+        self._pollers = pollers
+        self._metrics = metrics
+        self._clock = clock
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        self.outcomes: Outcomes | None = None
+        """Set once, before the first order; dispatcher and lifecycle know each other."""
+
+    def load(self, node: str, request: LoadRequest) -> None:
+        self._metrics.cold_starts.labels(request.model_id, node).inc()
+        self._start(node, f"load {request.model_id} on {node}", self._load(node, request))
+
+    def unload(self, node: str, request: UnloadRequest, cause: str) -> None:
+        if cause == "evicted":
+            self._metrics.evictions.labels(request.model_id, node).inc()
+        self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request))
+
+    def recycle(self, node: str, devices: tuple[int, ...]) -> None:
+        self._start(node, f"recycle the workers of {node}", self._recycle(node, devices))
+
+    def abandon(self, node: str) -> None:
+        for task in [task for task, name in self._tasks.items() if name == node]:
+            task.cancel()
+
+    def look(self, node: str) -> None:
+        poller = self._pollers.get(node)
+        if poller is not None:
+            poller.nudge()
+
+    async def close(self) -> None:
+        """Stop waiting for what was ordered; nodes finish it by themselves."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, node: str, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks[task] = node
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            log.error("%s failed unexpectedly", task.get_name(), exc_info=problem)
+
+    async def _load(self, node: str, request: LoadRequest) -> None:
+        assert self.outcomes is not None
+        began = self._clock()
+        result: ModelStatus | CortexError
+        try:
+            result = await self._nodes[node].load(request)
+            self._metrics.load_seconds.labels(request.model_id, node).observe(self._clock() - began)
+        except UpstreamFault as fault:
+            result = UpstreamUnavailable(str(fault))
+        except CortexError as error:
+            result = InsufficientCapacity(error.message) if _is_out_of_memory(error) else error
+        # What the load took, or left behind, belongs to the next decision.
+        await self._poll(node)
+        self.outcomes.load_ended(node, request.model_id, result)
+
+    async def _unload(self, node: str, request: UnloadRequest) -> None:
+        assert self.outcomes is not None
+        error: CortexError | None = None
+        try:
+            await self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S)
+        except UpstreamFault as fault:
+            error = UpstreamUnavailable(str(fault))
+        except CortexError as problem:
+            error = problem
+        await self._poll(node)
+        self.outcomes.unload_ended(node, request.model_id, error)
+
+    async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
+        assert self.outcomes is not None
+        client = self._nodes[node]
+        result: tuple[int, ...] | CortexError
+        try:
+            result = tuple([index for index in devices if await client.recycle(index, timeout_s=RECYCLE_TIMEOUT_S)])
+        except UpstreamFault as fault:
+            result = UpstreamUnavailable(str(fault))
+        except CortexError as error:
+            result = error
+        await self._poll(node)
+        self.outcomes.recycle_ended(node, result)
+
+    async def _poll(self, node: str) -> None:
+        poller = self._pollers.get(node)
+        if poller is not None:
+            await poller.poll()
+
+
+def _is_out_of_memory(error: CortexError) -> bool:
+    if isinstance(error, InsufficientCapacity):
+        return True
+    return isinstance(error, LoadFailed) and "out of memory" in error.message.lower()

@@ -1,0 +1,63 @@
+"""What was decided and what happened, kept for a while: behind `/fleet/decisions`, `/fleet/events` and `explain`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from cortex.fleet import explain
+from cortex.fleet.decision import Decision
+
+log = logging.getLogger(__name__)
+
+MAX_DECISIONS = 256
+
+Subscriber = Callable[[dict[str, Any]], None]
+
+
+class EventLog:
+    """Owned by the loop. Subscribers are called at once and must not raise."""
+
+    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=MAX_DECISIONS)
+        self._last: dict[str, tuple[object, ...]] = {}
+        self._subscribers: set[Subscriber] = set()
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """Newest first."""
+        return list(reversed(self._decisions))
+
+    def decided(self, decision: Decision) -> None:
+        """Keep a decision, once: the same outcome for the same reasons again is not news."""
+        verdicts = tuple((each.node, each.verdict) for each in decision.assessments)
+        gist = (decision.action, decision.node, decision.victims, verdicts)
+        if self._last.get(decision.model_id) == gist:
+            return
+        self._last[decision.model_id] = gist
+        record = explain.as_json(decision) | {"at": self._wall_clock()}
+        self._decisions.append(record)
+        log.info(record["outcome"], extra={"model": decision.model_id, "action": decision.action})
+        self._publish({"kind": "decision", **record})
+
+    def settled(self, model: str) -> None:
+        """The model's situation changed: its next decision is news even if it reads the same."""
+        self._last.pop(model, None)
+
+    def happened(self, kind: str, **fields: Any) -> None:
+        """Tell subscribers that something changed in the fleet."""
+        log.info(kind.replace("_", " "), extra=fields)
+        self._publish({"kind": kind, "at": self._wall_clock(), **fields})
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` with every event until the returned function is called."""
+        self._subscribers.add(subscriber)
+        return lambda: self._subscribers.discard(subscriber)
+
+    def _publish(self, event: dict[str, Any]) -> None:
+        for subscriber in tuple(self._subscribers):
+            subscriber(event)

@@ -1,0 +1,98 @@
+"""Asks one node how it is, again and again, and says what it heard. Judging is the listener's business."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from cortex.gateway.dispatch.node_client import NodeClient
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.wire.errors import CortexError
+from cortex.wire.node import Capabilities, Dialect, Discovery, Health, ModelState, ModelStatus
+
+log = logging.getLogger(__name__)
+
+FOREIGN_DIALECTS: tuple[Dialect, ...] = ("openai_chat", "openai_completions")
+"""What any OpenAI-compatible server speaks."""
+
+REDISCOVER_EVERY = 60
+"""Polls between two looks at what hardware a node has."""
+
+
+class Listener(Protocol):
+    """Hears about nodes. Called on the loop's thread; must not raise."""
+
+    def observed(self, node: str, discovery: Discovery, health: Health) -> None:
+        """The node answered."""
+
+    def missed(self, node: str, why: str) -> None:
+        """The node did not answer one poll."""
+
+
+class Poller:
+    """Polls `client` every `interval_s`, or at once when nudged, until cancelled. Owns its task."""
+
+    def __init__(self, client: NodeClient, listener: Listener, interval_s: float) -> None:
+        self._client = client
+        self._listener = listener
+        self._interval_s = interval_s
+        self._discovery: Discovery | None = None
+        self._uptime_s = 0.0
+        self._num_polls = 0
+        self._nudge = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"poll {self._client.name}")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def nudge(self) -> None:
+        """Something happened there: look again now rather than at the next interval."""
+        self._nudge.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._nudge.clear()
+            await self.poll()
+            try:
+                async with asyncio.timeout(self._interval_s):  # unlike `wait_for`, never swallows a cancellation
+                    await self._nudge.wait()
+            except TimeoutError:
+                pass
+
+    async def poll(self) -> None:
+        """One round. Reports either an observation or a miss."""
+        try:
+            discovery, health = await (self._ask() if self._client.section.kind == "neuron" else self._ask_foreign())
+        except (UpstreamFault, CortexError) as problem:
+            self._discovery = None
+            self._listener.missed(self._client.name, str(problem))
+        else:
+            self._listener.observed(self._client.name, discovery, health)
+
+    async def _ask(self) -> tuple[Discovery, Health]:
+        health = await self._client.health()
+        restarted = health.uptime_s < self._uptime_s
+        if self._discovery is None or restarted or self._num_polls % REDISCOVER_EVERY == 0:
+            self._discovery = await self._client.discovery()
+        self._uptime_s = health.uptime_s
+        self._num_polls += 1
+        return self._discovery, health
+
+    async def _ask_foreign(self) -> tuple[Discovery, Health]:
+        """A foreign server looks like a node without devices whose models are always ready."""
+        models = await self._client.foreign_models()
+        capable = Capabilities(tools=True, embeddings=True)
+        statuses = tuple(
+            ModelStatus(id=model.id, state=ModelState.READY, context_tokens=model.context_tokens, capabilities=capable)
+            for model in models
+        )
+        discovery = Discovery(
+            host=self._client.name, os="", version="", devices=(), harnesses=(), dialects=FOREIGN_DIALECTS
+        )
+        return discovery, Health(status="ok", uptime_s=0.0, devices=(), models=statuses)

@@ -1,0 +1,85 @@
+"""Requests that wait for a model, in the order in which they came."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from cortex.fleet.decision import Origin
+from cortex.fleet.queueing import Waiting
+from cortex.gateway.dispatch.leases import PendingRequest
+from cortex.wire.errors import Overloaded
+
+
+class Queues:
+    """First come, first served, for each model by itself. Owned by the dispatcher; delivers nothing itself.
+
+    A model has a queue while somebody waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.max_waiting = 0
+        """Requests that may wait for one model."""
+        self.max_wait_s = 0.0
+        self._pending: dict[str, deque[PendingRequest]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def __contains__(self, model: str) -> bool:
+        return model in self._pending
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Those that somebody waits for."""
+        return tuple(self._pending)
+
+    @property
+    def depths(self) -> dict[str, int]:
+        return {model: len(queue) for model, queue in self._pending.items()}
+
+    def join(self, pending: PendingRequest) -> bool:
+        """Wait; True where that may change what is decided for the model. Raises Overloaded when too many do."""
+        queue = self._pending.get(pending.model, ())
+        if len(queue) >= self.max_waiting:
+            raise Overloaded(
+                f"{len(queue)} requests already wait for {pending.model}; try again later, or raise max_waiting.",
+                retry_after_s=10.0,
+            )
+        is_news = all(other.origin == "background" for other in queue)
+        self._pending.setdefault(pending.model, deque()).append(pending)
+        return is_news
+
+    def leave(self, pending: PendingRequest) -> None:
+        """Wait no more, served or not; no-op for one that does not wait."""
+        queue = self._pending.get(pending.model)
+        if queue is not None and pending in queue:
+            queue.remove(pending)
+            if not queue:
+                del self._pending[pending.model]
+
+    def first(self, model: str) -> PendingRequest | None:
+        """Whose turn it is; it goes on waiting."""
+        queue = self._pending.get(model)
+        return queue[0] if queue else None
+
+    def overdue(self, now: float) -> Iterator[PendingRequest]:
+        """Take out, one by one, those who have waited too long."""
+        for model in self.models:
+            while (pending := self.first(model)) is not None and now - pending.since >= self.max_wait_s:
+                self.leave(pending)
+                yield pending
+
+    def dismiss(self, model: str) -> Iterable[PendingRequest]:
+        """Take out everybody who waits for `model`."""
+        return self._pending.pop(model, ())
+
+    def waiting(self) -> list[Waiting]:
+        """The queues as they count in a decision."""
+        return [_waiting(model, queue) for model, queue in self._pending.items()]
+
+
+def _waiting(model: str, queue: deque[PendingRequest]) -> Waiting:
+    origins: set[Origin] = {pending.origin for pending in queue}
+    origin: Origin = "operator" if "operator" in origins else "request" if "request" in origins else "background"
+    return Waiting(model_id=model, since=queue[0].since, count=len(queue), origin=origin)

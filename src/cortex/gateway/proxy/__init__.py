@@ -1,0 +1,1 @@
+"""One inference request, from the client's bytes to its usage record."""

@@ -1,0 +1,174 @@
+"""What is kept of one inference request, and told of it when it is over: its bill, counters, span and log line."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.services import Services
+from cortex.http.relay import Outcome
+from cortex.telemetry import UNTRACED, Span
+from cortex.wire.events import Usage
+
+log = logging.getLogger("cortex.access")
+
+STATUS_CODE = "http.response.status_code"
+BYTES_PER_TOKEN = 4
+BYTES_PER_STREAMED_TOKEN = 200
+"""An event that carries one token, with its envelope."""
+
+
+class RequestAccounting:
+    """Written by the passage as it goes, closed by it exactly once."""
+
+    __slots__ = (
+        "_admitted",
+        "_id",
+        "_num_request_bytes",
+        "_route",
+        "_services",
+        "_span",
+        "_started_at",
+        "_stream",
+        "error_code",
+        "first_data_at",
+        "num_attempts",
+        "overhead_s",
+        "status",
+    )
+
+    def __init__(
+        self,
+        services: Services,
+        route: Route,
+        admitted: AdmittedRequest,
+        id: bytes,
+        span: Span,
+        *,
+        num_request_bytes: int,
+        stream: bool,
+    ) -> None:
+        self._services = services
+        self._route = route
+        self._admitted = admitted
+        self._id = id
+        self._span = span
+        self._num_request_bytes = num_request_bytes
+        self._stream = stream
+        self._started_at = services.clock()
+        self.status = 0
+        """As the client saw it, or would have; 0 before there is one."""
+        self.error_code: str | None = None
+        self.num_attempts = 0
+        """Nodes it was sent to."""
+        self.overhead_s: float | None = None
+        """What the gateway itself took to send it the first time."""
+        self.first_data_at: float | None = None
+
+    def sent(self, lease: Lease) -> None:
+        """It goes to a node now."""
+        if self.overhead_s is None:
+            self.overhead_s = self._services.clock() - self._started_at - lease.waited_s
+        self.num_attempts += 1
+
+    def failed_at(self, lease: Lease) -> None:
+        """A node did not serve it; another may."""
+        self._services.metrics.retries.labels(self._admitted.model, lease.node).inc()
+
+    def close(self, lease: Lease | None, outcome: Outcome, told: Usage | None, num_answer_bytes: int) -> None:
+        """The answer is over. `lease` is the last node's, `told` what the answer itself says it cost."""
+        services = self._services
+        now = services.clock()
+        node = lease.node if lease is not None else ""
+        left = outcome is Outcome.CLIENT_LEFT
+        has_answer = self.first_data_at is not None and self.status < 400 and self._route.generates
+        guess = self._guess(num_answer_bytes) if has_answer else None
+        usage = told if has_answer else None
+        if left and usage is None and lease is not None and lease.has_lifecycle and self._route.generates:
+            services.disconnected_usage.ask(
+                services.nodes.get(node), self._id.decode(), guess, partial(self._settle, node)
+            )
+        else:
+            usage = usage or guess
+            self._settle(node, usage)
+        if left:
+            services.metrics.disconnects.labels(self._phase()).inc()
+        if failure := self._failure():
+            services.metrics.errors.labels(self._admitted.model, node, failure).inc()
+        if node:
+            self._count(node, now, usage)
+        if self._span is not UNTRACED:
+            self._end_span(node, outcome, usage)
+        if services.config.access_log:
+            self._log(node, now, outcome, usage)
+
+    def _guess(self, num_answer_bytes: int) -> Usage:
+        """What an answer that does not say so cost, roughly, from its size: it is never free."""
+        return Usage(
+            prompt_tokens=self._num_request_bytes // BYTES_PER_TOKEN,
+            completion_tokens=num_answer_bytes // (BYTES_PER_STREAMED_TOKEN if self._stream else BYTES_PER_TOKEN),
+        )
+
+    def _settle(self, node: str, usage: Usage | None) -> None:
+        """Settle with what was used, as soon as that is known."""
+        model, hold = self._admitted.model, self._admitted.hold
+        hold.settle(usage, model=model, node=node, request_id=self._id.decode())
+        if usage is not None:
+            self._services.metrics.spend(model, hold.principal).add(usage)
+
+    def _phase(self) -> str:
+        if self.first_data_at is not None:
+            return "decode"
+        return "prefill" if self.num_attempts else "wait"
+
+    def _failure(self) -> str | None:
+        return self.error_code or (f"status_{self.status}" if self.status >= 400 else None)
+
+    def _count(self, node: str, now: float, usage: Usage | None) -> None:
+        metrics = self._services.metrics
+        traffic = metrics.traffic(self._admitted.model, node)
+        traffic.num_requests += 1
+        traffic.duration.observe(now - self._started_at)
+        if self.overhead_s is not None:
+            metrics.overhead.observe(self.overhead_s)
+        # A whole answer's first byte is its last token's: only streams show when the first one came.
+        first = self.first_data_at if self._stream else None
+        if first is not None:
+            traffic.first_token.observe(first - self._started_at)
+        if usage is not None:
+            later_tokens = usage.completion_tokens - 1
+            if first is not None and now > first and later_tokens > 0:
+                traffic.speed.observe(later_tokens / (now - first))
+
+    def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
+        attributes: dict[str, str | int | float] = {
+            "cortex.request_id": self._id.decode(),
+            "cortex.principal": self._admitted.hold.principal,
+            "cortex.node": node,
+            "cortex.outcome": outcome.value,
+            "cortex.attempts": self.num_attempts,
+            "gen_ai.request.model": self._admitted.model,
+            STATUS_CODE: self.status,
+        }
+        if usage is not None:
+            attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        self._span.end(attributes, error=self._failure())
+
+    def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
+        fields = {
+            "request_id": self._id.decode(),
+            "principal": self._admitted.hold.principal,
+            "model": self._admitted.model,
+            "node": node,
+            "route": self._route.path.decode(),
+            "status": self.status,
+            "outcome": outcome.value,
+            "duration_ms": round(1000 * (now - self._started_at), 1),
+        }
+        if usage is not None:
+            fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+        log.info("request", extra=fields)

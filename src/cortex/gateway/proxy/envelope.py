@@ -1,0 +1,168 @@
+"""The few fields of a request body that the gateway reads, and the model's name where an alias stood.
+
+Only the fields that routing and metering need are decoded; the rest stays bytes. Each dialect has an envelope with
+the limits that its own parser on the node honours, so that no field of another dialect can stand in for them.
+Replacing the name leaves every other value byte for byte as the client wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Raw
+
+from cortex.gateway.ledger.limits import DEFAULT_COMPLETION_TOKENS
+from cortex.wire.body import MAX_MODEL_NAME
+from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel, shorten
+from cortex.wire.node import Dialect
+from cortex.wire.sampling import MAX_CHOICES
+
+PREFIX_BYTES = 4096
+"""How much of the conversation's start identifies it for prefix affinity."""
+MAX_COMPLETION_TOKENS = 2**31 - 1
+MAX_PROMPTS = 1024
+"""Prompts in the list of one completions request, which foreign servers take."""
+
+ABSENT = Raw()
+_LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
+
+CompletionLimit = Annotated[int, Meta(ge=1, le=MAX_COMPLETION_TOKENS)]
+ChoiceCount = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """What every inference body may carry, whatever its dialect. As it is: one that generates nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    system: Raw = ABSENT
+    instructions: Raw = ABSENT
+    messages: Raw = ABSENT
+    prompt: Raw = ABSENT
+    input: Raw = ABSENT
+
+    @property
+    def completion_limit(self) -> int | None:
+        """The most tokens that the client lets the model generate for one choice; None where it sets no limit."""
+        return 0
+
+    @property
+    def num_choices(self) -> int:
+        """How many completions are generated for the request."""
+        return 1
+
+    def leading_bytes(self) -> bytes:
+        """The start of the conversation: what two requests of one session have in common."""
+        parts = (self.system, self.instructions, self.messages, self.prompt, self.input)
+        return b"".join(bytes(part)[:PREFIX_BYTES] for part in parts)[:PREFIX_BYTES]
+
+
+class _MessagesEnvelope(Envelope, frozen=True):
+    max_tokens: CompletionLimit | None = None
+
+    @property
+    def completion_limit(self) -> int | None:
+        return self.max_tokens
+
+
+class _ResponsesEnvelope(Envelope, frozen=True):
+    max_output_tokens: CompletionLimit | None = None
+
+    @property
+    def completion_limit(self) -> int | None:
+        return self.max_output_tokens
+
+
+class _CompletionsEnvelope(Envelope, frozen=True):
+    max_tokens: CompletionLimit | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
+    n: ChoiceCount | None = None
+    best_of: ChoiceCount | None = None
+
+    @property
+    def completion_limit(self) -> int | None:
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return max(self.min_tokens, DEFAULT_COMPLETION_TOKENS) if self.min_tokens else None
+
+    @property
+    def num_choices(self) -> int:
+        """`best_of` candidates are generated even where only `n` of them are returned."""
+        return max(self.n or 1, self.best_of or 1) * _num_prompts(bytes(self.prompt))
+
+
+class _ChatEnvelope(_CompletionsEnvelope, frozen=True):
+    max_completion_tokens: CompletionLimit | None = None
+
+    @property
+    def completion_limit(self) -> int | None:
+        """The larger of the two fields: a node prefers the newer one, a foreign server may know only the older."""
+        given = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
+        return max(given) if given else super().completion_limit
+
+    @property
+    def num_choices(self) -> int:
+        return max(self.n or 1, self.best_of or 1)
+
+
+_Prompts = msgspec.defstruct(
+    "_Prompts", [(f"prompt_{index}", Raw, ABSENT) for index in range(MAX_PROMPTS + 1)], array_like=True
+)
+"""The first items of an array. Unlike a list, decoding it costs no memory for the items beyond."""
+
+_prompts_decoder = msgspec.json.Decoder(_Prompts)
+_plain_decoder = msgspec.json.Decoder(Envelope)
+_decoders: dict[Dialect, msgspec.json.Decoder[Envelope]] = {
+    "openai_chat": msgspec.json.Decoder[Envelope](_ChatEnvelope),
+    "openai_completions": msgspec.json.Decoder[Envelope](_CompletionsEnvelope),
+    "openai_responses": msgspec.json.Decoder[Envelope](_ResponsesEnvelope),
+    "anthropic_messages": msgspec.json.Decoder[Envelope](_MessagesEnvelope),
+}
+_object_decoder = msgspec.json.Decoder(dict[str, Raw])
+
+
+def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
+    """The envelope of `body` as `dialect` defines it. Raises MalformedJSON, InvalidValue or MissingModel."""
+    decoder = _decoders[dialect] if generates else _plain_decoder
+    try:
+        envelope = decoder.decode(body)
+    except msgspec.ValidationError as problem:
+        raise _invalid(str(problem)) from problem
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
+    if not envelope.model:
+        raise MissingModel(
+            'The body names no model; add "model", one of those that GET /v1/models lists.', param="model"
+        )
+    if len(envelope.model) > MAX_MODEL_NAME:
+        raise InvalidValue(
+            f"model: the name has {len(envelope.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
+            param="model",
+        )
+    if dialect == "openai_completions" and _num_prompts(bytes(envelope.prompt)) > MAX_PROMPTS:
+        raise InvalidValue(f"prompt: more than {MAX_PROMPTS} prompts in one request; send fewer.", param="prompt")
+    return envelope
+
+
+def _num_prompts(prompt: bytes) -> int:
+    """How many prompts `prompt` holds: one, unless it is an array of texts or of arrays of token ids."""
+    if not _LIST_OF_PROMPTS.match(prompt):
+        return 1
+    return sum(item is not ABSENT for item in msgspec.structs.astuple(_prompts_decoder.decode(prompt)))
+
+
+def _invalid(problem: str) -> CortexError:
+    reason, at, path = problem.partition(" - at `$")
+    if not at:
+        return MalformedJSON(f"The body must be a JSON object: {reason}.")
+    param = path.rstrip("`").lstrip(".")
+    return InvalidValue(f"{param}: {reason}.", param=param)
+
+
+def replace_model(body: bytes, model: str) -> bytes:
+    """`body` with another model name, everything else untouched."""
+    fields = _object_decoder.decode(body)
+    fields["model"] = Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)

@@ -1,0 +1,78 @@
+"""The entry of the inference routes. A request that is admitted becomes a `ProxyRequest`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+
+from cortex.gateway.proxy import envelope as envelopes
+from cortex.gateway.proxy.accounting import STATUS_CODE
+from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.request import ProxyRequest
+from cortex.gateway.proxy.routes import Route, error_response
+from cortex.gateway.proxy.services import Services
+from cortex.http.server.exchange import Exchange
+from cortex.telemetry import Span
+from cortex.wire.anthropic_messages import strip_billing_header
+from cortex.wire.errors import CortexError, ShuttingDown
+
+_sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+_id_prefix = f"req_{os.urandom(6).hex()}"
+_id_counter = itertools.count(1)
+
+
+def request_id_of(given: bytes | None) -> bytes:
+    """The client's own request id when it is harmless, else a new one."""
+    if given is not None and _sane_id.fullmatch(given):
+        return given
+    return f"{_id_prefix}{next(_id_counter):06x}".encode()
+
+
+class Inference:
+    """Admits inference requests, or says why not."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.closing = False
+        """Set at shutdown: nothing is admitted any more."""
+
+    def begin(self, exchange: Exchange, route: Route) -> None:
+        """Take over an exchange: it will be answered, in the dialect of `route`, whatever happens."""
+        request = exchange.request
+        id = request_id_of(request.header(b"x-request-id"))
+        span = self.services.tracer.begin(route.span_name, request.header(b"traceparent"))
+        try:
+            if self.closing:
+                raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
+            # The key comes before the body: what a stranger sends costs nothing and learns nothing.
+            self.services.admission.authenticate(request)
+            body = self._taken(request.body, route)
+            envelope = envelopes.read(body, route.dialect, generates=route.generates)
+        except CortexError as error:
+            self._refuse(exchange, route, id, span, error)
+            return
+
+        def on_admitted(result: AdmittedRequest | CortexError) -> None:
+            if isinstance(result, CortexError):
+                self._refuse(exchange, route, id, span, result)
+            else:
+                ProxyRequest(self.services, exchange, route, body, envelope, result, id, span).go()
+
+        self.services.admission.admit(request, envelope, route.need, on_admitted)
+
+    def _taken(self, body: bytes, route: Route) -> bytes:
+        """The client's words as they go on from here: untouched, but for the billing line where that is switched on."""
+        if route.dialect != "anthropic_messages" or not self.services.config.strip_billing_header:
+            return body
+        stripped = strip_billing_header(body)
+        if stripped is not body:
+            self.services.metrics.stripped.inc()
+        return stripped
+
+    def _refuse(self, exchange: Exchange, route: Route, id: bytes, span: Span, error: CortexError) -> None:
+        # Without a model: what a stranger calls one must not become a label.
+        self.services.metrics.errors.labels("", "", error.code).inc()
+        answer = error_response(error, route.family)
+        span.end({"cortex.request_id": id.decode(), STATUS_CODE: answer.status}, error=error.code)
+        exchange.respond(answer.status, (*answer.headers, (b"x-request-id", id)), answer.body)

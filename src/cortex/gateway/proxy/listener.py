@@ -1,0 +1,56 @@
+"""The listener of the API, the same in every process: limits from the configuration, keys checked before bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cortex.gateway.config import Config
+from cortex.gateway.metrics import Metrics
+from cortex.gateway.proxy.routes import ROUTES, rejection_response
+from cortex.http.limits import ClientLimits
+from cortex.http.request import Request
+from cortex.http.server.server import Handler, Response, Server
+from cortex.http.ticker import Ticker
+from cortex.wire.errors import CortexError
+
+OPEN_PATHS = (b"/", b"/health")
+"""What needs no key."""
+CONTROL_BODY_BYTES = 64 * 1024
+"""The longest body of a request that is not inference."""
+
+Authenticate = Callable[[Request], object]
+"""Recognises the key of a request. Raises InvalidAPIKey."""
+
+
+def client_limits(config: Config) -> ClientLimits:
+    """The configured limits as the data path takes them."""
+    limits = config.limits
+    return ClientLimits(
+        num_connections=limits.max_connections,
+        num_connections_per_client=limits.max_connections_per_client,
+        buffered_bytes=limits.max_buffered_mb * 1024 * 1024,
+        head_bytes=limits.max_head_kb * 1024,
+        body_bytes=config.gateway.max_body_mb * 1024 * 1024,
+        head_s=limits.head_timeout_s,
+        body_s=limits.body_timeout_s,
+        body_bytes_per_s=limits.min_body_kb_per_s * 1024,
+    )
+
+
+def api_server(
+    handler: Handler, config: Config, ticker: Ticker, metrics: Metrics, authenticate: Authenticate
+) -> Server:
+    """A server of the API that reads no large body of a client whose key is not good, and counts what it rejects."""
+    limits = client_limits(config)
+
+    def admit_head(request: Request) -> int:
+        if request.path not in OPEN_PATHS:
+            authenticate(request)
+        is_inference = request.method == b"POST" and request.path in ROUTES
+        return limits.body_bytes if is_inference else CONTROL_BODY_BYTES
+
+    def reject(error: CortexError, path: bytes) -> Response:
+        metrics.errors.labels("", "", error.code).inc()
+        return rejection_response(error, path)
+
+    return Server(handler, reject, ticker, limits, admit_head)

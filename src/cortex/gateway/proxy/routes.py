@@ -1,0 +1,77 @@
+"""The inference routes: which dialect each speaks, and how it says that it waits or that something went wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cortex.gateway.dispatch.leases import Need
+from cortex.http.server.server import Response
+from cortex.wire import errors
+from cortex.wire.dialects import DIALECTS, Dialect, family
+from cortex.wire.errors import CortexError, Family
+from cortex.wire.node import Dialect as DialectName
+
+JSON_HEADERS = ((b"content-type", b"application/json"),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """One inference path."""
+
+    path: bytes
+    dialect: DialectName
+    need: Need = "answer"
+    """What it wants of a node; an answer may be streamed and may have to wait for a load."""
+    span_name: str = field(init=False)
+    """How traces call a request to it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
+
+    @property
+    def generates(self) -> bool:
+        return self.need == "answer"
+
+    @property
+    def codec(self) -> Dialect:
+        return DIALECTS[self.dialect]
+
+    @property
+    def family(self) -> Family:
+        return self.codec.FAMILY
+
+
+CHAT = Route(b"/v1/chat/completions", "openai_chat")
+COMPLETIONS = Route(b"/v1/completions", "openai_completions")
+RESPONSES = Route(b"/v1/responses", "openai_responses")
+MESSAGES = Route(b"/v1/messages", "anthropic_messages")
+COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
+EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
+
+ROUTES: dict[bytes, Route] = {
+    route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, EMBEDDINGS)
+}
+
+
+def family_of(path: bytes) -> Family:
+    """The shape in which clients of `path` read errors."""
+    return family(path.decode("latin-1"))
+
+
+def rejection_response(error: CortexError, path: bytes) -> Response:
+    """The answer to a request for `path` that never became one."""
+    return error_response(error, family_of(path))
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """A whole response that carries `value`."""
+    return Response(status, JSON_HEADERS, msgspec.json.encode(value))
+
+
+def error_response(error: CortexError, family: Family) -> Response:
+    """The whole response that tells `error` to clients of `family`."""
+    extra = tuple((name.encode(), value.encode()) for name, value in errors.headers(error).items())
+    body = msgspec.json.encode(errors.envelope(error, family))
+    return Response(errors.status(error, family), (*JSON_HEADERS, *extra), body)

@@ -1,0 +1,28 @@
+"""What one gateway process has for every request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cortex.gateway.config import GatewaySection
+from cortex.gateway.dispatch.node_client import NodeClient
+from cortex.gateway.metrics import Metrics
+from cortex.gateway.proxy.admission import AdmissionController
+from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
+from cortex.http.ticker import Ticker
+from cortex.telemetry import Tracer
+
+
+@dataclass(slots=True)
+class Services:
+    """One per gateway process. A reload replaces `config` while requests run."""
+
+    config: GatewaySection
+    admission: AdmissionController
+    nodes: Mapping[str, NodeClient]
+    metrics: Metrics
+    tracer: Tracer
+    ticker: Ticker
+    disconnected_usage: DisconnectedUsage
+    clock: Callable[[], float]

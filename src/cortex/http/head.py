@@ -1,0 +1,90 @@
+"""Heads on the wire: what passes through a gateway, and bytes that cannot be forged from the inside.
+
+A value that carries a line break would let one side write headers, or whole messages, for the other. Values from the
+parser cannot; values from configuration or code might, so the encoder checks the finished head.
+"""
+
+from __future__ import annotations
+
+import time
+from email.utils import formatdate
+from http import HTTPStatus
+
+from cortex.http.request import Headers
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+NOT_FOR_NODES = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
+"""Request headers that end here. Without `accept-encoding` a node answers in plain bytes, which can be metered."""
+NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date"}
+"""Response headers that end here; length and date are written anew."""
+
+_FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
+_ORDINARY_CONNECTION = frozenset((b"keep-alive", b"close", b"upgrade"))
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus}
+_STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded"
+
+
+def passing(headers: Headers, ending_here: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    """The headers that travel on: not those in `ending_here`, and not those that `Connection` claims for itself."""
+    kept = [pair for pair in headers if pair[0] not in ending_here]
+    if len(kept) != len(headers):
+        for name, value in headers:
+            if name == b"connection" and value.lower() not in _ORDINARY_CONNECTION:
+                claimed = {token.strip() for token in value.lower().split(b",")}
+                kept = [pair for pair in kept if pair[0] not in claimed]
+    return kept
+
+
+def encode_head(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
+    """A complete head: start line, `headers`, then `framing` (finished header lines), then the blank line.
+
+    Raises ValueError when a part would break out of its line, or when a caller tries to frame the message itself.
+    """
+    if not _FRAMING.isdisjoint([name for name, _ in headers]):
+        raise ValueError(
+            "connection, content-length and transfer-encoding are written by the data path; do not pass them"
+        )
+    head = b"\r\n".join([start_line, *[b": ".join(pair) for pair in headers]])
+    num_breaks = len(headers)
+    if head.count(b"\n") != num_breaks or head.count(b"\r") != num_breaks or b"\0" in head:
+        raise ValueError("a header, method or target contains a line break or NUL byte; refusing to send it")
+    return b"%b\r\n%b\r\n" % (head, framing)
+
+
+def status_line(status: int) -> bytes:
+    """`HTTP/1.1 200 OK`; codes without a registered phrase get none."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d " % status
+
+
+class _Date:
+    """The `Date` line, formatted once a second."""
+
+    __slots__ = ("_line", "_second")
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._line = b""
+
+    def line(self) -> bytes:
+        now = int(time.time())
+        if now != self._second:
+            self._second = now
+            self._line = b"date: " + formatdate(now, usegmt=True).encode() + b"\r\n"
+        return self._line
+
+
+date_line = _Date().line
+"""The current `Date` header as a finished line."""

@@ -1,0 +1,1 @@
+"""The client's side of the data path: connections accepted, requests parsed, responses written."""

@@ -1,0 +1,276 @@
+"""A client's connection: bytes in, one exchange at a time out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
+
+from cortex.http.head import date_line, encode_head, status_line
+from cortex.http.limits import Buffered, ClientLimits
+from cortex.http.request import Headers, loggable
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.parser import AdmitHead, ParsedRequest, RequestParser
+from cortex.http.ticker import Ticker
+from cortex.wire.errors import CortexError, RequestTimeout
+
+log = logging.getLogger(__name__)
+
+_NEVER = float("inf")
+_BACKLOG_BYTES = 64 * 1024
+"""Bytes a client may send ahead of its turn before we stop reading."""
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a reset is noticed and an orderly close is not
+
+
+class Response(NamedTuple):
+    """A whole response."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+Handler = Callable[[Exchange], None]
+"""Called synchronously, on the loop's thread, when a request's body is complete; it may start a task.
+
+An exception that leaves it is logged and becomes `Reject`'s answer to a `CortexError`, or an abort if an answer had
+started.
+"""
+
+Reject = Callable[[CortexError, bytes], Response]
+"""Words the answer to a request that never became an exchange: (what was wrong, its path or `b""`) -> answer."""
+
+
+class ServerContext(Protocol):
+    """What a connection needs of the server it belongs to."""
+
+    handler: Handler
+    refuse: Reject
+    admit_head: AdmitHead | None
+    limits: ClientLimits
+    ticker: Ticker
+    buffered: Buffered
+    num_exchanges: int
+
+    def enter(self, connection: ClientConnection) -> CortexError | None:
+        """Count a new connection; or why it must not stay, and then it is not counted."""
+
+    def leave(self, connection: ClientConnection) -> None:
+        """Count it no more; harmless for one that was not counted."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """Answers requests serially, and rejects what the parser does not accept.
+
+    Reading goes on while an exchange runs, so that a disconnected client is noticed; what it sends ahead is kept for
+    later, up to a bound. No request is parsed or served while the client leaves earlier responses unread.
+    """
+
+    def __init__(self, server: ServerContext, loop: asyncio.AbstractEventLoop) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._loop = loop
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)  # until connection_made
+        self._parser: RequestParser = cast(RequestParser, None)  # until connection_made
+        self.client = ""
+        """The peer's address; empty for a Unix socket."""
+        self._deadline = _NEVER
+        self._body_began_at = _NEVER
+        self._exchange: Exchange | None = None
+        self._backlog = b""
+        self._closing = False
+        """Nothing more is read from this client; what is written still goes out."""
+        self._retiring = False
+        self._writing_paused = False
+
+    # --- the transport's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+        peer = transport.get_extra_info("peername")
+        self.client = str(peer[0]) if isinstance(peer, tuple) else ""
+        server = self._server
+        self._parser = RequestParser(self._limits, server.buffered, server.admit_head, self.client)
+        self._deadline = self._loop.time() + self._limits.idle_s
+        rejection = server.enter(self)
+        if rejection is None:
+            server.ticker.add(self)
+        else:
+            self._closing = True
+            self._write_rejection(rejection)
+            self.transport.close()  # at once: waiting for this client to read would be what the limit is to prevent
+
+    def data_received(self, data: bytes) -> None:
+        if self._exchange is not None or self._backlog or self._parser.ready or self._writing_paused:
+            # Not its turn yet, even if the running exchange has just ended.
+            self._keep(self._backlog + data)
+        elif not self._closing:
+            self._parse(data)
+            self._advance()
+
+    def eof_received(self) -> None:
+        if self._exchange is not None:
+            self.transport.abort()
+        else:
+            self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - why does not matter here
+        self._server.leave(self)
+        self._server.ticker.discard(self)
+        self._closing = True
+        self._keep(b"")
+        exchange = self._exchange
+        if exchange is not None:
+            self._release(exchange)
+            exchange.client_left()
+        self._parser.close()
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        self._deadline = self._loop.time() + self._limits.stall_s
+        if self._exchange is not None:
+            self._exchange.client_full()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        if self._exchange is not None:
+            self._deadline = _NEVER
+            self._exchange.client_ready()
+        elif not self._closing:
+            self._deadline = self._loop.time() + self._limits.idle_s
+            self._advance()
+
+    # --- what happens
+
+    def _keep(self, backlog: bytes) -> None:
+        """Hold these bytes, and no others, until it is their turn; read on only while they are few."""
+        self._server.buffered.num_bytes += len(backlog) - len(self._backlog)
+        self._backlog = backlog
+        if len(backlog) > _BACKLOG_BYTES:
+            self.transport.pause_reading()
+        elif not self._closing:
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        parser = self._parser
+        now = self._loop.time()
+        if not parser.in_message:
+            head_deadline = now + self._limits.head_s
+            if head_deadline < self._deadline:  # later bytes do not extend it
+                self._deadline = head_deadline
+        if rest := parser.feed(data):
+            self._keep(rest)
+        if parser.in_message and not parser.in_head:
+            limits = self._limits
+            self._body_began_at = min(self._body_began_at, now)
+            slowest_s = limits.body_s + parser.num_body_bytes / limits.body_bytes_per_s
+            self._deadline = min(now + limits.body_s, self._body_began_at + slowest_s)
+
+    def _advance(self) -> None:
+        """Serve the next request that is complete, or reject, or read on: whichever is due."""
+        if self._exchange is not None or self._closing or self._writing_paused:
+            return
+        parser = self._parser
+        if self._backlog and not parser.ready and parser.rejection is None:
+            backlog = self._backlog
+            self._keep(b"")
+            self._parse(backlog)
+        if parser.ready:
+            self._serve(parser.ready.popleft())
+        elif parser.rejection is not None:
+            self._reject(parser.rejection)
+        elif parser.owes_continue and not parser.in_head:
+            parser.owes_continue = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _serve(self, parsed: ParsedRequest) -> None:
+        self._deadline = self._body_began_at = _NEVER
+        request = parsed.request
+        exchange = Exchange(request, self, keep_alive=parsed.keep_alive and not self._retiring, http_10=parsed.http_10)
+        self._exchange = exchange
+        self._server.num_exchanges += 1
+        try:
+            self._server.handler(exchange)
+        except Exception:  # whatever a handler forgot must not leave a client waiting
+            log.exception("the handler failed on %s %s", loggable(request.method), loggable(request.path))
+            if exchange.started:
+                exchange.abort()
+            else:
+                error = CortexError("the gateway failed on this request; its log has the details")
+                exchange.respond(*self._server.refuse(error, request.path))
+
+    def exchange_ended(self, *, keep_alive: bool) -> None:
+        """The answer is complete; go on to the next request, or close once everything is sent."""
+        exchange = self._exchange
+        assert exchange is not None  # only a running exchange calls this
+        self._release(exchange)
+        if not keep_alive or self._retiring:
+            self._close()
+            return
+        if self._writing_paused:
+            return  # goes on when the client has read, or ends with the deadline that `pause_writing` has set
+        self._deadline = self._loop.time() + self._limits.idle_s
+        parser = self._parser
+        if parser.ready or self._backlog or parser.rejection is not None or parser.owes_continue:
+            self._loop.call_soon(self._advance)
+
+    def _release(self, exchange: Exchange) -> None:
+        self._exchange = None
+        self._server.num_exchanges -= 1
+        if exchange.request.body:
+            self._parser.release(len(exchange.request.body))
+
+    def retire(self) -> None:
+        """Take no further request: close now if idle, else after the running exchange."""
+        self._retiring = True
+        if self._exchange is not None:
+            self._exchange.be_the_last()
+        elif not self._parser.ready and not self._closing:
+            self._close()
+
+    def _close(self) -> None:
+        """Close when everything written has been sent, but wait no longer than for a stalled client."""
+        self._closing = True
+        self._deadline = self._loop.time() + self._limits.stall_s
+        self.transport.close()
+
+    def _reject(self, error: CortexError) -> None:
+        """Answer and close, but go on reading for a moment: closing on unread bytes would destroy the answer."""
+        self._closing = True
+        self._keep(b"")
+        self.transport.resume_reading()
+        self._write_rejection(error)
+        self._deadline = self._loop.time() + self._limits.linger_s
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def _write_rejection(self, error: CortexError) -> None:
+        log.debug("rejected a request from %s: %s", self.client or "a Unix socket", error.message)
+        status, headers, body = self._server.refuse(error, self._parser.path)
+        framing = date_line() + b"content-length: %d\r\nconnection: close\r\n" % len(body)
+        self.transport.write(encode_head(status_line(status), headers, framing))
+        if self._parser.method != b"HEAD":
+            self.transport.write(body)
+
+    def on_tick(self, now: float) -> None:
+        """Close what has waited too long, and notice a disconnect that is hidden behind unread bytes."""
+        if now < self._deadline:
+            if len(self._backlog) > _BACKLOG_BYTES and _is_disconnected(self.transport):
+                self.transport.abort()
+            return
+        if self._parser.in_message and not self._closing and not self._writing_paused:
+            self._reject(RequestTimeout("the request did not arrive in time; send it again, faster"))
+        else:
+            self.transport.abort()
+
+
+def _is_disconnected(transport: asyncio.Transport) -> bool:
+    """The peer has closed or reset the connection, as the kernel knows without our reading on."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _PEER_CLOSED)  # errors are reported in any case
+    return bool(poll.poll(0))

@@ -1,0 +1,216 @@
+"""One request on a client connection, and the answer to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from cortex.http import chunks
+from cortex.http.head import date_line, encode_head, status_line
+from cortex.http.request import Headers, Request
+
+
+class _Body(Enum):
+    """How the end of an answer is marked."""
+
+    LENGTH = "length"
+    CHUNKED = "chunked"
+    CLOSE = "close"
+    NONE = "none"
+
+
+# Looking a member up in its class takes longer than all that is done with it here.
+_LENGTH, _CHUNKED, _CLOSE, _NONE = _Body
+
+
+class ExchangeConnection(Protocol):
+    """What an exchange needs of the connection it lives on."""
+
+    @property
+    def transport(self) -> asyncio.WriteTransport:
+        """Where the answer goes."""
+
+    def exchange_ended(self, *, keep_alive: bool) -> None:
+        """The answer is complete; go on to the next request, or close once everything is sent."""
+
+
+class Exchange:
+    """Gives one request its answer: either `respond`, or `start`, any number of `write`, `finish`.
+
+    Made by the server, handed to its handler, used on the loop's thread only. Once the client has left, every method
+    is a no-op, so callers need not check before each write; calling out of order (two starts, a write before start)
+    is a programming error and raises `RuntimeError`. Header names and values are checked: one that carries a line
+    break raises `ValueError` and nothing is sent. `content-length`, `transfer-encoding`, `connection` and `date` are
+    written here and must not be passed.
+    """
+
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_http_10",
+        "_keep_alive",
+        "_num_bytes_due",
+        "_on_close",
+        "_on_pause",
+        "_on_resume",
+        "closed",
+        "left",
+        "paused",
+        "request",
+        "started",
+    )
+
+    def __init__(self, request: Request, connection: ExchangeConnection, *, keep_alive: bool, http_10: bool) -> None:
+        self.request = request
+        self.started = False
+        """The head of the answer is on its way to the client."""
+        self.closed = False
+        """Over: the answer is complete, was aborted, or the client left."""
+        self.left = False
+        """The client left before the answer was complete."""
+        self.paused = False
+        """The client reads slower than we write: hold back until `resume`."""
+        self._connection = connection
+        self._keep_alive = keep_alive
+        self._http_10 = http_10
+        self._body = _NONE
+        self._num_bytes_due = 0
+        self._on_close: Callable[[], None] | None = None
+        self._on_pause: Callable[[], None] | None = None
+        self._on_resume: Callable[[], None] | None = None
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """The whole answer at once, with its Content-Length. For HEAD the body is counted but not sent."""
+        self.start(status, headers, len(body), first=body)
+        self.finish()
+
+    def start(self, status: int, headers: Headers, content_length: int | None = None, *, first: bytes = b"") -> None:
+        """Begin an answer of a known length, or (None) one whose end is marked by chunking or by closing.
+
+        `first` is written behind the head, in one packet with it.
+        """
+        if self.closed:
+            return
+        if self.started:
+            raise RuntimeError("the answer has already been started")
+        body, framing = self._frame(status, content_length)
+        keep_alive = self._keep_alive and body is not _CLOSE
+        if not keep_alive:
+            framing += b"connection: close\r\n"
+        elif self._http_10:
+            framing += b"connection: keep-alive\r\n"
+        head = encode_head(status_line(status), headers, date_line() + framing)
+        self.started = True
+        self._keep_alive = keep_alive
+        self._body = body
+        self._num_bytes_due = content_length or 0
+        self._connection.transport.write(head + self._framed(first) if first else head)
+
+    def _frame(self, status: int, content_length: int | None) -> tuple[_Body, bytes]:
+        bodiless_status = status in (204, 304) or status < 200
+        if self.request.method == b"HEAD" or bodiless_status:
+            if content_length is None or bodiless_status:
+                return _NONE, b""
+            return _NONE, b"content-length: %d\r\n" % content_length
+        if content_length is not None:
+            return _LENGTH, b"content-length: %d\r\n" % content_length
+        if self._http_10:
+            return _CLOSE, b""
+        return _CHUNKED, b"transfer-encoding: chunked\r\n"
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the body now. Never blocks; see `paused` and `on_flow` for the client's pace."""
+        if self.closed or not data:
+            return
+        if not self.started:
+            raise RuntimeError("start the answer before writing to it")
+        if framed := self._framed(data):
+            self._connection.transport.write(framed)
+
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        """What sends a piece of the body that is framed already, by `chunks.frame`; None where the body has no chunks.
+
+        The shortest way, which checks nothing: to be forgotten before the exchange is closed.
+        """
+        return self._connection.transport.write if self._body is _CHUNKED and not self.closed else None
+
+    def _framed(self, data: bytes) -> bytes:
+        """A piece of the body as it goes on the wire."""
+        body = self._body
+        if body is _CHUNKED:
+            return chunks.frame(data)
+        if body is _LENGTH:
+            self._num_bytes_due -= len(data)
+            if self._num_bytes_due < 0:
+                self.abort()
+                raise RuntimeError("more bytes were written than the answer's Content-Length announced")
+        return data if body is not _NONE else b""
+
+    def finish(self, *, keep_alive: bool = True) -> None:
+        """End the answer. The connection serves the next request unless `keep_alive` is False or a side asked to close.
+
+        An answer shorter than its Content-Length is cut off instead, so that the client cannot take it for whole.
+        """
+        if self.closed:
+            return
+        if not self.started:
+            raise RuntimeError("start the answer before finishing it")
+        if self._body is _CHUNKED:
+            self._connection.transport.write(chunks.LAST)
+        elif self._body is _LENGTH and self._num_bytes_due:
+            self.abort()
+            return
+        self._end()
+        self._connection.exchange_ended(keep_alive=keep_alive and self._keep_alive)
+
+    def abort(self) -> None:
+        """Cut the connection so that the client sees a broken answer, not a short one."""
+        if not self.closed:
+            self._end()
+            self._connection.transport.abort()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once if the client leaves before the answer is complete, in any phase, within a loop turn.
+
+        The last one set counts; called immediately when the client has already left. Never called after `finish`,
+        `respond` or `abort`. A client that closes its sending side counts as having left.
+        """
+        self._on_close = callback
+        if self.left:
+            callback()
+
+    def on_flow(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Call `pause` when the client's buffer is full and `resume` when it has room again."""
+        self._on_pause = pause
+        self._on_resume = resume
+
+    def be_the_last(self) -> None:
+        """For the connection: it takes no further request after this one."""
+        self._keep_alive = False
+
+    def client_left(self) -> None:
+        """For the connection: the client is gone."""
+        if not self.closed:
+            callback = self._on_close
+            self._end()
+            self.left = True
+            if callback is not None:
+                callback()
+
+    def client_full(self) -> None:
+        """For the connection: the client's buffer is full."""
+        self.paused = True
+        if self._on_pause is not None:
+            self._on_pause()
+
+    def client_ready(self) -> None:
+        """For the connection: the client's buffer has room again."""
+        self.paused = False
+        if self._on_resume is not None:
+            self._on_resume()
+
+    def _end(self) -> None:
+        self.closed = True
+        self._on_close = self._on_pause = self._on_resume = None

@@ -1,0 +1,77 @@
+"""Judges the head of a request: what this gateway refuses to guess about.
+
+The parser already rejects most of what smuggling is made of (both lengths, repeated or signed lengths, folded lines,
+bare line feeds, spaces before colons, broken chunks). This module adds what it lets through.
+"""
+
+from __future__ import annotations
+
+from cortex.http.limits import ClientLimits
+from cortex.http.request import Headers
+from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP
+
+_NOTABLE = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect"))
+
+
+def check_head(
+    method: bytes, version: str, headers: Headers, limits: ClientLimits
+) -> tuple[CortexError | None, bool, int]:
+    """Why a request that the parser accepted must not be served, if so; whether it awaits a go-ahead; and the length
+    it announces, 0 without one."""
+    num_hosts = 0
+    content_length: int | None = None
+    transfer_encoding: bytes | None = None
+    expect: bytes | None = None
+    for name, value in headers:
+        if name in _NOTABLE:
+            if name == b"host":
+                num_hosts += 1
+            elif name == b"content-length":
+                content_length = int(value)
+            elif name == b"transfer-encoding":
+                transfer_encoding = value
+            else:
+                expect = value
+    refusal = _refusal(method, version, num_hosts, transfer_encoding, expect)
+    if refusal is None and len(headers) > limits.num_headers:
+        refusal = HeadersTooLarge(f"{len(headers)} headers; at most {limits.num_headers} are accepted")
+    if refusal is None and content_length is not None and content_length > limits.body_bytes:
+        refusal = body_too_large(limits)
+    return refusal, expect is not None and version == "1.1", content_length or 0
+
+
+def _refusal(
+    method: bytes, version: str, num_hosts: int, transfer_encoding: bytes | None, expect: bytes | None
+) -> CortexError | None:
+    if version not in ("1.1", "1.0"):
+        return MalformedHTTP(f"HTTP/{version} is not spoken here; use HTTP/1.1")
+    if method == b"CONNECT":
+        return MalformedHTTP("this is not a proxy: send requests to its own paths instead of CONNECT")
+    if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+        return MalformedHTTP("a request must carry exactly one Host header")
+    if transfer_encoding is not None and (version == "1.0" or transfer_encoding.lower() != b"chunked"):
+        return MalformedHTTP("the only Transfer-Encoding accepted is chunked, in HTTP/1.1; or send Content-Length")
+    if expect is not None and expect.lower() != b"100-continue":
+        return MalformedHTTP("the only Expect accepted is 100-continue; leave the header out")
+    return None
+
+
+def body_too_large(limits: ClientLimits) -> BodyTooLarge:
+    """The refusal of a body over the limit."""
+    return BodyTooLarge(
+        f"the request body is over the limit of {limits.body_bytes / (1 << 20):g} MiB; send less, or raise max_body_mb"
+    )
+
+
+def split_target(target: bytes) -> tuple[bytes, bytes] | None:
+    """Path and query of a request target in origin or absolute form (or `*`); None when it is neither."""
+    if not target.startswith(b"/"):
+        if target == b"*":
+            return target, b""
+        scheme, separator, rest = target.partition(b"://")
+        if not separator or scheme.lower() not in (b"http", b"https"):
+            return None
+        slash = rest.find(b"/")
+        target = rest[slash:] if slash >= 0 else b"/"
+    path, _, query = target.partition(b"?")
+    return path, query

@@ -1,0 +1,311 @@
+"""Turns a client's bytes into requests, within limits; decides what is rejected before it is a request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import httptools
+
+from cortex.http.limits import Buffered, ClientLimits
+from cortex.http.request import Headers, Request
+from cortex.http.server.framing import body_too_large, check_head, split_target
+from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP, Overloaded
+
+_SLICE_BYTES = 4096
+"""The parser cannot stop behind a request, so it gets bytes that may hold several of them in slices of this size."""
+_HEAD_END = b"\r\n\r\n"
+_CHUNKING_OVERHEAD = 8
+"""Wire bytes allowed per body byte: one-byte chunks cost six, so more is chunk extensions without end."""
+_NUM_SMALL_PIECES = 256
+"""Body pieces kept apart before they are joined: one object for each tiny chunk takes twenty times its bytes."""
+
+AdmitHead = Callable[[Request], int]
+"""Decides on a request whose body is still on its way: returns how many body bytes may come, or raises CortexError.
+
+Called on the loop's thread with the head and an empty body. Not called for a request that arrives whole within a few
+kilobytes: the handler sees that one at once.
+"""
+
+
+class ParsedRequest(NamedTuple):
+    """A complete request that waits for its turn."""
+
+    request: Request
+    keep_alive: bool
+    http_10: bool
+
+
+class RequestParser:
+    """The parser of one connection. Stops behind a complete request, and for good at the first that is rejected.
+
+    Counts the bytes of bodies into `buffered` as they arrive; `release` takes them out again. The callbacks of
+    httptools only record; everything that acts runs after `feed_data` returned.
+    """
+
+    __slots__ = (
+        "_admit_head",
+        "_admitted",
+        "_body",
+        "_body_limit",
+        "_buffered",
+        "_client",
+        "_content_length",
+        "_declines_upgrade",
+        "_headers",
+        "_http_10",
+        "_keeps_head",
+        "_limits",
+        "_num_held_bytes",
+        "_num_joined_pieces",
+        "_num_message_bytes",
+        "_parser",
+        "_target",
+        "in_head",
+        "in_message",
+        "method",
+        "num_body_bytes",
+        "owes_continue",
+        "ready",
+        "rejection",
+    )
+
+    def __init__(self, limits: ClientLimits, buffered: Buffered, admit_head: AdmitHead | None, client: str) -> None:
+        self._limits = limits
+        self._buffered = buffered
+        self._admit_head = admit_head
+        self._client = client
+        self._parser = httptools.HttpRequestParser(self)
+        self.ready: deque[ParsedRequest] = deque()
+        """Complete requests, to be taken by the connection: one, or the few that came in one slice."""
+        self.rejection: CortexError | None = None
+        """Why nothing behind `ready` will be served."""
+        self.in_message = False
+        """A request has begun and is not complete."""
+        self.in_head = False
+        self.owes_continue = False
+        """The client waits for a go-ahead before it sends the body; cleared by the connection that gives it."""
+        self.method = b""
+        """Of the request parsed last."""
+        self.num_body_bytes = 0
+        """Of the body that is arriving."""
+        self._num_held_bytes = 0
+        # The message being parsed:
+        self._admitted = False
+        self._declines_upgrade = False
+        self._keeps_head = False
+        self._num_message_bytes = 0
+        self._body_limit = limits.body_bytes
+        self._content_length = 0
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body: list[bytes] = []
+        self._num_joined_pieces = 0
+        self._http_10 = False
+
+    # --- for the connection
+
+    @property
+    def path(self) -> bytes:
+        """Of the request parsed last; empty when its target has none."""
+        parts = split_target(self._target)
+        return parts[0] if parts is not None else b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Parse up to the end of a request or the reason to reject it; returns what was not looked at."""
+        num_bytes = len(data)
+        if num_bytes <= _SLICE_BYTES or num_bytes <= self._num_due_bytes():
+            self._feed(data)
+            return b""
+        view = memoryview(data)
+        position = 0
+        while position < num_bytes and not self.ready and self.rejection is None:
+            end = position + max(_SLICE_BYTES, self._num_due_bytes())
+            if not self.in_message and (head_end := data.find(_HEAD_END, position, end)) >= 0:
+                end = head_end + len(_HEAD_END)  # so that a body that follows is one piece
+            self._feed(view[position:end])
+            position = end
+        return data[position:] if self.rejection is None else b""
+
+    def release(self, num_bytes: int) -> None:
+        """The body of a request taken from `ready` is no longer needed."""
+        self._num_held_bytes -= num_bytes
+        self._buffered.num_bytes -= num_bytes
+
+    def close(self) -> None:
+        """Drop everything that is held; nothing can be parsed afterwards."""
+        self.release(self._num_held_bytes)
+        self.ready.clear()
+        self._body.clear()
+        self._headers.clear()
+        self.in_message = False
+        del self._parser  # it refers back to us
+
+    # --- the callbacks of httptools
+
+    def on_message_begin(self) -> None:
+        self.in_message = True
+        if not self._keeps_head:
+            self.in_head = True
+            self._target = b""
+            self._headers = []
+        self._body = []
+        self._num_joined_pieces = 0
+        self.num_body_bytes = 0
+        self._admitted = False
+
+    def on_url(self, url: bytes) -> None:
+        if not self._keeps_head:
+            self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.in_head:
+            self._headers.append((name.lower(), value.strip()))
+
+    def on_headers_complete(self) -> None:
+        if self._keeps_head:
+            self._keeps_head = False
+            return
+        self.in_head = False
+        if self.rejection is not None:
+            return
+        parser = self._parser
+        version = parser.get_http_version()
+        self.method = parser.get_method()
+        self._http_10 = version == "1.0"
+        self.rejection, self.owes_continue, self._content_length = check_head(
+            self.method, version, self._headers, self._limits
+        )
+        self._body_limit = self._limits.body_bytes
+        if self._num_message_bytes > self._limits.head_bytes:
+            num_head_bytes = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+            if num_head_bytes > self._limits.head_bytes:
+                self.rejection = self._head_too_large()
+        self._declines_upgrade = parser.should_upgrade()
+
+    def on_body(self, data: bytes) -> None:
+        if self.rejection is not None:
+            return
+        num_bytes = len(data)
+        self.num_body_bytes += num_bytes
+        self._num_held_bytes += num_bytes
+        buffered = self._buffered
+        buffered.num_bytes += num_bytes
+        self._body.append(data)
+        if self.num_body_bytes > self._body_limit:
+            self.rejection = self._body_too_large()
+        elif buffered.num_bytes > self._limits.buffered_bytes:
+            self.rejection = _no_room()
+
+    def on_message_complete(self) -> None:
+        if self._declines_upgrade or self.rejection is not None:
+            return
+        parts = split_target(self._target)
+        if parts is None:
+            self.rejection = _bad_target()
+            return
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        request = Request(self.method, parts[0], parts[1], self._headers, body, self._client)
+        self.ready.append(ParsedRequest(request, self._parser.should_keep_alive(), self._http_10))
+        self._body = []
+        self.num_body_bytes = 0
+        self._num_message_bytes = 0
+        self.in_message = False
+        self.owes_continue = False
+
+    # --- what happens
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        if not self.in_message:
+            self._num_message_bytes = 0
+        self._num_message_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.rejection is None:
+                self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            if self.rejection is None:
+                self.rejection = MalformedHTTP(f"not a request that can be read safely: {error}")
+        if self.in_message and self.rejection is None:
+            self._check_progress()
+        if self.rejection is not None:
+            self._drop_body()
+
+    def _decline_upgrade(self, rest: bytes | memoryview) -> None:
+        """Read on as if there were no `Upgrade`: some clients offer HTTP/2 with every request, body and all.
+
+        The parser gives up at such a head, so another one, told only how the body is framed, reads the body.
+        """
+        self._declines_upgrade = False
+        self._keeps_head = True
+        self._parser = httptools.HttpRequestParser(self)
+        framing = [pair for pair in self._headers if pair[0] in (b"content-length", b"transfer-encoding")]
+        self._feed(_body_head(framing) + rest)
+
+    def _check_progress(self) -> None:
+        """Reject a request that is not complete and must not go on."""
+        limits = self._limits
+        if self.in_head:
+            if self._num_message_bytes > limits.head_bytes or len(self._headers) > limits.num_headers:
+                self.rejection = self._head_too_large()
+            return
+        if not self._admitted:
+            self._admitted = True
+            self.rejection = self._judge_head()
+        elif self._num_message_bytes > 2 * limits.head_bytes + _CHUNKING_OVERHEAD * self.num_body_bytes:
+            self.rejection = MalformedHTTP("the chunked body is mostly chunk extensions; send plain chunks")
+        if len(self._body) - self._num_joined_pieces > _NUM_SMALL_PIECES:
+            self._body[self._num_joined_pieces :] = [b"".join(self._body[self._num_joined_pieces :])]
+            self._num_joined_pieces += 1
+
+    def _judge_head(self) -> CortexError | None:
+        """Why the rest of the body must not be sent, if so."""
+        parts = split_target(self._target)
+        if parts is None:
+            return _bad_target()
+        if self._admit_head is not None:
+            try:
+                limit = self._admit_head(Request(self.method, *parts, self._headers, b"", self._client))
+            except CortexError as error:
+                return error
+            self._body_limit = min(limit, self._body_limit)
+        if max(self._content_length, self.num_body_bytes) > self._body_limit:
+            return self._body_too_large()
+        num_bytes = self._buffered.num_bytes + self._num_due_bytes()
+        return _no_room() if num_bytes > self._limits.buffered_bytes else None
+
+    def _num_due_bytes(self) -> int:
+        """What is certain to belong to the body that is arriving: 0 in a head, between requests and for chunks."""
+        return max(0, self._content_length - self.num_body_bytes) if self.in_message and not self.in_head else 0
+
+    def _drop_body(self) -> None:
+        """Hold nothing more of the rejected request; those in `ready` are still served."""
+        self._body.clear()
+        self.release(self.num_body_bytes)
+        self.num_body_bytes = 0
+
+    def _head_too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(
+            f"the head of the request is over {self._limits.head_bytes} bytes or {self._limits.num_headers} headers;"
+            " send less"
+        )
+
+    def _body_too_large(self) -> BodyTooLarge:
+        if self._body_limit == self._limits.body_bytes:
+            return body_too_large(self._limits)
+        return BodyTooLarge(f"the request body is over the {self._body_limit} bytes that this path accepts; send less")
+
+
+def _bad_target() -> MalformedHTTP:
+    return MalformedHTTP("the request target must be a path or an absolute http URL")
+
+
+def _no_room() -> Overloaded:
+    return Overloaded("the request bodies in memory have reached their limit; try again in a moment")
+
+
+def _body_head(framing: Headers) -> bytes:
+    """The head of a request of which only the body matters."""
+    return b"POST / HTTP/1.1\r\n" + b"".join(b"%b: %b\r\n" % pair for pair in framing) + b"\r\n"

@@ -1,0 +1,129 @@
+"""Accepts client connections and hands out their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import ssl
+from pathlib import Path
+
+from cortex.http.limits import Buffered, ClientLimits
+from cortex.http.server.connection import ClientConnection, Handler, Reject, Response
+from cortex.http.server.parser import AdmitHead
+from cortex.http.ticker import Ticker
+from cortex.wire.errors import CortexError, Overloaded, RateLimitExceeded
+
+__all__ = ["AdmitHead", "Handler", "Reject", "Response", "Server"]
+
+_BACKLOG = 1024
+_DRAIN_CHECK_S = 0.02
+
+
+class Server:
+    """The listener. Serial per connection: pipelined requests are answered one after the other."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        refuse: Reject,
+        ticker: Ticker,
+        limits: ClientLimits | None = None,
+        admit_head: AdmitHead | None = None,
+    ) -> None:
+        self.handler = handler
+        self.refuse = refuse
+        self.ticker = ticker
+        self.limits = limits or ClientLimits()
+        self.admit_head = admit_head
+        """None: every head is admitted, with a body up to the limit."""
+        self.connections: set[ClientConnection] = set()
+        self.buffered = Buffered()
+        """Kept by the connections themselves."""
+        self.num_exchanges = 0
+        """Requests being answered now; kept by the connections."""
+        self._listeners: list[asyncio.Server] = []
+        self._num_remote = 0
+        """Connections that have an address, in all and by `_network`."""
+        self._num_by_network: dict[str, int] = {}
+
+    @property
+    def num_connections(self) -> int:
+        """Client connections open now."""
+        return len(self.connections)
+
+    async def listen(
+        self, host: str, port: int, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None
+    ) -> tuple[str, int]:
+        """Bind and accept; returns the bound address (port 0 picks one). May be called for several addresses."""
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(
+            lambda: ClientConnection(self, loop), host, port, reuse_port=reuse_port or None, ssl=tls, backlog=_BACKLOG
+        )
+        self._listeners.append(listener)
+        address = listener.sockets[0].getsockname()
+        return str(address[0]), int(address[1])
+
+    async def listen_unix(self, path: Path) -> None:
+        """Accept on a Unix socket, for programs of our own."""
+        loop = asyncio.get_running_loop()
+        factory = functools.partial(ClientConnection, self, loop)
+        self._listeners.append(await loop.create_unix_server(factory, str(path), backlog=_BACKLOG))
+
+    # --- for the connections
+
+    def enter(self, connection: ClientConnection) -> CortexError | None:
+        """Count a new connection; or why it must not stay, and then it is not counted."""
+        if connection.client:
+            network = _network(connection.client)
+            num_from_there = self._num_by_network.get(network, 0)
+            if self._num_remote >= self.limits.num_connections:
+                return Overloaded(f"{self._num_remote} connections are open, which is the limit; try again in a moment")
+            if num_from_there >= self.limits.num_connections_per_client:
+                return RateLimitExceeded(
+                    f"{num_from_there} connections are open from your address, which is the limit; use fewer"
+                )
+            self._num_remote += 1
+            self._num_by_network[network] = num_from_there + 1
+        self.connections.add(connection)
+        return None
+
+    def leave(self, connection: ClientConnection) -> None:
+        """Count it no more; harmless for one that was not counted."""
+        if connection not in self.connections:
+            return
+        self.connections.remove(connection)
+        if connection.client:
+            network = _network(connection.client)
+            self._num_remote -= 1
+            self._num_by_network[network] -= 1
+            if not self._num_by_network[network]:
+                del self._num_by_network[network]
+
+    # --- the end
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Stop accepting, close idle connections, let running exchanges end within `grace_s`, then cut the rest."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        for connection in tuple(self.connections):
+            connection.retire()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        while self.connections and loop.time() < deadline:
+            await asyncio.sleep(_DRAIN_CHECK_S)
+        for connection in tuple(self.connections):
+            connection.transport.abort()
+        while self.connections:
+            await asyncio.sleep(0)  # an aborted connection is gone within a few turns
+
+
+def _network(address: str) -> str:
+    """What counts as one client: an IPv4 address, or the /64 of an IPv6 address, which one host may use as it likes."""
+    if ":" not in address:
+        return address
+    parsed = ipaddress.IPv6Address(address)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Address(int(parsed) >> 64 << 64))

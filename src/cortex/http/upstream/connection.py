@@ -1,0 +1,264 @@
+"""A connection to a node: one call at a time, then kept for the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+from cortex.http.chunks import ends_with_chunk
+from cortex.http.head import NOT_FOR_CLIENTS, passing
+from cortex.http.limits import UpstreamLimits
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.call import UpstreamCall
+from cortex.http.upstream.faults import ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
+
+_JOIN_BYTES = 64 * 1024
+"""Bodies up to this are copied behind their head so that both leave in one packet."""
+
+
+class PoolContext(Protocol):
+    """What a connection needs of the pool it belongs to."""
+
+    origin: str
+    limits: UpstreamLimits
+    ticker: Ticker
+    connections: set[UpstreamConnection]
+
+    def keep(self, connection: UpstreamConnection) -> None:
+        """The connection is free for another call."""
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """The connection is gone."""
+
+    def send_anew(self, call: UpstreamCall) -> None:
+        """Send `call` on a new connection: the kept one was dead."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """Sends a call's request and feeds the answer to its sink. The parser's callbacks only record."""
+
+    def __init__(self, pool: PoolContext) -> None:
+        self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)  # until connection_made
+        self._call: UpstreamCall | None = None
+        self.kept = False
+        """Has lain unused, so the node may have closed it without our knowing; set by the pool."""
+        self._on_chunk: Callable[[bytes], bool] | None = None
+        """The sink's, while the parser has seen whole chunks only: another whole one would leave it where it is."""
+        self._reading_paused = False
+        self._heard = True
+        """Since the last tick; cheaper to note for each event than the time."""
+        self._heard_at = 0.0
+        # The answer being parsed:
+        self._received = False
+        self._status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._num_head_bytes = 0
+        self._content_length: int | None = None
+        self._chunked = False
+        self._in_head = True
+        self._head_due = False
+        """The head is complete and the sink has not seen it."""
+        self._body: list[bytes] = []
+        self._complete = False
+        self._keep_alive = False
+        self._surplus = False
+        """More came than one answer."""
+        self._malformed: str | None = None
+
+    # --- for the pool and the call
+
+    def carry(self, call: UpstreamCall) -> None:
+        """Send the call's request; the answer goes to its sink. Only on a free connection."""
+        self._call = call
+        self._heard = True
+        self._received = self._complete = self._surplus = self._head_due = False
+        self._status = 0
+        self._malformed = None
+        body = call.body
+        if len(body) <= _JOIN_BYTES:
+            self.transport.write(call.head + body)
+        else:
+            self.transport.writelines((call.head, body))
+        call.carried_by(self)
+
+    def set_reading(self, wanted: bool) -> None:
+        """Pause or resume the node. Time spent paused does not count as its silence."""
+        if wanted and self._reading_paused:
+            self._reading_paused = False
+            self._heard = True
+            self.transport.resume_reading()
+        elif not wanted and not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+
+    def cut(self) -> None:
+        """Close at once, without a word to anybody."""
+        self._call = self._on_chunk = None
+        self.transport.abort()
+
+    # --- the transport's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._pool.connections.add(self)
+        self._pool.ticker.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = True
+        on_chunk = self._on_chunk
+        if on_chunk is not None and on_chunk(data):
+            return
+        call = self._call
+        if call is None:
+            self.transport.abort()  # nobody asked: whatever this is, it must not become somebody's answer
+            return
+        self._received = True
+        if self._in_head:
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._malformed = "it switched protocols without being asked"
+        except httptools.HttpParserError as error:
+            self._malformed = str(error)
+        if self._in_head and self._num_head_bytes > self._pool.limits.head_bytes:
+            self._malformed = f"its head is over {self._pool.limits.head_bytes} bytes"
+        between_chunks = self._chunked and bool(self._body) and ends_with_chunk(data, self._body[-1])
+        self._deliver(call)
+        self._on_chunk = call.sink.on_chunk if between_chunks and self._call is call else None
+
+    def eof_received(self) -> None:
+        self._over(None)
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.connections.discard(self)
+        self._pool.ticker.discard(self)
+        self._pool.forget(self)
+        self._over(exc)
+        del self._parser  # it refers back to us
+
+    # --- the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._surplus = True
+            return
+        self._in_head = True
+        self._headers = []
+        self._content_length = None
+        self._chunked = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head or self._complete:
+            return
+        name = name.lower()
+        value = value.strip()
+        self._headers.append((name, value))
+        if name == b"content-length":
+            self._content_length = int(value)
+        elif name == b"transfer-encoding":
+            self._chunked = True
+            if value.lower() != b"chunked":
+                self._malformed = "it uses a Transfer-Encoding other than chunked"
+
+    def on_headers_complete(self) -> None:
+        if self._complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            return
+        self._in_head = False
+        self._num_head_bytes = 0
+        self._status = status
+        self._head_due = True
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._status and not self._complete:
+            self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()  # the parser knows only at this moment
+
+    # --- what happens
+
+    def _deliver(self, call: UpstreamCall) -> None:
+        """Give the sink what this read brought. The sink may abort the call at any point."""
+        if self._head_due and self._malformed is None:
+            self._head_due = False
+            call.body = b""  # past the point where it could be sent again
+            call.sink.on_head(self._status, passing(self._headers, NOT_FOR_CLIENTS), self._content_length)
+        if self._body:
+            data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            self._body = []
+            if not call.done and not self._head_due:
+                call.sink.on_data(data)
+        if call.done:
+            return
+        if self._complete:
+            self._finish(call)
+        elif self._malformed is not None:
+            self._fail(MalformedResponse(f"{self._pool.origin} sent an answer that cannot be read: {self._malformed}"))
+
+    def _finish(self, call: UpstreamCall) -> None:
+        self._call = None
+        reusable = (
+            not self._surplus
+            and self._malformed is None
+            and self._keep_alive
+            and not self.transport.get_write_buffer_size()
+            and not self.transport.is_closing()
+        )
+        if reusable:
+            self._in_head = True
+            self.set_reading(True)
+            self._pool.keep(self)
+        else:
+            self.transport.abort()
+        call.settle()
+        call.sink.on_end()
+
+    def _over(self, exc: Exception | None) -> None:
+        """The node closed its side. That ends an answer without a length; it breaks any other."""
+        call = self._call
+        if call is None:
+            return
+        ends_by_close = self._status and not self._chunked and self._content_length is None
+        if ends_by_close and exc is None:
+            self.cut()
+            call.settle()
+            call.sink.on_end()
+        elif self.kept and not self._received and not call.is_second_try:
+            self.cut()
+            call.is_second_try = True
+            self._pool.send_anew(call)
+        else:
+            why = f": {exc}" if exc is not None else ""
+            when = "in the middle of its answer" if self._received else "before answering"
+            self._fail(ConnectionLost(f"{self._pool.origin} closed the connection {when}{why}"))
+
+    def _fail(self, fault: UpstreamFault) -> None:
+        call = self._call
+        self.cut()
+        if call is not None:
+            call.fail(fault)
+
+    def on_tick(self, now: float) -> None:
+        """Give up a silent node; close a connection that nobody needed for a while."""
+        if self._heard:
+            self._heard = False
+            self._heard_at = now
+        silence_s = now - self._heard_at
+        call = self._call
+        if call is None:
+            if silence_s >= self._pool.limits.keep_s:
+                self.transport.abort()
+        elif not self._reading_paused and silence_s >= call.silence_s:
+            self._fail(UpstreamSilent(f"{self._pool.origin} sent nothing for {call.silence_s:g} s"))

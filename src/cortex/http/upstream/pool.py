@@ -1,0 +1,192 @@
+"""Connections to one node: kept, reused, watched."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from cortex.http.head import NOT_FOR_NODES, encode_head, passing
+from cortex.http.limits import UpstreamLimits
+from cortex.http.request import Headers
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.call import Sink, UpstreamCall
+from cortex.http.upstream.connection import UpstreamConnection
+from cortex.http.upstream.faults import ConnectFailed, MalformedResponse, UpstreamFault, UpstreamSilent
+
+__all__ = ["Pool", "Sink", "UpstreamCall", "UpstreamResponse"]
+
+
+class UpstreamResponse(NamedTuple):
+    """A whole answer from a node, collected by `Pool.fetch`."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class Pool:
+    """The connections to one origin, such as `http://beast:13131` or `https://api.example/base/path`."""
+
+    def __init__(
+        self,
+        origin: str,
+        ticker: Ticker,
+        limits: UpstreamLimits | None = None,
+        *,
+        unix_socket: Path | None = None,
+    ) -> None:
+        """Raises ValueError when `origin` is not an http(s) URL. Connects nowhere yet.
+
+        With `unix_socket` that is where connections go, whatever host `origin` names.
+        """
+        parts = urlsplit(origin)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError(f"{origin!r} is not a node's address; write it like http://host:13131")
+        self.origin = origin
+        self.ticker = ticker
+        self.limits = limits or UpstreamLimits()
+        self.num_calls = 0
+        """Calls under way now, connecting ones included; kept by the calls."""
+        self.connections: set[UpstreamConnection] = set()
+        """All that are open; kept by the connections."""
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host_line = b"host: %b\r\n" % parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
+        self._base_path = parts.path.rstrip("/").encode()
+        self._unix_socket = unix_socket
+        self._idle: list[UpstreamConnection] = []
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def num_idle(self) -> int:
+        """Connections kept for reuse."""
+        return len(self._idle)
+
+    def send(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: Headers,
+        body: bytes,
+        sink: Sink,
+        *,
+        silence_s: float | None = None,
+    ) -> UpstreamCall:
+        """Send a request on a kept connection (the most recently used) or a new one. HEAD is not supported.
+
+        `host`, `content-length`, `accept-encoding` and hop-by-hop headers end here and are left out of what is sent.
+        When a reused connection turns out to be dead before a byte came back, the request is sent once more on a new
+        one. `silence_s` overrides the limit for this call. Raises ValueError when the request cannot be written.
+        """
+        if method == b"HEAD" or b" " in method or b" " in target:
+            raise ValueError(f"cannot send {method!r} {target!r} to a node")
+        framing = b"%bcontent-length: %d\r\n" % (self._host_line, len(body))
+        start_line = b"%b %b%b HTTP/1.1" % (method, self._base_path, target)
+        head = encode_head(start_line, passing(headers, NOT_FOR_NODES), framing)
+        call = UpstreamCall(head, body, sink, self.limits.silence_s if silence_s is None else silence_s, self)
+        if self._idle:
+            self._idle.pop().carry(call)
+        else:
+            self.send_anew(call)
+        return call
+
+    async def fetch(
+        self, method: bytes, target: bytes, headers: Headers = (), body: bytes = b"", *, timeout_s: float
+    ) -> UpstreamResponse:
+        """A whole answer within `timeout_s`, for control traffic. Raises `UpstreamFault`; cancelling aborts it."""
+        collector = _Collector(self.origin, self.limits.fetch_body_bytes)
+        call = self.send(method, target, headers, body, collector, silence_s=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await collector.response
+        except TimeoutError:
+            raise UpstreamSilent(f"{self.origin} did not answer {target.decode()} within {timeout_s:g} s") from None
+        finally:
+            call.abort()
+
+    def close(self) -> None:
+        """Close the unused connections and keep none from now on; calls under way run to their end."""
+        self._closed = True
+        for connection in self._idle:
+            connection.transport.abort()
+        self._idle.clear()
+
+    # --- for the connections
+
+    def keep(self, connection: UpstreamConnection) -> None:
+        """The connection is free for another call."""
+        if self._closed or len(self._idle) >= self.limits.num_kept:
+            connection.transport.abort()
+        else:
+            connection.kept = True
+            self._idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """The connection is gone."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def send_anew(self, call: UpstreamCall) -> None:
+        """Send `call` on a new connection."""
+        task = asyncio.get_running_loop().create_task(self._connect(call))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, call: UpstreamCall) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.limits.connect_s):
+                if self._unix_socket is not None:
+                    _, connection = await loop.create_unix_connection(
+                        lambda: UpstreamConnection(self), str(self._unix_socket)
+                    )
+                else:
+                    _, connection = await loop.create_connection(
+                        lambda: UpstreamConnection(self), self._host, self._port, ssl=self._tls
+                    )
+        except TimeoutError:
+            call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+            call.fail(ConnectFailed(f"no connection to {self.origin}: {error}"))
+        else:
+            if call.done:
+                self.keep(connection)
+            else:
+                connection.carry(call)
+
+
+class _Collector:
+    """The sink of `fetch`: a future of the whole answer."""
+
+    def __init__(self, origin: str, max_body_bytes: int) -> None:
+        self.response: asyncio.Future[UpstreamResponse] = asyncio.get_running_loop().create_future()
+        self._origin = origin
+        self._max_body_bytes = max_body_bytes
+        self._status = 0
+        self._headers: Headers = ()
+        self._body = bytearray()
+
+    def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:  # noqa: ARG002 - Sink's shape
+        self._status = status
+        self._headers = headers
+
+    def on_chunk(self, wire: bytes) -> bool:  # noqa: ARG002 - Sink's shape
+        return False
+
+    def on_data(self, data: bytes) -> None:
+        self._body += data
+        if len(self._body) > self._max_body_bytes:
+            self.on_fault(MalformedResponse(f"{self._origin} sent more than {self._max_body_bytes} bytes"))
+
+    def on_end(self) -> None:
+        if not self.response.done():
+            self.response.set_result(UpstreamResponse(self._status, self._headers, bytes(self._body)))
+
+    def on_fault(self, fault: UpstreamFault) -> None:
+        if not self.response.done():
+            self.response.set_exception(fault)

@@ -1,0 +1,184 @@
+"""One choice of an answer: the engine's tokens told as events. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cortex.neuron.engine.request import StepOutput, TokenLogprobs
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.output.stops import StopScanner
+from cortex.neuron.text.template.prompt import Rendered
+from cortex.wire.errors import GenerationFailed, Overloaded
+from cortex.wire.events import (
+    AnyEvent,
+    Finish,
+    FinishReason,
+    Logprobs,
+    ReasoningDelta,
+    Start,
+    TextDelta,
+    Timing,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
+from cortex.wire.requests import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceContext:
+    """What the choices of one answer have in common."""
+
+    id: str
+    created: int
+    model: str
+    request: GenerateRequest
+    rendered: Rendered
+    text: TextModel
+    stop_token_ids: tuple[int, ...]
+
+
+class Choice:
+    """Outputs in, events out, in order: detokenised, cut at stop strings, parsed. Owned by one request.
+
+    After `ended` nothing more is taken; if the engine has not finished by itself then, it must be cancelled.
+    """
+
+    def __init__(self, context: ChoiceContext, index: int) -> None:
+        self.index = index
+        self.ended = False
+        self.num_tokens = 0
+        self._context = context
+        self._detokenizer = context.text.detokenizer()
+        self._stops = StopScanner(context.request.sampling.stop)
+        self._parser = context.text.parser(context.request, context.rendered, index)
+        self._stop_token_ids = frozenset(context.stop_token_ids)
+        self._started = False
+        self._thinking = context.rendered.starts_in_reasoning
+        self._num_reasoning_tokens = 0
+        self._num_cached_tokens = 0
+        self._has_called = False
+
+    @property
+    def usage(self) -> Usage:
+        """What it has cost so far; the prompt, which all choices share, is in the first, from its first token on."""
+        pays_prompt = self.index == 0 and self._started
+        return Usage(
+            prompt_tokens=len(self._context.rendered.ids) if pays_prompt else 0,
+            cached_tokens=self._num_cached_tokens if pays_prompt else 0,
+            completion_tokens=self.num_tokens,
+            reasoning_tokens=self._num_reasoning_tokens,
+        )
+
+    def push(self, outputs: Iterable[StepOutput], timing: Timing) -> list[AnyEvent]:
+        """Raises `GenerationFailed` or `Overloaded` when the engine ended the request by itself."""
+        events: list[AnyEvent] = []
+        for output in outputs:
+            if self.ended:
+                break
+            events += self._take(output, timing)
+        return _joined(events)
+
+    def _take(self, output: StepOutput, timing: Timing) -> list[AnyEvent]:
+        if output.finish == "error":
+            raise GenerationFailed(output.error or "The engine ended this request without saying why; see its log.")
+        if output.finish == "cancelled":
+            raise Overloaded("This answer was called off by the node; try again.")
+        events: list[AnyEvent] = [] if self._started else self._start(output)
+        self.num_tokens += len(output.tokens)
+        if output.logprobs:
+            events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
+        text = self._detokenizer.push(self._shown(output))
+        if output.finish is not None:
+            text += self._detokenizer.flush()
+        said, stop = self._stops.push(text)
+        if output.finish is not None and stop is None:
+            said += self._stops.flush()
+        events += self._say(said, len(output.tokens))
+        if stop is not None:
+            events += self._end("stop", stop, timing)
+        elif output.finish is not None:
+            events += self._end(output.finish, None, timing)
+        return events
+
+    def _shown(self, output: StepOutput) -> Sequence[int]:
+        """The token that stopped it is counted but not said."""
+        tokens = output.tokens
+        if output.finish == "stop" and tokens and tokens[-1] in self._stop_token_ids:
+            return tokens[:-1]
+        return tokens
+
+    def _start(self, output: StepOutput) -> list[AnyEvent]:
+        self._started = True
+        context = self._context
+        self._num_cached_tokens = output.cached_tokens or 0
+        start = Start(
+            index=self.index,
+            id=context.id,
+            model=context.model,
+            created=context.created,
+            prompt_tokens=len(context.rendered.ids),
+            cached_tokens=self._num_cached_tokens,
+        )
+        if not context.request.echo:
+            return [start]
+        prompt = context.rendered.text or context.text.decode(context.rendered.ids)
+        return [start, TextDelta(index=self.index, text=prompt)] if prompt else [start]
+
+    def _say(self, text: str, num_tokens: int) -> list[AnyEvent]:
+        events: list[AnyEvent] = list(self._parser.push(text)) if text else []
+        self._note(events)
+        if self._thinking:
+            self._num_reasoning_tokens += num_tokens
+        return events
+
+    def _note(self, events: Iterable[AnyEvent]) -> None:
+        """Tokens belong to a thought as long as the latest thing said does."""
+        for event in events:
+            self._thinking = isinstance(event, ReasoningDelta)
+            self._has_called = self._has_called or isinstance(event, ToolCallStart)
+
+    def _end(self, reason: FinishReason, stop_sequence: str | None, timing: Timing) -> list[AnyEvent]:
+        self.ended = True
+        events: list[AnyEvent] = list(self._parser.finish())
+        self._note(events)
+        if self._parser.broke_off:
+            # Whatever ended it, half a call must not pass for one that was made.
+            reason, stop_sequence = "length", None
+        elif reason == "stop" and self._has_called:
+            reason = "tool_calls"
+        finish = Finish(index=self.index, reason=reason, usage=self.usage, timing=timing, stop_sequence=stop_sequence)
+        return [*events, finish]
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> tuple[TokenLogprob, ...]:
+        return tuple(
+            self._token(
+                token,
+                entry.logprob,
+                tuple(self._token(*other) for other in zip(entry.top_ids, entry.top_logprobs, strict=True)),
+            )
+            for token, entry in zip(tokens, logprobs, strict=True)
+        )
+
+    def _token(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        spelled = self._context.text.tokenizer.token_bytes(token_id)
+        # JSON has no infinity; a token that cannot be drawn is told as very unlikely.
+        return TokenLogprob(spelled.decode("utf-8", "replace"), token_id, max(logprob, -9999.0), tuple(spelled), top)
+
+
+def _joined(events: list[AnyEvent]) -> list[AnyEvent]:
+    """Neighbouring pieces of one run as one piece: what gathered while the client was slow is one write."""
+    joined: list[AnyEvent] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            joined[-1] = TextDelta(index=event.index, text=last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            joined[-1] = ReasoningDelta(index=event.index, text=last.text + event.text)
+        elif isinstance(event, ToolCallDelta) and isinstance(last, ToolCallDelta):
+            joined[-1] = ToolCallDelta(index=event.index, call=event.call, arguments=last.arguments + event.arguments)
+        else:
+            joined.append(event)
+    return joined

@@ -1,0 +1,149 @@
+"""One answer from request to last event: the model made ready, the prompt rendered, the choices run and told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Literal
+
+from cortex.neuron.api.backend import Backend, GenerationStream
+from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.choice import Choice, ChoiceContext
+from cortex.neuron.api.inference.engine_requests import engine_requests
+from cortex.neuron.api.inference.thought_budget import submit
+from cortex.neuron.engine.request import StepOutput
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.template.prompt import Rendered
+from cortex.wire.errors import CortexError
+from cortex.wire.events import AnyEvent, Timing, Usage
+from cortex.wire.node import LoadRequest, ModelState, ModelStatus
+from cortex.wire.requests import GenerateRequest
+from cortex.wire.response import summed
+
+Phase = Literal["load", "render", "prefill", "decode"]
+
+
+class Session:
+    """Owned by one request's task. However it ends, every sequence it started is cancelled or over."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        drain_gate: DrainGate,
+        request: GenerateRequest,
+        *,
+        id: str,
+        created: int,
+        principal: str,
+    ) -> None:
+        self.phase: Phase = "load"
+        """Where it is, for those who ask after it ended."""
+        self._backend = backend
+        self._drain_gate = drain_gate
+        self._request = request
+        self._id = id
+        self._created = created
+        self._principal = principal
+        self._choices: list[Choice] = []
+
+    @property
+    def usage(self) -> Usage:
+        """What the answer has cost so far."""
+        return summed(choice.usage for choice in self._choices)
+
+    async def events(self) -> AsyncGenerator[list[AnyEvent], None]:
+        """Batches of events. Raises a `CortexError` where the answer cannot begin or cannot go on."""
+        arrived_s = time.monotonic()
+        request = self._request
+        status = await self._drain_gate.wait_for(ready(self._backend, request.model))
+        self.phase = "render"
+        text = await self._drain_gate.wait_for(self._backend.text(request.model))
+        rendered, grammar = await asyncio.to_thread(_prepare, text, request, status.context_tokens)
+        self.phase = "prefill"
+        jobs = engine_requests(
+            request,
+            id=self._id,
+            prompt=rendered.ids,
+            context_tokens=status.context_tokens or len(rendered.ids) + 1,
+            defaults=text.generation,
+            eos_ids=text.eos_ids,
+            turn_ends=rendered.turn_ends,
+            grammar=grammar,
+            principal=self._principal,
+        )
+        context = ChoiceContext(self._id, self._created, request.model, request, rendered, text, jobs[0].stop_token_ids)
+        generations: list[GenerationStream] = []
+        submitted_s = time.monotonic()
+        first_s: float | None = None
+        choices = self._choices = [Choice(context, index) for index in range(len(jobs))]
+        try:
+            for job in jobs:
+                generations.append(submit(self._backend, text, request, rendered, job))
+            async with aclosing(_merged(generations)) as outputs:
+                async for index, batch in outputs:
+                    now_s = time.monotonic()
+                    first_s = first_s or now_s
+                    self.phase = "decode"
+                    timing = Timing(
+                        queue_s=submitted_s - arrived_s, prefill_s=first_s - submitted_s, decode_s=now_s - first_s
+                    )
+                    choice = choices[index]
+                    if events := choice.push(batch, timing):
+                        yield events
+                    if choice.ended:
+                        generations[index].cancel()
+                    if all(choice.ended for choice in choices):
+                        return
+            raise CortexError("The engine stopped before the answer was complete; try again.")
+        finally:
+            for generation in generations:
+                generation.cancel()
+
+
+async def ready(backend: Backend, model_id: str) -> ModelStatus:
+    """The model, loaded if it was not. A recovering one is left to itself: `submit` tells when to come back."""
+    status = backend.model(model_id)
+    if status.state in (ModelState.READY, ModelState.RECOVERING):
+        return status
+    return await backend.load(LoadRequest(model_id=model_id), wait=True)
+
+
+def _prepare(text: TextModel, request: GenerateRequest, context_tokens: int | None) -> tuple[Rendered, str | None]:
+    """Off the loop: a long conversation takes a while to tokenise, and others are streaming."""
+    return text.render(request, context_tokens), text.grammar(request)
+
+
+async def _merged(generations: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:
+    """The outputs of all choices as they come, each with its choice's index."""
+    if len(generations) == 1:
+        async for batch in generations[0]:
+            yield 0, batch
+        return
+    arrived: asyncio.Queue[tuple[int, list[StepOutput]] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, generation: GenerationStream) -> None:
+        try:
+            async for batch in generation:
+                arrived.put_nowait((index, batch))
+        except CortexError as error:
+            arrived.put_nowait(error)
+        else:
+            arrived.put_nowait(None)
+
+    pumps = [asyncio.create_task(pump(index, generation)) for index, generation in enumerate(generations)]
+    try:
+        running = len(pumps)
+        while running:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

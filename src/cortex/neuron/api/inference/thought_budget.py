@@ -1,0 +1,101 @@
+"""A thought that ends when the client's budget for it is spent, so that an answer still follows.
+
+The engine knows nothing of it: the sequence is called off, the model's own closing marker is put behind what it has
+thought so far, and a second sequence goes on from there. Its prompt is the first one's text, so nearly all of it is
+cached. Where the thought is cut depends on its tokens only, never on how they arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
+
+from cortex.neuron.api.backend import Backend, GenerationStream
+from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.template.prompt import Rendered
+from cortex.wire.requests import GenerateRequest
+
+
+def submit(
+    backend: Backend, text: TextModel, request: GenerateRequest, rendered: Rendered, job: EngineRequest
+) -> GenerationStream:
+    """The job under way, with an end to its thought where the client set one. Raises what `backend.submit` raises."""
+    begin = partial(backend.submit, request.model)
+    budget_tokens = request.thinking.budget_tokens
+    if budget_tokens is None or budget_tokens >= job.max_tokens or not text.may_think(request):
+        return begin(job)
+    return BudgetedGeneration(begin, text, request, rendered, job, budget_tokens)
+
+
+class BudgetedGeneration:
+    """One choice's outputs: the thought, its forced end if it came to that, and the answer."""
+
+    def __init__(
+        self,
+        begin: Callable[[EngineRequest], GenerationStream],
+        text: TextModel,
+        request: GenerateRequest,
+        rendered: Rendered,
+        job: EngineRequest,
+        budget_tokens: int,
+    ) -> None:
+        self._begin = begin
+        self._text = text
+        self._request = request
+        self._job = job
+        self._budget_tokens = budget_tokens
+        self._watch = text.thought_watch(rendered)
+        self._thought: list[int] = []
+        self._running = begin(job)
+
+    def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
+        return self._outputs()
+
+    def cancel(self) -> None:
+        self._running.cancel()
+
+    async def _outputs(self) -> AsyncGenerator[list[StepOutput], None]:
+        async for batch in self._running:
+            cut = self._cut(batch)
+            yield batch if cut is None else cut
+            if cut is not None:
+                break
+        else:
+            return
+        self._running.cancel()
+        closing = self._text.thought_end
+        num_left = self._job.max_tokens - len(self._thought) - len(closing)
+        yield [StepOutput(self._job.id, closing, finish=None if num_left > 0 else "length")]
+        if num_left > 0:
+            self._running = self._begin(await self._conclusion(closing, num_left))
+            async for batch in self._running:
+                yield batch
+
+    def _cut(self, batch: list[StepOutput]) -> list[StepOutput] | None:
+        """What of `batch` is within the budget, if it leads out of it. A sequence that ends by itself is left alone."""
+        for number, output in enumerate(batch):
+            for place, token in enumerate(output.tokens, start=1):
+                if self._watch.is_over:
+                    return None
+                self._thought.append(token)
+                self._watch.push(token)
+                ends_here = output.finish is not None and place == len(output.tokens)
+                if len(self._thought) >= self._budget_tokens and self._watch.is_thinking and not ends_here:
+                    last = replace(output, tokens=output.tokens[:place], logprobs=output.logprobs[:place], finish=None)
+                    return [*batch[:number], last]
+        return None
+
+    async def _conclusion(self, closing: tuple[int, ...], max_tokens: int) -> EngineRequest:
+        """The sequence that answers."""
+        job = self._job
+        return replace(
+            job,
+            id=f"{job.id}.answer",
+            prompt=(*job.prompt, *self._thought, *closing),
+            max_tokens=max_tokens,
+            min_tokens=min(max_tokens, max(0, job.min_tokens - len(self._thought))),
+            grammar=await asyncio.to_thread(self._text.answer_grammar, self._request),
+        )

@@ -1,0 +1,56 @@
+"""One inference request as part of a trace: where its time went, phase by phase."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from cortex.neuron.api.log_context import request_id
+from cortex.neuron.api.metrics import RequestWatch
+from cortex.telemetry import UNTRACED, Span, Tracer
+from cortex.wire.errors import CortexError
+from cortex.wire.response import total_usage
+
+
+@contextmanager
+def traced(tracer: Tracer, http: web.Request, watch: RequestWatch) -> Iterator[None]:
+    """Goes on with the caller's trace; what `watch` has seen by the end is told in it."""
+    given = http.headers.get("traceparent")
+    span = tracer.begin(f"POST {http.path}", None if given is None else given.encode("latin-1", "replace"))
+    error: str | None = None
+    try:
+        yield
+        error = watch.error_code
+    except CortexError as problem:
+        error = problem.code
+        raise
+    except (asyncio.CancelledError, ConnectionError):
+        error = "abandoned"
+        raise
+    except Exception:
+        error = CortexError.code
+        raise
+    finally:
+        if span is not UNTRACED:
+            _tell(span, watch, error)
+
+
+def _tell(span: Span, watch: RequestWatch, error: str | None) -> None:
+    attributes: dict[str, str | int | float] = {
+        "cortex.request_id": request_id.get(),
+        "gen_ai.request.model": watch.model,
+    }
+    if watch.finishes:
+        timing = watch.finishes[-1].timing
+        began_s = 0.0
+        for name, took_s in (("prepare", timing.queue_s), ("prefill", timing.prefill_s), ("decode", timing.decode_s)):
+            span.phase(name, began_s, began_s + took_s)
+            began_s += took_s
+        usage = total_usage(watch.finishes)
+        attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+        attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        attributes["cortex.cached_tokens"] = usage.cached_tokens
+    span.end(attributes, error=error)

@@ -1,0 +1,43 @@
+"""The plans of the library's attention, built one at a time while the engine has nothing else to do."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import torch
+
+from cortex.neuron.kernels.attention import cudnn
+from cortex.neuron.kernels.attention.cudnn import Geometry
+from cortex.neuron.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+
+class PromptPlans:
+    """Those of one model's attentions, for prompts up to a step's tokens. Belongs to the engine thread."""
+
+    def __init__(self, model: Decoder, step_tokens: int) -> None:
+        weight = model.embedding.weight
+        device, dtype = weight.device, weight.dtype
+        geometries: dict[Geometry, float] = {}
+        if cudnn.is_faster_on(device) and dtype != torch.float32:
+            for attention in model.attentions:
+                config = attention.config
+                if config.window is None:
+                    geometry = Geometry(device, dtype, config.heads, config.kv_heads, config.head_dim)
+                    geometries[geometry] = attention.rules.scale
+        lengths = list(cudnn.planned_lengths(step_tokens))
+        self._missing = deque((geometry, scale, length) for geometry, scale in geometries.items() for length in lengths)
+
+    def prepare(self) -> bool:
+        """Builds the next one, the shortest prompts' first; false when none is left to build."""
+        if not self._missing:
+            return False
+        geometry, scale, length = self._missing.popleft()
+        try:
+            cudnn.prepare(geometry, scale, length)
+        except (cudnn.Unserved, torch.OutOfMemoryError) as refusal:
+            log.info("prompts of %d tokens and more stay with our own attention: %s", length, refusal)
+            self._missing.clear()
+        return bool(self._missing)

@@ -1,0 +1,223 @@
+"""Runs planned steps on the device: page tables, input tensors, the forward pass, the draw.
+
+The rows' page tables and latest tokens live on the device for as long as the row is held, so a decode step sends
+only positions. `launch` does not wait for the device; `Launched.read` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cortex.neuron.engine.errors import StepBlamed
+from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, StepGraphs
+from cortex.neuron.engine.execution.inputs import StepInputs
+from cortex.neuron.engine.execution.prompt_plans import PromptPlans
+from cortex.neuron.engine.execution.threads import StepThreads
+from cortex.neuron.engine.memory.states import StateMemory
+from cortex.neuron.engine.pages import PADDING_PAGE
+from cortex.neuron.engine.request import TokenLogprobs
+from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
+from cortex.neuron.engine.scheduler import StepPlan
+from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
+from cortex.neuron.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the host learns of a step, one entry per drawing row in plan order."""
+
+    tokens: list[int]
+    healthy: list[bool]
+    logprobs: list[TokenLogprobs] | None
+
+
+class Launched:
+    """A step the device is working on."""
+
+    def __init__(self, drawn: Drawn | None) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host: list[Tensor | None] = []
+        if drawn is None:
+            return
+        parts = (drawn.tokens, drawn.healthy, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
+        self._host = [part if part is None else _to_host(part) for part in parts]
+        if drawn.tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Result:
+        """Waits for the step, and gives its tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._host:
+            return Result([], [], None)
+        parts: list[Any] = [None if part is None else part.tolist() for part in self._host]
+        tokens, healthy, logprobs, top_ids, top_logprobs = parts
+        if logprobs is None:
+            return Result(tokens, healthy, None)
+        if top_ids is None:
+            return Result(tokens, healthy, [TokenLogprobs(logprob) for logprob in logprobs])
+        rows = zip(logprobs, top_ids, top_logprobs, strict=True)
+        return Result(tokens, healthy, [TokenLogprobs(one, tuple(ids), tuple(many)) for one, ids, many in rows])
+
+
+class Runner:
+    """Owns the rows' state on the device. Belongs to the engine thread."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        page_tokens: int,
+        max_rows: int,
+        context_tokens: int,
+        step_tokens: int,
+        states: StateMemory | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        """`states`: where a model with recurrent layers keeps them; the row's number is its slot. `capture`: how
+        single-token steps become graphs; a GPU has its own way, a CPU runs them launch by launch."""
+        self.model = model
+        self._states = states
+        self.device = model.parameters.device
+        self.page_tokens = page_tokens
+        self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device)
+        max_pages = -(-context_tokens // page_tokens)
+        # One row more than there are: padding rows of a captured graph, whose pages are all the padding page.
+        self._pages = np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32)
+        self._page_table = torch.from_numpy(self._pages).to(self.device)  # on the CPU: the same memory
+        self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
+        self._threads = StepThreads() if self.device.type == "cpu" else None
+        self._graphs: StepGraphs | None = None
+        if capture is None and self.device.type == "cuda":
+            capture = CudaCapture()
+        if capture is not None:
+            self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens, capture)
+
+        self._prompt_plans = PromptPlans(model, min(step_tokens, context_tokens))
+
+    def prepare(self) -> bool:
+        """Captures the graph of one more batch size, the smallest first, or when all are there builds the plan of one
+        more length of prompts; false when nothing is left."""
+        with torch.inference_mode():
+            if self._graphs is not None and self._graphs.prepare():
+                return True
+            return self._prompt_plans.prepare()
+
+    def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
+        """Starts a step. `draws` are the plan's drawing rows in order; `mask` forbids tokens to them.
+
+        Raises StepBlamed where the parameters of one request are at fault; the plan is then to be retracted."""
+        with torch.inference_mode():
+            for row, request, past in plan.new_rows:
+                try:
+                    self.sampler.assign(row, request, past)
+                except Exception as error:
+                    raise StepBlamed(request.id) from error
+            self._extend_tables(plan)
+            if self._states is not None:
+                self._states.copy(plan.restores)
+            inputs = StepInputs.of(plan, self._pages, self.page_tokens)
+            is_single = plan.num_singles == len(plan.rows)
+            if self._graphs is not None and is_single and self._graphs.takes(len(plan.rows)):
+                drawn = self._replay(plan, inputs, draws, mask)
+            elif self._threads is not None and is_single:
+                with self._threads.decoding(len(plan.rows)):
+                    drawn = self._forward(plan, inputs, draws, mask)
+            else:
+                drawn = self._forward(plan, inputs, draws, mask)
+            launched = Launched(drawn)
+            if self._states is not None:
+                self._states.copy(plan.saves)
+            return launched
+
+    def _replay(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
+        """A step of single tokens, through a captured graph."""
+        assert self._graphs is not None
+        brought = [(row.row, row.tokens[0]) for row in plan.rows if row.tokens is not None]
+        if brought:
+            rows, tokens = self._upload(np.array(brought, dtype=np.int64).T)
+            self._last_tokens.index_copy_(0, rows, tokens)
+        logits, tokens, healthy = self._graphs.replay(inputs.rows, inputs.positions, inputs.slots)
+        if not draws:
+            return None
+        if len(draws) == len(plan.rows) and mask is None and self.sampler.is_plain(draws):
+            return Drawn(tokens, healthy)
+        index = self._upload(inputs.last)
+        rows = self._upload(inputs.rows)[index]
+        drawn = self.sampler.draw(logits[index], rows, self._upload(inputs.positions)[index], draws, mask)
+        self._last_tokens.index_copy_(0, rows, drawn.tokens)
+        return drawn
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
+        """Any step, launched operation by operation."""
+        batch = self._batch(plan, inputs)
+        hidden = self.model(batch)
+        if not draws:
+            return None
+        index = self._upload(inputs.last)
+        rows = self._upload(np.fromiter((draw.row for draw in draws), np.int64, len(draws)))
+        logits = self.model.logits(hidden.index_select(0, index))
+        drawn = self.sampler.draw(logits, rows, batch.positions[index], draws, mask)
+        self._last_tokens.index_copy_(0, rows, drawn.tokens)
+        return drawn
+
+    def _extend_tables(self, plan: StepPlan) -> None:
+        if not plan.new_pages:
+            return
+        for row, first, pages in plan.new_pages:
+            self._pages[row, first : first + len(pages)] = pages
+        if self.device.type == "cpu":
+            return
+        rows = np.concatenate([np.full(len(pages), row) for row, _, pages in plan.new_pages])
+        columns = np.concatenate([np.arange(first, first + len(pages)) for _, first, pages in plan.new_pages])
+        numbers = np.concatenate([pages for _, _, pages in plan.new_pages]).astype(np.int32)
+        self._page_table.index_put_((self._upload(rows), self._upload(columns)), self._upload(numbers))
+
+    def _batch(self, plan: StepPlan, inputs: StepInputs) -> Batch:
+        singles = plan.num_singles
+        rows, tokens = self._upload(inputs.rows), self._upload(inputs.tokens)
+        drawn_before = inputs.drawn_before
+        if len(drawn_before):
+            index = self._upload(drawn_before)
+            tokens[index] = self._last_tokens[rows[index]]
+        return Batch(
+            tokens=tokens,
+            positions=self._upload(inputs.positions),
+            slots=self._upload(inputs.slots),
+            rows=rows,
+            lengths=self._upload(inputs.lengths),
+            page_table=self._page_table,
+            num_decodes=singles,
+            max_length=int(inputs.lengths.max()),
+            prefills=tuple(
+                PrefillRow(row.row, row.start, row.count, int(offset))
+                for row, offset in zip(plan.rows[singles:], inputs.offsets[singles:], strict=False)
+            ),
+            prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
+            prefill_tiles=self._upload(_tiles([row.count for row in plan.rows[singles:]])),
+        )
+
+    def _upload(self, array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _tiles(counts: Sequence[int]) -> NDArray[np.int32]:
+    """(prefill row, first token) of every tile, the later ones of each row first: they are the longest to compute."""
+    tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, PREFILL_TILE)]
+    return np.array(tiles[::-1], dtype=np.int32).reshape(-1, 2)

@@ -1,0 +1,34 @@
+"""What a device has, and in which numbers it computes best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cortex.neuron.engine.memory.dtypes import number_format
+from cortex.neuron.engine.memory.host import read_host_memory
+from cortex.neuron.engine.memory.reserve import MemoryReserve
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    total_bytes: int
+    free_bytes: int
+    reserve_bytes: int
+    """Kept for activations and for the libraries' own buffers."""
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        host = read_host_memory()
+        total, free = host.total_bytes, host.free_bytes
+    return DeviceMemory(total, free, MemoryReserve.on(device.type, total).bytes_of(free))
+
+
+def numeric_format(wanted: str, device: torch.device) -> torch.dtype:
+    """The dtype a model is computed in; `auto` takes what the device is fast at."""
+    found: torch.dtype = getattr(torch, number_format(wanted, device.type))
+    return found

@@ -1,0 +1,1 @@
+"""Drawing the next tokens: penalties, grammar masks, the sampler."""

@@ -1,0 +1,78 @@
+"""Outputs that must conform to a grammar: which tokens may be drawn next, as a mask on the device.
+
+The grammar follows the output token by token on the host, so a step that draws for a constrained sequence is planned
+only after that sequence's last token has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.text.errors import GrammarRejected, TextModelError
+from cortex.neuron.text.grammar.matcher import Matcher, MatchState
+
+
+class Constraint:
+    """Where one sequence stands in its grammar."""
+
+    def __init__(self, state: MatchState) -> None:
+        self._state = state
+        self.failure: str | None = None
+        """Why the grammar cannot be followed any further; what is drawn after that means nothing."""
+
+    def fill_mask(self, row: Tensor) -> None:
+        """Sets the bits of the tokens that may come next. row: [words] int32, on the host"""
+        try:
+            self._state.fill_mask(row)
+        except Exception as error:  # noqa: BLE001 - whatever the grammar library raises concerns this sequence alone
+            self._fail(error)
+
+    def is_complete_after(self, token: int) -> bool:
+        """Goes on with `token`; true when nothing may follow it."""
+        if self.failure is not None:
+            return True  # drawn without a mask
+        try:
+            self._state.accept(token)
+            return self._state.is_finished
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+            return True
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, GrammarRejected):
+            self.failure = str(error)
+        else:
+            self.failure = f"the grammar could not be followed ({type(error).__name__}); simplify it and try again"
+
+
+class Constraints:
+    """Compiles the grammars of one model's requests. Belongs to the engine thread."""
+
+    def __init__(self, source: Path, vocab: int, device: torch.device) -> None:
+        self._matcher = Matcher(source, vocab)
+        self._vocab = vocab
+        self._device = device
+        self._bit = torch.arange(32, dtype=torch.int32, device=device)
+
+    def compile(self, grammar: str) -> Constraint:
+        """Raises RequestError for a grammar that does not compile. The model's first one reads its vocabulary."""
+        try:
+            return Constraint(self._matcher.compile(grammar))
+        except TextModelError as error:
+            raise RequestError(str(error)) from error
+
+    def mask(self, drawing: Sequence[Constraint | None]) -> Tensor | None:
+        """[draws, vocab] bool on the device, true where a token may be drawn; None when all are free."""
+        if not any(drawing):
+            return None
+        words = torch.full((len(drawing), self._matcher.mask_words), -1, dtype=torch.int32)
+        for row, constraint in zip(words, drawing, strict=True):
+            if constraint is not None:
+                constraint.fill_mask(row)
+        bits = (words.to(self._device)[:, :, None] >> self._bit) & 1
+        return bits.flatten(1)[:, : self._vocab].bool()

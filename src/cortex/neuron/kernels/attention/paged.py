@@ -1,0 +1,131 @@
+"""Attention over paged KV, from projected q, k and v to mixed values: one entry for a whole step, and its reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.attention import cudnn
+from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
+from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.kernels.jit import has_kernels
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
+) -> Tensor:
+    """q: [tokens, heads, dim], k and v: [tokens, kv heads, dim] (strided, each head dense) → [tokens, heads, dim].
+
+    Norms and rotates q and k, keeps k and v in the pages ([pages, page tokens, kv heads, dim]), and lets each token
+    attend to its own row's positions up to itself.
+    """
+    if not has_kernels(q):
+        return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
+    from cortex.neuron.kernels.attention.decode import decode_attention
+    from cortex.neuron.kernels.attention.prefill import prefill_attention
+
+    decodes = batch.num_decodes
+    whole_prompts = bool(batch.prefills) and cudnn.takes(q, k.shape[1], rules, batch)
+    out = torch.empty((decodes if whole_prompts else len(q), *q.shape[1:]), dtype=q.dtype, device=q.device)
+    if decodes:
+        decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
+    if not batch.prefills:
+        return out
+    rotated = rotate_and_store(
+        q[decodes:],
+        k[decodes:],
+        v[decodes:],
+        rules,
+        batch.positions[decodes:],
+        batch.slots[decodes:],
+        key_pages,
+        value_pages,
+        cudnn.spare_tokens(batch) if whole_prompts else 0,
+    )
+    if not whole_prompts:
+        prefill_attention(rotated, rules, batch, key_pages, value_pages, out[decodes:])
+        return out
+    parts = cudnn.prompt_attention(rotated, rules, batch, key_pages, value_pages)
+    return parts[0] if len(parts) == 1 and not decodes else torch.cat((out, *parts))
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
+) -> Tensor:
+    rotation = batch.once(
+        ("rotation", id(rules.rope), q.dtype), lambda: Rotation.at(batch.positions, rules.rope, q.dtype)
+    )
+    q = rotate_and_store_by(rotation, q, k, v, rules, batch.slots, key_pages, value_pages)
+    parts = []
+    if batch.num_decodes:
+        parts.append(_decode(q[: batch.num_decodes], rules, batch, key_pages, value_pages))
+    for row in batch.prefills:
+        tokens = q[row.offset : row.offset + row.count]
+        parts.append(_prefill(tokens, rules, row, batch.page_table[row.row], key_pages, value_pages))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _gather(pages: Tensor, table: Tensor, length: int) -> Tensor:
+    """[..., kv heads, length, dim] of the positions in the pages that `table` ([..., pages]) lists."""
+    listed = pages.index_select(0, table.reshape(-1))
+    rows = listed.view(*table.shape[:-1], -1, *pages.shape[2:])
+    return rows.narrow(-3, 0, length).transpose(-3, -2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Which positions the decode rows of a step see."""
+
+    longest: int
+    table: Tensor
+    """[rows, pages]: as many as the longest row has"""
+    mask: Tensor | None
+    """[rows, 1, 1, longest] bool; None: one row, and all of it"""
+
+    @classmethod
+    def of(cls, batch: Batch, page_tokens: int, window: int | None) -> _Decodes:
+        lengths = batch.lengths[: batch.num_decodes]
+        longest = int(lengths.max())
+        table = batch.page_table[batch.rows[: batch.num_decodes], : -(-longest // page_tokens)]
+        if batch.num_decodes == 1 and window is None:
+            return cls(longest, table, None)
+        positions = torch.arange(longest, device=lengths.device)
+        visible = positions < lengths[:, None]
+        if window is not None:
+            visible &= positions >= lengths[:, None] - window
+        return cls(longest, table, visible[:, None, None])
+
+
+def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
+    """All decode rows at once, padded to the longest. The query heads that share a kv head are its queries."""
+    rows, heads, dim = q.shape
+    page_tokens = key_pages.shape[1]
+    seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
+    k, v = (_gather(pages, seen.table, seen.longest) for pages in (key_pages, value_pages))
+    grouped = q.view(rows, k.shape[1], -1, dim)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=rules.scale)
+    return out.reshape(rows, heads, dim)
+
+
+def _prefill(
+    q: Tensor, rules: AttentionRules, row: PrefillRow, table: Tensor, key_pages: Tensor, value_pages: Tensor
+) -> Tensor:
+    """One row's chunk against everything before it and, causally, itself."""
+    length = row.start + row.count
+    table = table[: -(-length // key_pages.shape[1])]
+    k, v = _gather(key_pages, table, length)[None], _gather(value_pages, table, length)[None]
+    mask = None
+    if row.start or rules.window is not None:
+        query = torch.arange(row.start, length, device=q.device)[:, None]
+        position = torch.arange(length, device=q.device)
+        mask = position <= query
+        if rules.window is not None:
+            mask &= position > query - rules.window
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,196 @@
+"""Many query tokens per row against paged KV, causally. Bound by arithmetic once prompts are long.
+
+Each program takes one tile of one row's tokens and one head. Rows of different lengths share a launch: the host lists
+the tiles. Reference: `paged.attention_reference`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cortex.neuron.kernels.attention.decode import LOG2_E
+from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
+
+TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
+"""Queries and keys that one program takes at a time, and its warps: the fastest on Hopper first."""
+
+
+def prefill_attention(
+    q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor, out: Tensor
+) -> None:
+    """q and out: the prefill rows' tokens [tokens, heads, dim], contiguous, q rotated; their KV is in the pages."""
+    _, heads, dim = q.shape
+    _, page_tokens, kv_heads, _ = key_pages.shape
+    assert batch.prefill_tiles is not None
+    dim_block = triton.next_power_of_2(dim)
+    queries, keys, warps = fitting_tiles(dim_block, q.element_size(), shared_memory(q.device))
+    parts = PREFILL_TILE // queries
+    _prefill_kernel[(len(batch.prefill_tiles) * parts, heads)](
+        q,
+        key_pages,
+        value_pages,
+        batch.page_table,
+        batch.rows[batch.num_decodes :],
+        batch.lengths[batch.num_decodes :],
+        batch.prefill_offsets,
+        batch.prefill_tiles,
+        out,
+        rules.scale * LOG2_E,
+        batch.page_table.stride(0),
+        rules.window or 0,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_BLOCK=dim_block,
+        PAGE=page_tokens,
+        QUERY_TILE=queries,
+        KEY_TILE=keys,
+        PARTS=parts,
+        WINDOWED=rules.window is not None,
+        num_warps=warps,
+        num_stages=2,
+        **launch_options(q.device),
+    )
+
+
+def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int, int]:
+    """Queries, keys and warps of a program: the first of TILES whose queries, keys, values and scores fit."""
+    for queries, keys, warps in TILES:
+        in_heads = (queries + 2 * shared.copies * keys) * dim_block
+        if shared.holds((in_heads + queries * keys) * element_bytes):
+            return queries, keys, warps
+    return TILES[-1]
+
+
+# Slices behind the decode rows begin anywhere: no variant for each way they are aligned.
+@jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "lengths"])
+def _prefill_kernel(
+    q,
+    key_pages,
+    value_pages,
+    table,
+    rows,
+    lengths,
+    offsets,
+    tiles,
+    out,
+    scale,
+    table_stride,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile = tl.program_id(0) // PARTS
+    prefill = tl.load(tiles + tile * 2)
+    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % PARTS * QUERY_TILE  # of this program's tokens in its row
+    head = tl.program_id(1)
+    kv_head = head // (HEADS // KV_HEADS)
+    offset = tl.load(offsets + prefill)
+    count = tl.load(offsets + prefill + 1) - offset
+    if PARTS > 1:  # noqa: SIM102 - decided when the kernel is compiled, the other when it runs
+        if first >= count:
+            return
+    length = tl.load(lengths + prefill)
+    table_row = table + tl.load(rows + prefill) * table_stride
+
+    token = first + tl.arange(0, QUERY_TILE)
+    dim = tl.arange(0, DIM_BLOCK)
+    dim_inside = dim < DIM
+    inside = (token < count)[:, None] & dim_inside[None, :]
+    where = ((offset + token).to(tl.int64)[:, None] * HEADS + head) * DIM + dim[None, :]
+    query = tl.load(q + where, mask=inside, other=0.0)
+    position = length - count + token  # of each query in its sequence
+
+    highest = tl.full((QUERY_TILE,), -float("inf"), tl.float32)
+    total = tl.zeros((QUERY_TILE,), tl.float32)
+    mixed = tl.zeros((QUERY_TILE, DIM_BLOCK), tl.float32)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(0, length - count + first - window + 1) // KEY_TILE * KEY_TILE
+    end = tl.minimum(length, length - count + first + QUERY_TILE)
+    # Tiles that every query sees whole need no mask; the last ones, and all of a window's, do.
+    unmasked = begin if WINDOWED else (length - count + first + 1) // KEY_TILE * KEY_TILE
+    highest, total, mixed = _attend(
+        query, highest, total, mixed, position, begin, unmasked, end, window, table_row, key_pages, value_pages,
+        kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, False,
+    )  # fmt: skip
+    highest, total, mixed = _attend(
+        query, highest, total, mixed, position, unmasked, end, end, window, table_row, key_pages, value_pages,
+        kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, True,
+    )  # fmt: skip
+    tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _attend(
+    query,
+    highest,
+    total,
+    mixed,
+    position,
+    begin,
+    stop,
+    end,
+    window,
+    table_row,
+    key_pages,
+    value_pages,
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds the positions from `begin` to `stop` to the running softmax."""
+    dim = tl.arange(0, DIM_BLOCK)
+    for tile in range(begin, stop, KEY_TILE):
+        key_position = tile + tl.arange(0, KEY_TILE)
+        if MASKED:
+            page = tl.load(table_row + key_position // PAGE, mask=key_position < end, other=0).to(tl.int64)
+        else:
+            page = tl.load(table_row + key_position // PAGE).to(tl.int64)
+        slot = ((page * PAGE + key_position % PAGE) * KV_HEADS + kv_head) * DIM
+        where = slot[:, None] + dim[None, :]
+        if DIM == DIM_BLOCK:
+            keys = tl.load(key_pages + where)
+        else:
+            keys = tl.load(key_pages + where, mask=(dim < DIM)[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(keys))
+        if MASKED:
+            visible = key_position[None, :] <= position[:, None]
+            if WINDOWED:
+                visible = visible & (key_position[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, -float("inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+        base = higher
+        if WINDOWED:
+            base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing of this tile is in the window
+        shrink = tl.exp2(highest - base)
+        weights = tl.exp2(scores * scale - base[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        if DIM == DIM_BLOCK:
+            values = tl.load(value_pages + where)
+        else:
+            values = tl.load(value_pages + where, mask=(dim < DIM)[None, :], other=0.0)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weights.to(values.dtype), values, mixed)
+        highest = higher
+    return highest, total, mixed

@@ -1,0 +1,190 @@
+"""What happens to prefill tokens' q, k and v between projection and attention, in one pass: norm, rotate, store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.norm import rms_norm_reference
+
+HEADS_AT_ONCE = 8
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: AttentionRules,
+    positions: Tensor,
+    slots: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    spare_tokens: int = 0,
+) -> Tensor:
+    """Returns the rotated q; writes the rotated k, and v, into their slots of the pages.
+
+    q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], strided views allowed, each head dense. The result has
+    `spare_tokens` more, of any content.
+    """
+    tokens, heads, dim = q.shape
+    out = torch.empty((tokens + spare_tokens, heads, dim), dtype=q.dtype, device=q.device)
+    _rotate_kernel[(tokens,)](
+        q,
+        k,
+        v,
+        out,
+        rules.q_scale,
+        rules.k_scale,
+        positions,
+        rules.rope,
+        slots,
+        key_pages,
+        value_pages,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        v.stride(0),
+        rules.eps,
+        HEADS=heads,
+        KV_HEADS=k.shape[1],
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        HALF=rules.rope.shape[1] // 2,
+        AT_ONCE=HEADS_AT_ONCE,
+        NORM=rules.q_scale is not None,
+        num_warps=4,
+        **launch_options(q.device),
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What the tokens of a step are rotated by: the same in all layers that share a table."""
+
+    cosines: Tensor
+    """[tokens, 1, rotated dims]"""
+    sines: Tensor
+    """[tokens, 1, rotated dims]: negative in the first half, where the second half is taken away"""
+
+    @classmethod
+    def at(cls, positions: Tensor, rope: Tensor, dtype: torch.dtype) -> Rotation:
+        cosine, sine = rope[positions].to(dtype)[:, None].chunk(2, dim=-1)
+        return cls(torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, heads, dim] → the same, rotated; in few operations, because on a CPU each has its price."""
+        dims = self.cosines.shape[-1]
+        if dims < x.shape[-1]:
+            return torch.cat((self(x[..., :dims]), x[..., dims:]), dim=-1)
+        return (x * self.cosines).addcmul_(x.roll(dims // 2, -1), self.sines)
+
+
+def rotate_and_store_by(
+    rotation: Rotation,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: AttentionRules,
+    slots: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+) -> Tensor:
+    """The reference of `rotate_and_store`, with a rotation at hand."""
+    if rules.q_scale is not None and rules.k_scale is not None:
+        q = rms_norm_reference(q, rules.q_scale, rules.eps)
+        k = rms_norm_reference(k, rules.k_scale, rules.eps)
+    key_pages.flatten(0, 1).index_copy_(0, slots, rotation(k))
+    value_pages.flatten(0, 1).index_copy_(0, slots, v)
+    return rotation(q)
+
+
+@jit
+def rotated_heads(
+    source,
+    head,
+    head_stride,
+    num_heads,
+    scales,
+    rope_row,
+    eps,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """[heads, dim] float32: the heads `head` of one token at `source`, normed and rotated; zero beyond `num_heads`."""
+    dim = tl.arange(0, DIM_BLOCK)
+    inside = (head < num_heads)[:, None] & (dim < DIM)[None, :]
+    is_rotated = dim < 2 * HALF
+    partner = tl.where(is_rotated, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
+    line = source + head[:, None] * head_stride
+    value = tl.load(line + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(line + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+        value *= scale * tl.load(scales + dim, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
+        other *= scale * tl.load(scales + partner, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
+    pair = tl.where(dim < HALF, dim, dim - HALF)
+    cosine = tl.load(rope_row + pair, mask=is_rotated, other=1.0)
+    sine = tl.load(rope_row + HALF + pair, mask=is_rotated, other=0.0)
+    sine = tl.where(dim < HALF, -sine, sine)
+    return value * cosine[None, :] + other * sine[None, :]
+
+
+# Slices behind the decode rows begin anywhere: no variant for each way they are aligned.
+@jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _rotate_kernel(
+    q,
+    k,
+    v,
+    out,
+    q_scale,
+    k_scale,
+    positions,
+    rope,
+    slots,
+    key_pages,
+    value_pages,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    v_token_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per token."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, DIM_BLOCK)
+    rope_row = rope + tl.load(positions + token) * 2 * HALF
+    slot = tl.load(slots + token) * KV_HEADS * DIM
+    for first in tl.static_range(0, HEADS, AT_ONCE):
+        head = first + tl.arange(0, AT_ONCE)
+        inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+        source = q + token * q_token_stride
+        y = rotated_heads(source, head, q_head_stride, HEADS, q_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+        where = (token * HEADS + head[:, None]) * DIM + dim[None, :]
+        tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
+    for first in tl.static_range(0, KV_HEADS, AT_ONCE):
+        head = first + tl.arange(0, AT_ONCE)
+        inside = (head < KV_HEADS)[:, None] & (dim < DIM)[None, :]
+        source = k + token * k_token_stride
+        y = rotated_heads(source, head, DIM, KV_HEADS, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
+        where = slot + head[:, None] * DIM + dim[None, :]
+        tl.store(key_pages + where, y.to(out.dtype.element_ty), mask=inside)
+        value = tl.load(v + token * v_token_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        tl.store(value_pages + where, value, mask=inside)

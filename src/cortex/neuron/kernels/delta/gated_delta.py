@@ -1,0 +1,128 @@
+"""The gated delta net, from projected tokens to mixed, gated values: one entry for a whole step, and its references.
+
+Each value head of a row keeps a matrix M [key dim, value dim]. A token lets it fade, corrects what it recalls for the
+token's key towards the token's value, and reads it with the token's query:
+
+    M ← e^g M;   M ← M + k ⊗ β (v − Mᵀk);   out = Mᵀq
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.delta.causal_conv import conv_chunk_reference, conv_rows_reference
+from cortex.neuron.kernels.delta.rules import CHUNK, L2_EPS, DeltaRules, DeltaState
+from cortex.neuron.kernels.jit import has_kernels
+
+
+def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
+    """projected: [tokens, projected size] → [tokens, value size], and the rows' state moved on by their tokens."""
+    if not has_kernels(projected):
+        return gated_delta_reference(projected, rules, batch, state)
+    from cortex.neuron.kernels.delta.chunks import delta_chunks
+    from cortex.neuron.kernels.delta.step import delta_step
+
+    out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
+    decodes = batch.num_decodes
+    if decodes:
+        delta_step(projected, rules, batch, state, out)
+    if batch.prefills:
+        delta_chunks(projected[decodes:], rules, batch, state, out[decodes:])
+    return out
+
+
+def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
+    heads = rules.value_heads
+    x, gate, write, fade = projected.split([rules.channels, rules.value_size, heads, heads], dim=-1)
+    strength = write.float().sigmoid()
+    log_decay = -rules.decay_rate * F.softplus(fade.float() + rules.decay_bias)
+    parts = []
+    decodes = batch.num_decodes
+    if decodes:
+        rows, positions = batch.rows[:decodes], batch.positions[:decodes]
+        mixed = conv_rows_reference(x[:decodes], rules.conv_weight, state.recent, rows, positions)
+        q, k, v = (part[:, :, None] for part in split_heads(mixed, rules))
+        # A row alone is moved on where it is: its memory is most of what a step touches.
+        memory = state.memory[rows] if decodes > 1 else state.memory[int(rows[0]) :][:1]
+        memory.index_fill_(0, (positions == 0).nonzero()[:, 0], 0)
+        out = delta_recurrent(q, k, v, log_decay[:decodes, :, None], strength[:decodes, :, None], memory)
+        if decodes > 1:
+            state.memory[rows] = memory
+        parts.append(out.squeeze(2))
+    for row in batch.prefills:
+        here = slice(row.offset, row.offset + row.count)
+        mixed = conv_chunk_reference(x[here], rules.conv_weight, state.recent, row)
+        q, k, v = (part.transpose(0, 1) for part in split_heads(mixed, rules))
+        memory = state.memory[row.row] if row.start else torch.zeros_like(state.memory[row.row])
+        out, memory = delta_chunked(q, k, v, log_decay[here].t(), strength[here].t(), memory)
+        state.memory[row.row] = memory
+        parts.append(out.transpose(0, 1))
+    mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    normed = F.rms_norm(mixed, (rules.value_dim,), rules.norm_weight.float(), rules.eps)
+    return (normed.flatten(1) * F.silu(gate.float())).to(projected.dtype)
+
+
+def split_heads(mixed: Tensor, rules: DeltaRules) -> tuple[Tensor, Tensor, Tensor]:
+    """mixed: [tokens, channels] → q and k of length one (q scaled for its dim), and v: [tokens, value heads, dim]"""
+    q, k, v = mixed.float().split([rules.key_size, rules.key_size, rules.value_size], dim=-1)
+    q, k = (x.unflatten(-1, (rules.key_heads, rules.key_dim)) for x in (q, k))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for x in (q, k))
+    shared = rules.value_heads // rules.key_heads
+    q, k = (x.repeat_interleave(shared, dim=1) for x in (q * rules.key_dim**-0.5, k))
+    return q, k, v.unflatten(-1, (rules.value_heads, rules.value_dim))
+
+
+def delta_recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor) -> Tensor:
+    """Token by token, as the rule is written; `memory` is moved on in place.
+
+    q and k: [..., tokens, key dim], v: [..., tokens, value dim], log_decay and strength: [..., tokens],
+    memory: [..., key dim, value dim]; all float32.
+    """
+    out = torch.empty_like(v)
+    for token in range(v.shape[-2]):
+        here = slice(token, token + 1)
+        memory *= log_decay[..., here, None].exp()
+        correction = (v[..., here, :] - k[..., here, :] @ memory) * strength[..., here, None]
+        memory.addcmul_(k[..., here, :].transpose(-1, -2), correction)
+        out[..., here, :] = q[..., here, :] @ memory
+    return out
+
+
+def delta_chunked(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, CHUNK tokens at a time; gives the memory after the last token and leaves the given one alone.
+
+    With G the sum of g from a chunk's beginning, and M its first memory, the corrections d of its tokens solve a
+    triangular system:
+
+        d_i = β_i (v_i − e^{G_i} Mᵀk_i − Σ_{j<i} e^{G_i − G_j} (k_i·k_j) d_j)
+
+    so d = u − w M with u and w known for all chunks at once; only M is carried from chunk to chunk.
+    """
+    tokens = v.shape[-2]
+    padding = -tokens % CHUNK
+    q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(-2, (-1, CHUNK)) for x in (q, k, v))
+    log_decay, strength = (F.pad(x, (0, padding)).unflatten(-1, (-1, CHUNK)) for x in (log_decay, strength))
+    total = log_decay.cumsum(-1)  # [..., chunks, CHUNK]
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()
+    weighted_k = k * strength[..., None]
+    system = weighted_k @ k.transpose(-1, -2) * between
+    wanted = torch.cat((v * strength[..., None], weighted_k * total[..., None].exp()), dim=-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    attended = q @ k.transpose(-1, -2) * between
+    faded_q = q * total[..., None].exp()
+    last = total[..., -1:]
+    faded_k = (k * (last - total)[..., None].exp()).transpose(-1, -2)
+    kept = last[..., None].exp()
+    outs = []
+    for chunk in range(v.shape[-3]):
+        correction = u[..., chunk, :, :] - w[..., chunk, :, :] @ memory
+        outs.append(faded_q[..., chunk, :, :] @ memory + attended[..., chunk, :, :] @ correction)
+        memory = kept[..., chunk, :, :] * memory + faded_k[..., chunk, :, :] @ correction
+    return torch.cat(outs, dim=-2)[..., :tokens, :], memory

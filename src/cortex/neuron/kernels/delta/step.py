@@ -1,0 +1,142 @@
+"""One new token per row through a gated delta net, in one launch: convolution, gates, memory, norm and output gate.
+
+Each program takes one value head of one row and reads and writes its memory once: bound by bandwidth. With few rows it
+takes the whole memory at once, before the projection is done; with many it takes it in parts, so that several programs
+share a processor. Reference: `gated_delta.gated_delta_reference`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.delta.causal_conv import convolved
+from cortex.neuron.kernels.delta.rules import L2_EPS, DeltaRules, DeltaState
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
+
+
+def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
+    """Writes the first `batch.num_decodes` rows of `out` ([tokens, value size], contiguous); moves their state on."""
+    value_block = triton.next_power_of_2(rules.value_dim)
+    fills = batch.num_decodes * rules.value_heads > 2 * num_processors(projected.device)
+    columns = min(32, value_block) if fills else value_block
+    _step_kernel[(batch.num_decodes, rules.value_heads)](
+        projected,
+        batch.rows,
+        batch.positions,
+        rules.conv_weight,
+        rules.decay_rate,
+        rules.decay_bias,
+        rules.norm_weight,
+        state.recent,
+        state.memory,
+        out,
+        rules.eps,
+        projected.stride(0),
+        state.recent.stride(0),
+        state.memory.stride(0),
+        VALUE_HEADS=rules.value_heads,
+        SHARED=rules.value_heads // rules.key_heads,
+        KEY_SIZE=rules.key_size,
+        KEY_DIM=rules.key_dim,
+        KEY_BLOCK=triton.next_power_of_2(rules.key_dim),
+        VALUE_DIM=rules.value_dim,
+        PARTS=value_block // columns,
+        COLUMNS=columns,
+        TAPS=len(rules.conv_weight),
+        L2_EPS=L2_EPS,
+        num_warps=4 if fills else 8,
+        **launch_options(projected.device),
+    )
+
+
+@jit
+def log_decay_of(fade, rate, bias):
+    """The logarithm of what a memory is multiplied by: −rate · softplus(fade + bias), all float32."""
+    x = fade + bias
+    return -rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+
+
+@jit
+def _step_kernel(
+    projected,
+    rows,
+    positions,
+    conv_weight,
+    decay_rate,
+    decay_bias,
+    norm_weight,
+    recent,
+    memory,
+    out,
+    eps,
+    projected_stride,
+    recent_stride,
+    memory_stride,
+    VALUE_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr,
+    L2_EPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    VALUE_SIZE: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * KEY_SIZE + VALUE_SIZE
+    index = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.load(rows + index)
+    position = tl.load(positions + index)
+    key_dim, column = tl.arange(0, KEY_BLOCK), tl.arange(0, COLUMNS)
+    key_inside = key_dim < KEY_DIM
+    where = memory + row * memory_stride + head * KEY_DIM * VALUE_DIM
+    where = where + key_dim[:, None] * VALUE_DIM + column[None, :]
+    known = tl.load(where, mask=key_inside[:, None] & (column < VALUE_DIM)[None, :], other=0.0)  # [key dim, columns]
+    if OVERLAP:
+        gdc_wait()
+
+    token = projected + index * projected_stride
+    ring = recent + row * recent_stride
+    channel = head // SHARED * KEY_DIM + key_dim
+    keeps = key_dim < tl.where(head % SHARED == 0, KEY_DIM, 0)  # one of the value heads that share a key head
+    q = convolved(token, ring, conv_weight, channel, key_inside, keeps, position, CHANNELS, TAPS)
+    k = convolved(token, ring, conv_weight, KEY_SIZE + channel, key_inside, keeps, position, CHANNELS, TAPS)
+    q = q * tl.rsqrt((tl.sum(q * q, 0) + L2_EPS) * KEY_DIM)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+    gates = token + CHANNELS + VALUE_SIZE + head
+    strength = tl.sigmoid(tl.load(gates).to(tl.float32))
+    fade = tl.load(gates + VALUE_HEADS).to(tl.float32)
+    decay = tl.exp(log_decay_of(fade, tl.load(decay_rate + head), tl.load(decay_bias + head)))
+
+    part = tl.arange(0, PARTS)
+    mixed = tl.zeros((PARTS, COLUMNS), tl.float32)
+    for number in tl.static_range(PARTS):
+        here = number * COLUMNS + column
+        if number + 1 < PARTS:
+            there = key_inside[:, None] & (here + COLUMNS < VALUE_DIM)[None, :]
+            upcoming = tl.load(where + (number + 1) * COLUMNS, mask=there, other=0.0)
+        inside = here < VALUE_DIM
+        channel = 2 * KEY_SIZE + head * VALUE_DIM + here
+        v = convolved(token, ring, conv_weight, channel, inside, inside, position, CHANNELS, TAPS)
+        known = tl.where(position > 0, known, 0.0) * decay
+        correction = (v - tl.sum(known * k[:, None], 0)) * strength
+        known += k[:, None] * correction[None, :]
+        tl.store(where + number * COLUMNS, known, mask=key_inside[:, None] & inside[None, :])
+        mixed = tl.where((part == number)[:, None], tl.sum(known * q[:, None], 0)[None, :], mixed)
+        if number + 1 < PARTS:
+            known = upcoming
+
+    value_dim = part[:, None] * COLUMNS + column[None, :]
+    inside = value_dim < VALUE_DIM
+    mixed *= tl.rsqrt(tl.sum(tl.sum(mixed * mixed, 1), 0) / VALUE_DIM + eps)
+    mixed *= tl.load(norm_weight + value_dim, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(token + CHANNELS + head * VALUE_DIM + value_dim, mask=inside, other=0.0).to(tl.float32)
+    mixed *= gate * tl.sigmoid(gate)
+    target = out + index * VALUE_SIZE + head * VALUE_DIM + value_dim
+    tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Matrix products for small batches: dense, and in four bits."""

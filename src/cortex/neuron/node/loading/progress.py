@@ -1,0 +1,48 @@
+"""How far a load is: stages in order, bytes that never go backwards, and an honest guess of what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from cortex.wire.node import Progress, Stage
+
+STAGES: tuple[Stage, ...] = get_args(Stage)
+_MIN_SAMPLE_S = 0.5
+"""Below this a rate is noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgressTracker:
+    """Replaced with each report. A stage never follows a later one; within a stage bytes only grow."""
+
+    stage: Stage
+    since_s: float
+    """When the stage began."""
+    now_s: float
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+    @classmethod
+    def begin(cls, now_s: float) -> LoadProgressTracker:
+        return cls("resolve", now_s, now_s)
+
+    def advanced(self, stage: str, done_bytes: int, total_bytes: int, now_s: float) -> LoadProgressTracker:
+        """After a report; one that would go backwards only moves the clock."""
+        if stage not in STAGES or STAGES.index(stage) < STAGES.index(self.stage):
+            return replace(self, now_s=now_s)
+        if stage != self.stage:
+            return LoadProgressTracker(stage, now_s, now_s, done_bytes, total_bytes)
+        total_bytes = max(self.total_bytes, total_bytes)
+        done_bytes = max(self.done_bytes, min(done_bytes, total_bytes))
+        return replace(self, done_bytes=done_bytes, total_bytes=total_bytes, now_s=now_s)
+
+    def told(self) -> Progress:
+        """As clients read it."""
+        return Progress(stage=self.stage, done_bytes=self.done_bytes, total_bytes=self.total_bytes, eta_s=self._eta_s())
+
+    def _eta_s(self) -> float | None:
+        elapsed_s = self.now_s - self.since_s
+        if elapsed_s < _MIN_SAMPLE_S or not 0 < self.done_bytes <= self.total_bytes:
+            return None
+        return round((self.total_bytes - self.done_bytes) * elapsed_s / self.done_bytes, 1)

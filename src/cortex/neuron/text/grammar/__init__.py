@@ -1,0 +1,1 @@
+"""Grammars that constrain the output, and the matcher that applies them."""

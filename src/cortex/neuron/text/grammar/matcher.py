@@ -1,0 +1,108 @@
+"""Grammars at work: which tokens may come next. Used on the engine's side, so it imports on a bare host.
+
+The grammar library is imported with the first grammar; without it everything but constrained output works.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cortex.neuron.text.errors import GrammarRejected
+from cortex.neuron.text.tokenizer.library import LibraryTokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+    import numpy
+    import torch
+
+    MaskRow = numpy.ndarray[Any, numpy.dtype[numpy.int32]] | torch.Tensor
+
+
+class Matcher:
+    """Compiles grammars for one model's vocabulary. Safe to use from any thread.
+
+    The first `compile` reads the vocabulary, up to a second for a large one; later ones take milliseconds.
+    """
+
+    def __init__(self, source: Path, vocab_size: int) -> None:
+        """`source`: the model's directory or GGUF file. `vocab_size`: the number of logits, padding included."""
+        self._source = source
+        self.vocab_size = vocab_size
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def mask_words(self) -> int:
+        """int32 words in one row of a mask: a bit per token, the first token in the lowest bit."""
+        return -(-self.vocab_size // 32)
+
+    def compile(self, grammar: str) -> MatchState:
+        """The state of one new output; raises GrammarRejected, or TextModelError if the vocabulary cannot be read."""
+        try:
+            import llguidance
+        except ImportError as error:
+            raise GrammarRejected("constrained output needs the package llguidance; install cortex[neuron]") from error
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise GrammarRejected(f"the grammar does not compile for this model: {_reason(matcher)}")
+        return MatchState(matcher, self.mask_words)
+
+    def _read_vocabulary(self) -> llguidance.LLTokenizer:
+        import llguidance
+
+        tokenizer = LibraryTokenizer.load(self._source)
+        if tokenizer.vocab_size > self.vocab_size:
+            raise GrammarRejected(
+                f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {self.vocab_size}; "
+                "constrained output needs a tokenizer that belongs to the model"
+            )
+        return llguidance.LLTokenizer(
+            tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=list(tokenizer.eos_ids) or None
+        )
+
+
+class MatchState:
+    """Where one output stands in its grammar. Owned by the engine thread.
+
+    Once the grammar is satisfied and can take nothing more, only end tokens are allowed, and `is_finished` holds.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
+        self._matcher = matcher
+        self._mask_words = mask_words
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing but an end token may follow, or one came already."""
+        return self._matcher.is_stopped()
+
+    @property
+    def is_accepting(self) -> bool:
+        """The output so far satisfies the grammar."""
+        return self._matcher.is_accepting()
+
+    def fill_mask(self, row: MaskRow) -> None:
+        """Write the tokens that may come next into `row`: `mask_words` int32, contiguous, in host memory."""
+        size = len(row)
+        if size != self._mask_words:
+            raise ValueError(f"the mask row has {size} words, this vocabulary needs {self._mask_words}")
+        # Both kinds of array give their address; the library fills them in place without the GIL.
+        address = row.data_ptr() if hasattr(row, "data_ptr") else row.ctypes.data
+        self._matcher.unsafe_compute_mask_ptr(address, size * 4)
+        if self._matcher.is_error():
+            raise GrammarRejected(f"the grammar became too complex, simplify it: {_reason(self._matcher)}")
+
+    def accept(self, token: int) -> None:
+        """Go on with `token`; raises GrammarRejected if the mask did not allow it."""
+        if not self._matcher.consume_token(token):
+            raise GrammarRejected(f"the drawn token {token} does not fit the grammar; send the request again")
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """What the library found, without the dump of its parser and of the whole grammar that follows."""
+    return matcher.get_error().partition("<state>")[0].strip()

@@ -1,0 +1,152 @@
+"""What a request demands of the output, as one grammar for the engine.
+
+Response formats, regular expressions, grammars, choices and forced tool calls; with room for the model's thought before
+it, where the model thinks. Checked here, so that a schema that cannot be enforced is a clear 400 and no late failure.
+The grammar library is imported with the first such request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
+
+from cortex.neuron.text.grammar.lark import LarkGrammar, literal
+from cortex.neuron.text.output.detect import ThoughtMarkers, ToolSyntax
+from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
+from cortex.neuron.text.tools.grammar import MARKED, add_calls, add_free_answer
+from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
+
+
+class Thought(Enum):
+    """Where the model stands when it begins to write."""
+
+    ABSENT = auto()
+    """It answers at once."""
+    POSSIBLE = auto()
+    """It may open a thought first."""
+    OPENED = auto()
+    """The prompt has opened one, which it must close first."""
+
+
+def is_constrained(request: GenerateRequest) -> bool:
+    choice = request.tool_choice
+    return request.output is not None or choice.mode in ("required", "named") or _is_restricted(request)
+
+
+def _is_restricted(request: GenerateRequest) -> bool:
+    """Whether the answer may call tools, but not every one that the model is told of."""
+    return request.tool_choice.mode == "auto" and request.callable_tools != request.tools
+
+
+def build_grammar(
+    request: GenerateRequest,
+    tokenizer: Tokenizer,
+    syntax: ToolSyntax | None,
+    markers: ThoughtMarkers | None,
+    thought: Thought,
+) -> str | None:
+    """The grammar, or None for free output; raises InvalidValue for what cannot be enforced."""
+    if not is_constrained(request) or (request.output is None and _reader_suffices(request, syntax)):
+        return None
+    grammar = LarkGrammar(tokenizer)
+    before = _thought(grammar, markers, thought)
+    mode = request.tool_choice.mode
+    if mode in ("required", "named"):
+        tools = _chosen(request)
+        calls = add_calls(grammar, syntax or ToolSyntax.PLAIN_JSON, tools, parallel=request.tool_choice.parallel)
+        return _checked(grammar, f"{before}{calls}", param="tools")
+    if request.output is None:
+        assert syntax is not None, "without a syntax of calls there is nothing to restrict"
+        free = add_free_answer(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
+        return _checked(grammar, f"{before}{free}", param="tools")
+    answer = _answer(grammar, request.output)
+    if request.callable_tools and mode == "auto" and syntax is not None:
+        # Either way the client gets something it can parse.
+        calls = add_calls(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
+        answer = f"({answer} | {calls})"
+    return _checked(grammar, f"{before}{answer}", param="response_format")
+
+
+def _reader_suffices(request: GenerateRequest, syntax: ToolSyntax | None) -> bool:
+    """Whether a restriction is kept without a grammar: where calls have no markers, whoever reads the answer takes
+    only what names a callable tool for a call, and the rest for text."""
+    return request.tool_choice.mode == "auto" and syntax not in MARKED
+
+
+def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
+    choice = request.tool_choice
+    if not request.tools:
+        raise InvalidValue(f"tool_choice is {choice.mode} but the request has no tools; add them", param="tool_choice")
+    if choice.mode == "required":
+        return request.callable_tools
+    named = tuple(tool for tool in request.tools if tool.name == choice.name)
+    if not named:
+        known = ", ".join(tool.name for tool in request.tools)
+        raise InvalidValue(
+            f"tool_choice names {shorten(choice.name or '')!r}, the tools are {shorten(known)}", param="tool_choice"
+        )
+    return named
+
+
+def _thought(grammar: LarkGrammar, markers: ThoughtMarkers | None, thought: Thought) -> str:
+    if markers is None or thought is Thought.ABSENT:
+        return ""
+    rest = f"{grammar.text_until(markers.close)} /\\n{{0,2}}/"
+    if thought is Thought.OPENED:
+        return f"{rest} "
+    return f"({grammar.marker(markers.open)} {rest})? "
+
+
+def _answer(grammar: LarkGrammar, output: OutputFormat) -> str:
+    match output.kind:
+        case "json_object":
+            return grammar.json({"type": "object"})
+        case "json_schema":
+            return grammar.json(output.schema if output.schema is not None else {"type": "object"})
+        case "regex":
+            return grammar.other(_regex(_text(output)))
+        case "grammar":
+            return grammar.other(_lark(_text(output)))
+        case "choice":
+            if not output.choices:
+                raise InvalidValue("there is nothing to choose from; give at least one choice", param="response_format")
+            return grammar.rule("choice", " | ".join(map(literal, output.choices)))
+
+
+def _text(output: OutputFormat) -> str:
+    if not output.text:
+        raise InvalidValue(f"the {output.kind} is empty; give its text", param="response_format")
+    return output.text
+
+
+def _regex(pattern: str) -> Mapping[str, Any]:
+    import llguidance
+
+    first: dict[str, Any] = json.loads(llguidance.LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+    return {key: value for key, value in first.items() if value is not None}
+
+
+def _lark(text: str) -> Mapping[str, Any]:
+    """From Lark or GBNF, whichever it is."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return {"lark_grammar": any_to_lark(text)}
+    except ValueError as error:
+        raise InvalidValue(f"the grammar cannot be read: {shorten(str(error))}", param="response_format") from error
+
+
+def _checked(grammar: LarkGrammar, start: str, *, param: str) -> str:
+    import llguidance
+
+    try:
+        built = grammar.build(start)
+    except RecursionError as error:
+        raise InvalidValue("the schema is nested too deeply to be enforced; flatten it", param=param) from error
+    problem = llguidance.LLMatcher.validate_grammar(built)
+    if problem:
+        raise InvalidValue(f"the output format cannot be enforced: {shorten(problem.strip())}", param=param)
+    return built

@@ -1,0 +1,1 @@
+"""From generated text to events: reasoning, stop strings, tool calls."""

@@ -1,0 +1,76 @@
+"""What a model's output looks like, read off its chat template.
+
+A template has to write earlier turns' tool calls and thoughts in the model's own syntax, so its text names the markers:
+
+| the template contains | tool calls are parsed as |
+|---|---|
+| `<function=` | Qwen XML: `<tool_call><function=f><parameter=p>…` |
+| `<tool_call>` | Hermes JSON: `<tool_call>{"name": …, "arguments": …}</tool_call>` |
+| `<|python_tag|>`, or both `"name"` and `"parameters"` spelled out | Llama JSON: `{"name": …, "parameters": …}` |
+| the variable `tools`, and none of these | plain JSON: `{"name": …, "arguments": …}` |
+| no variable `tools` | not at all: the model has no tools |
+
+A template that contains one of the pairs in `THOUGHT_MARKERS` belongs to a model that thinks aloud between them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from cortex.neuron.text.template.chat_template import ChatTemplate
+
+
+class ToolSyntax(StrEnum):
+    QWEN_XML = "qwen_xml"
+    HERMES_JSON = "hermes_json"
+    LLAMA_JSON = "llama_json"
+    PLAIN_JSON = "plain_json"
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarkers:
+    """What a model writes before and after thinking."""
+
+    open: str
+    close: str
+
+
+THOUGHT_MARKERS: Final = (
+    ThoughtMarkers("<think>", "</think>"),
+    ThoughtMarkers("[THINK]", "[/THINK]"),
+    ThoughtMarkers("<seed:think>", "</seed:think>"),
+    ThoughtMarkers("<thinking>", "</thinking>"),
+    ThoughtMarkers("<reasoning>", "</reasoning>"),
+    ThoughtMarkers("<thought>", "</thought>"),
+)
+
+PYTHON_TAG: Final = "<|python_tag|>"
+TOOL_CALL_OPEN: Final = "<tool_call>"
+TOOL_CALL_CLOSE: Final = "</tool_call>"
+
+_SPELLS_NAME: Final = re.compile(r"""\\?["']name\\?["']\s*:""")
+_SPELLS_PARAMETERS: Final = re.compile(r"""\\?["']parameters\\?["']\s*:""")
+
+
+def tool_syntax(template: ChatTemplate) -> ToolSyntax | None:
+    if "tools" not in template.variables:
+        return None
+    if template.mentions("<function="):
+        return ToolSyntax.QWEN_XML
+    if template.mentions(TOOL_CALL_OPEN):
+        return ToolSyntax.HERMES_JSON
+    if template.mentions(PYTHON_TAG):
+        return ToolSyntax.LLAMA_JSON
+    if _SPELLS_NAME.search(template.source) and _SPELLS_PARAMETERS.search(template.source):
+        return ToolSyntax.LLAMA_JSON
+    return ToolSyntax.PLAIN_JSON
+
+
+def thought_markers(template: ChatTemplate) -> ThoughtMarkers | None:
+    # The closing marker decides: a template that strips old thoughts has to look for it.
+    return next((markers for markers in THOUGHT_MARKERS if template.mentions(markers.close)), None) or next(
+        (markers for markers in THOUGHT_MARKERS if template.mentions(markers.open)), None
+    )

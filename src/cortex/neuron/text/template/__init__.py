@@ -1,0 +1,1 @@
+"""Chat templates: from a request's conversation to the prompt."""

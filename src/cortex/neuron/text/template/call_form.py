@@ -1,0 +1,62 @@
+"""In which form a template wants the tool calls of earlier turns.
+
+Nearly all iterate over arguments as an object, beside an empty content. A few join arguments to text, and some show
+the calls of a turn only if its content is none. Nothing in a template's text says so reliably, so it is tried out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.wire.errors import TemplateRenderFailed
+
+_NAME: Final = "probed_function"
+_VALUE: Final = "probed value"
+_TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    empty_content: str | None = ""
+    """The content of a turn that only calls tools."""
+    arguments_as_text: bool = False
+
+    def arguments(self, text: str) -> Any:
+        """Arguments, given as JSON text, for the template. What a model once wrote wrongly stays as it was."""
+        if self.arguments_as_text:
+            return text or "{}"
+        try:
+            return json.loads(text, strict=False) if text.strip() else {}
+        except (ValueError, RecursionError):
+            return text
+
+
+_FORMS: Final = (CallForm(), CallForm(None), CallForm("", True), CallForm(None, True))
+
+
+@lru_cache(maxsize=64)
+def call_form(template: ChatTemplate) -> CallForm:
+    """The first form in which the template shows a call whole; the usual one if none does."""
+    return next((form for form in _FORMS if _shows(template, form)), _FORMS[0])
+
+
+def _shows(template: ChatTemplate, form: CallForm) -> bool:
+    arguments = form.arguments(json.dumps({"a": _VALUE}))
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": form.empty_content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "name": _NAME, "content": "y"},
+    ]
+    try:
+        text = template.render(
+            {"messages": messages, "tools": [_TOOL], "documents": None, "add_generation_prompt": True}
+        )
+    except TemplateRenderFailed:
+        return False
+    spells_none = form.empty_content is None and "None" in text
+    return _NAME in text and _VALUE in text and not spells_none

@@ -1,0 +1,149 @@
+"""A request's conversation in the variables that chat templates are written for.
+
+Nothing is injected, reordered or dropped. Where templates disagree about a form, the template itself decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from cortex.neuron.text.template.call_form import CallForm, call_form
+from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.system_form import system_form
+from cortex.wire.errors import InvalidValue, UnsupportedModality
+from cortex.wire.requests import (
+    GenerateRequest,
+    Image,
+    Message,
+    Part,
+    Reasoning,
+    Text,
+    Tool,
+    ToolCall,
+    ToolResult,
+)
+
+_RESERVED: Final = frozenset({"messages", "tools"})
+
+
+def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Mapping[str, str]) -> dict[str, Any]:
+    """What the template is rendered with; raises UnsupportedModality, or InvalidValue for template arguments."""
+    if reserved := _RESERVED & request.template_args.keys():
+        raise InvalidValue(
+            f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; use the request's own fields",
+            param="chat_template_kwargs",
+        )
+    _refuse_unspeakable_tools(request, template)
+    return {
+        **named_tokens,
+        "documents": None,
+        "add_generation_prompt": True,
+        **_thinking(request),
+        **request.template_args,
+        "messages": messages(request.messages, template),
+        "tools": [_tool(tool) for tool in request.tools] or None,
+    }
+
+
+def messages(conversation: Iterable[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+    """The turns as plain JSON values, one for one; system messages in the form that the template takes."""
+    names_by_call: dict[str, str] = {}
+    rendered = []
+    for position, message in enumerate(conversation):
+        rendered.append(_message(message, position, template, names_by_call))
+        names_by_call.update((part.id, part.name) for part in message.parts if isinstance(part, ToolCall))
+    if any(message["role"] == "system" for message in rendered[1:]):
+        return system_form(template).fit(rendered)
+    return rendered
+
+
+def _message(
+    message: Message, position: int, template: ChatTemplate, names_by_call: Mapping[str, str]
+) -> dict[str, Any]:
+    value: dict[str, Any] = {"role": _role(message, template)}
+    if message.name is not None:
+        value["name"] = message.name
+    parts = message.parts
+    if message.role == "tool":
+        for result in (part for part in parts if isinstance(part, ToolResult)):
+            value["tool_call_id"] = result.call_id
+            if result.call_id in names_by_call:
+                value.setdefault("name", names_by_call[result.call_id])
+            if result.is_error:
+                value["is_error"] = True
+            parts = (*(part for part in parts if part is not result), *result.parts)
+    if calls := [part for part in parts if isinstance(part, ToolCall)]:
+        form = call_form(template)
+        value["tool_calls"] = [_call(call, form) for call in calls]
+    if thoughts := [part.text for part in parts if isinstance(part, Reasoning)]:
+        # Both names, as the reference library gives them: templates read the one or the other.
+        value["reasoning_content"] = value["thinking"] = "".join(thoughts)
+    # An answer's text parts are pieces of one stream; anybody else's are separate blocks.
+    text = ("" if message.role == "assistant" else "\n").join(_texts(parts, position))
+    value["content"] = form.empty_content if calls and not text else text
+    return value
+
+
+def _role(message: Message, template: ChatTemplate) -> str:
+    # `developer` is what one vendor now calls `system`; a template that does not know it would drop the turn.
+    if message.role == "developer" and not template.mentions("developer"):
+        return "system"
+    return message.role
+
+
+def _texts(parts: Iterable[Part], position: int) -> list[str]:
+    texts = []
+    for part in parts:
+        if isinstance(part, Image):
+            raise UnsupportedModality(
+                f"messages[{position}] has an image, and this model reads text only; "
+                "remove the image, or choose a model whose capabilities include vision",
+                param="messages",
+            )
+        if isinstance(part, Text):
+            texts.append(part.text)
+    return texts
+
+
+def _call(call: ToolCall, form: CallForm) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": form.arguments(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def _thinking(request: GenerateRequest) -> dict[str, Any]:
+    """The switch under the names that templates use for it; absent, so that the template's default holds, if unsaid."""
+    thinking = request.thinking
+    switch: dict[str, Any] = {}
+    if thinking.enabled is not None:
+        switch |= {"enable_thinking": thinking.enabled, "thinking": thinking.enabled}
+    if thinking.effort is not None:
+        switch["reasoning_effort"] = thinking.effort
+    if thinking.budget_tokens is not None:
+        switch["thinking_budget"] = thinking.budget_tokens
+    return switch
+
+
+def _refuse_unspeakable_tools(request: GenerateRequest, template: ChatTemplate) -> None:
+    """A template without tools would drop them, and the model would invent a format."""
+    if request.tools and request.tool_choice.mode != "none" and "tools" not in template.variables:
+        raise UnsupportedModality(
+            "this model's chat template has no place for tools; "
+            "remove them, set tool_choice to none, or choose a model whose capabilities include tools",
+            param="tools",
+        )
+    called = any(isinstance(part, ToolCall) for message in request.messages for part in message.parts)
+    if called and not template.mentions("tool_calls"):
+        raise UnsupportedModality(
+            "the conversation has tool calls, and this model's chat template cannot show them; "
+            "choose a model whose capabilities include tools",
+            param="messages",
+        )

@@ -1,0 +1,139 @@
+"""From a request to the tokens that a model continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cortex.neuron.text.output.detect import ThoughtMarkers
+from cortex.neuron.text.output.reasoning import opens_thought
+from cortex.neuron.text.template import conversation
+from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
+from cortex.wire.errors import ContextLengthExceeded, InvalidValue, TemplateRenderFailed
+from cortex.wire.requests import GenerateRequest
+
+_CONTINUE: Final = "continue_final_message"
+# The space tells whether the template trimmed the message that is to be continued.
+_MARK: Final = "\ue000continue here\ue001 "
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt, ready for an engine."""
+
+    text: str
+    """Empty where the prompt came as token ids."""
+    ids: tuple[int, ...]
+    turn_ends: tuple[int, ...] = ()
+    """Token positions, rising, up to which a later turn of this conversation will repeat the prompt exactly."""
+    starts_in_reasoning: bool = False
+    """The prompt opened a thought: what the model says first is thought until it closes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A rendered conversation before it is tokenised."""
+
+    text: str
+    generation_prompt: str
+    """Its tail after the last finished turn: the beginning of the answer."""
+    turn_ends: tuple[int, ...]
+    """Characters where finished turns end."""
+
+
+def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer, context_tokens: int | None = None) -> Rendered:
+    """A plain prompt, as it is; text gets the beginning that the model was trained to see. Raises InvalidValue or
+    ContextLengthExceeded."""
+    if isinstance(prompt, str):
+        _check_length(prompt, tokenizer, context_tokens)
+        return Rendered(prompt, tuple(tokenizer.encode_document(prompt)))
+    for edge in (min(prompt, default=0), max(prompt, default=0)):
+        if not 0 <= edge < tokenizer.vocab_size:
+            raise InvalidValue(
+                f"token id {edge} is outside the vocabulary of {tokenizer.vocab_size} tokens; use /tokenize",
+                param="prompt",
+            )
+    return Rendered("", tuple(prompt))
+
+
+def render_conversation(
+    request: GenerateRequest,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    markers: ThoughtMarkers | None,
+    context_tokens: int | None = None,
+) -> Rendered:
+    """Raises TemplateRenderFailed, UnsupportedModality, InvalidValue or ContextLengthExceeded."""
+    prompt = prompt_text(request, template, tokenizer)
+    _check_length(prompt.text, tokenizer, context_tokens)
+    encoded = tokenizer.encode_segmented(prompt.text)
+    # Only a cut is safe to keep: elsewhere the next turn's text could merge with the last token.
+    turn_ends = {encoded.cut_before(end) for end in prompt.turn_ends}
+    return Rendered(
+        prompt.text,
+        encoded.ids,
+        tuple(sorted(turn_ends - {0})),
+        markers is not None and opens_thought(prompt.generation_prompt, markers),
+    )
+
+
+def prompt_text(request: GenerateRequest, template: ChatTemplate, tokenizer: Tokenizer) -> PromptText:
+    """Render, and find the turn ends by rendering less: whatever is a prefix of the whole is a stable beginning."""
+    if not request.messages:
+        raise InvalidValue("messages is empty; give at least one message", param="messages")
+    values = conversation.variables(request, template, tokenizer.named_tokens)
+    continues = bool(values.pop(_CONTINUE, False))
+    text = _continuation(template, values) if continues else template.render(values)
+    messages = values["messages"]
+    finished = len(messages) - 1 if continues else len(messages)
+    last_query = max((i + 1 for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+    leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), finished)
+
+    ends = {count: _end_of(template, values, count, text) for count in {finished, last_query, leading} - {0}}
+    return PromptText(
+        text,
+        text[ends.get(finished) or 0 :],
+        tuple(sorted({end for end in ends.values() if end is not None})),
+    )
+
+
+def _check_length(text: str, tokenizer: Tokenizer, context_tokens: int | None) -> None:
+    """Tokenising twenty megabytes takes a core for a minute, only to find that they are too many."""
+    if context_tokens is None or (least := tokenizer.least_tokens(text)) < context_tokens:
+        return
+    raise ContextLengthExceeded(
+        f"prompt is too long: {least} tokens > {context_tokens - 1} maximum (at the least, told by its "
+        f"{len(text)} characters; the context has {context_tokens} tokens); shorten the conversation",
+        details={"prompt_tokens": least, "context_tokens": context_tokens},
+    )
+
+
+def _end_of(template: ChatTemplate, values: dict[str, Any], count: int, text: str) -> int | None:
+    """Where the first `count` messages end in `text`; None if the template renders them differently on their own."""
+    try:
+        part = template.render(
+            {**values, "messages": values["messages"][:count], "add_generation_prompt": False, _CONTINUE: False}
+        )
+    except TemplateRenderFailed:
+        return None  # many templates refuse a conversation without a user; the whole one has rendered
+    return len(part) if text.startswith(part) else None
+
+
+def _continuation(template: ChatTemplate, values: dict[str, Any]) -> str:
+    """The prompt up to the end of the last message, which the model goes on with."""
+    *earlier, last = values["messages"]
+    if last["role"] != "assistant" or not last["content"]:
+        raise InvalidValue(
+            "continue_final_message needs an assistant message with text at the end of messages", param="messages"
+        )
+    marked = {**last, "content": last["content"] + _MARK}
+    text = template.render({**values, "messages": [*earlier, marked], "add_generation_prompt": False})
+    start = text.rfind(_MARK.rstrip())
+    if start < 0:
+        raise TemplateRenderFailed(
+            "the model's chat template does not show the last message, so it cannot be continued; "
+            "end the conversation with a user message"
+        )
+    return text[:start] if text.startswith(_MARK, start) else text[:start].rstrip()

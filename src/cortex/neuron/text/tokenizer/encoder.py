@@ -1,0 +1,37 @@
+"""Cutting text into tokens, wherever that is done."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Segmented:
+    """A text's ids, and where it was cut: `cut_tokens[i]` ids precede character `cut_characters[i]`."""
+
+    ids: tuple[int, ...]
+    cut_characters: tuple[int, ...]
+    cut_tokens: tuple[int, ...]
+
+    def cut_before(self, character: int) -> int:
+        """The number of tokens up to the last cut at or before `character`; 0 if there is none."""
+        found = bisect_right(self.cut_characters, character)
+        return self.cut_tokens[found - 1] if found else 0
+
+
+class TextEncoder(Protocol):
+    """Safe to share between threads. It may wait for another process, so call it off the event loop."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, control tokens in it included, nothing added."""
+        ...
+
+    def encode_document(self, text: str) -> list[int]:
+        """Ids of a text that stands alone, with the beginning and end that the model was trained to see around it."""
+        ...
+
+    def encode_segmented(self, text: str) -> Segmented:
+        """Like `encode`, with the places around whole tokens; what was seen before of a long text costs little."""
+        ...

@@ -1,0 +1,157 @@
+"""A tokenizer out of the vocabulary that a GGUF file carries in its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, Final
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
+from cortex.neuron.text.tokenizer import pretokenizers
+
+SPACE: Final = "▁"
+"""How SentencePiece vocabularies write a space."""
+
+_NAMED: Final = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # spelled so in the files
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+_END_IDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def build(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that `metadata` describes; raises TextModelError."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise TokenizerMissing("the GGUF file carries no vocabulary; get a complete file of the model")
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer = _byte_level(metadata, tokens)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(metadata, tokens)
+    else:
+        raise TokenizerUnsupported(
+            f"the GGUF file has a tokenizer of kind {kind!r}, supported are 'gpt2' and 'llama'; "
+            "serve the model from safetensors"
+        )
+    _add_whole_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or ())
+    _add_begin_and_end(tokenizer, metadata, tokens, sentencepiece=kind == "llama")
+    return tokenizer
+
+
+def named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and kin, as templates name them."""
+    tokens = metadata.get("tokenizer.ggml.tokens") or ()
+    found = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in _NAMED.items()}
+    return {name: tokens[i] for name, i in found.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+
+
+def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a generation, as the file names them."""
+    found = (metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS)
+    return tuple(dict.fromkeys(i for i in found if isinstance(i, int)))
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    cut = pretokenizers.by_name(metadata.get("tokenizer.ggml.pre", "default"))
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    model = models.BPE(
+        vocab=_ids(tokens), merges=_checked_pairs(merges), ignore_merges=cut.whole_words_first, fuse_unk=False
+    )
+    tokenizer = Tokenizer(model)
+    if (normalizer := cut.normalizer()) is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = cut.pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores")
+    merges = metadata.get("tokenizer.ggml.merges")
+    if merges:
+        pairs = _checked_pairs(tuple(merge.split(" ", 1)) for merge in merges)
+    elif scores and len(scores) == len(tokens):
+        pairs = _merges_from_scores(tokens, scores)
+    else:
+        raise TextFileMalformed("the GGUF vocabulary has neither scores nor merges; get a complete file")
+    unknown = named_tokens(metadata).get("unk_token")
+    tokenizer = Tokenizer(
+        models.BPE(vocab=_ids(tokens), merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=SPACE, prepend_scheme="first" if prefixed else "never", split=False
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _ids(tokens: Sequence[str]) -> dict[str, int]:
+    # Padding entries may repeat; the first spelling keeps its id.
+    ids: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        ids.setdefault(token, i)
+    return ids
+
+
+def _checked_pairs(merges: Iterable[tuple[str, ...]]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        if len(merge) != 2:
+            raise TextFileMalformed(f"the GGUF file has the merge {merge!r}, not a pair; download it again")
+        pairs.append((merge[0], merge[1]))
+    return pairs
+
+
+def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the neighbours whose joint piece scores best; as ranked pairs that is this order."""
+    known = set(tokens)
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for i, (token, score) in enumerate(zip(tokens, scores, strict=True)):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in known and right in known:
+                ranked.append((-score, i, -cut, left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Tokens that text is cut around before anything else: control tokens, and ones like `<think>`."""
+    typed = list(zip(tokens, types, strict=False))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token, kind in typed if kind == TokenType.CONTROL]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token, kind in typed if kind == TokenType.USER_DEFINED]
+    )
+
+
+def _add_begin_and_end(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], *, sentencepiece: bool
+) -> None:
+    """What the model expects around plain text. SentencePiece models want a beginning unless they say otherwise."""
+    named = named_tokens(metadata)
+    begin = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", sentencepiece) else None
+    end = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    around = [(token, tokens.index(token)) for token in (begin, end) if token is not None]
+    if around:
+        single = " ".join(part for part in (begin and f"{begin}:0", "$A:0", end and f"{end}:0") if part)
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)

@@ -1,0 +1,275 @@
+"""A model's tokenizer as the `tokenizers` library builds it.
+
+Building one holds the interpreter for a second or two where the vocabulary is large, so a daemon leaves it to a process
+of its own. Imports on a bare GPU host: the engine's grammar masks need the library's own description.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import AddedToken, Encoding
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import Decoder
+from tokenizers.models import Model
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
+from cortex.neuron.text.files import gguf_file, read_json
+from cortex.neuron.text.tokenizer import gguf_vocabulary
+from cortex.neuron.text.tokenizer.vocabulary import Vocabulary, WholeToken, joined
+from cortex.neuron.weights.gguf.metadata import read_metadata
+
+_LATER_BYTES: Final = frozenset(range(0x80, 0xC0))
+"""Those that follow the first in characters of several bytes."""
+_IN_TEXT: Final = frozenset({*range(0xC0), *range(0xC2, 0xF5)})
+"""The bytes that UTF-8 makes use of."""
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class LibraryTokenizer:
+    """A vocabulary and its rules. Immutable and safe to share between threads."""
+
+    backend: Backend
+    named_tokens: Mapping[str, str]
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> LibraryTokenizer:
+        """From a model directory or a GGUF file; raises TextModelError, or CheckpointError for a bad GGUF header."""
+        gguf = gguf_file(path)
+        if gguf is not None:
+            return cls.from_gguf(read_metadata(gguf).metadata)
+        return _from_directory(path)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> LibraryTokenizer:
+        return cls(
+            gguf_vocabulary.build(metadata), gguf_vocabulary.named_tokens(metadata), gguf_vocabulary.end_ids(metadata)
+        )
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id; a model's embedding may have more rows than that."""
+        num_tokens = self.backend.get_vocab_size(with_added_tokens=True)
+        if all(self.backend.id_to_token(token_id) is not None for token_id in range(num_tokens)):
+            return num_tokens
+        # Ids with gaps are rare; the whole table holds every other thread up while it is made.
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What can be told of it without the library."""
+        each_spelling = list(self._spellings())
+        spellings, bounds = joined(each_spelling)
+        added = self.backend.get_added_tokens_decoder()
+        return Vocabulary(
+            spellings=spellings,
+            bounds=bounds,
+            whole_tokens=tuple(WholeToken(i, each.content, each.special, _is_plain(each)) for i, each in added.items()),
+            named_tokens=self.named_tokens,
+            eos_ids=self.eos_ids,
+            is_context_free=self._is_context_free,
+            characters_per_token=self._characters_per_token(max(map(len, each_spelling), default=0)),
+            silent_characters=self._silent_characters,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, control tokens in it included, nothing added."""
+        return self._ids(text, add_special_tokens=False)
+
+    def encode_document(self, text: str) -> list[int]:
+        """Ids of a text that stands alone, with the beginning and end that the model was trained to see around it."""
+        return self._ids(text, add_special_tokens=True)
+
+    def encoding(self, text: str) -> Encoding:
+        """Like `encode`, with each token's place in `text`."""
+        [encoding] = self.backend.encode_batch([text], add_special_tokens=False)
+        return encoding
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # As a batch of one: the library lets other threads run while it encodes a batch, and only then.
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def _spellings(self) -> Iterator[bytes]:
+        whole_ids = self.backend.get_added_tokens_decoder().keys()
+        spell = _byte_level_spelling if self._is_byte_level else _sentencepiece_spelling
+        for token_id in range(self.vocab_size):
+            token = self.backend.id_to_token(token_id)
+            if token is None:
+                yield b""
+            else:
+                yield token.encode() if token_id in whole_ids else spell(token)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return _decoder_kind(self.backend) == "ByteLevel"
+
+    @cached_property
+    def _is_context_free(self) -> bool:
+        if not self._is_byte_level:
+            return False  # SentencePiece treats the beginning of a text differently
+        return not any(step.get("add_prefix_space") for step in _steps(self.backend.pre_tokenizer))
+
+    def _characters_per_token(self, longest_bytes: int) -> int | None:
+        """The longest token bounds it, unless characters can vanish: stripped, normalised away, or unknown."""
+        if any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
+            return None
+        steps = [*_steps(self.backend.normalizer), *_steps(self.backend.pre_tokenizer)]
+        if longest_bytes == 0 or not all(map(_keeps_characters, steps)):
+            return None
+        composes = any(step.get("type") == "NFC" for step in steps)
+        # Some vocabularies lack the first byte of rare characters. What follows it is left to count, unless several
+        # characters were composed into one before.
+        needed = _IN_TEXT - {*range(0x80)} if composes or not self._is_byte_level else _LATER_BYTES
+        if needed & self._absent_bytes:
+            return None
+        return -(-longest_bytes * 3 // 2) if composes else longest_bytes  # Ǖ has two bytes, and three letters apart
+
+    @cached_property
+    def _absent_bytes(self) -> frozenset[int]:
+        """Bytes that no token stands for alone, so that they vanish."""
+        spelled = _BYTE_OF_CHARACTER if self._is_byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
+        return frozenset(byte for token, byte in spelled.items() if self.backend.token_to_id(token) is None)
+
+    @property
+    def _silent_characters(self) -> str:
+        return "".join(chr(byte) for byte in sorted(self._absent_bytes) if byte < 0x80)
+
+
+def _from_directory(path: Path) -> LibraryTokenizer:
+    source = path / "tokenizer.json"
+    if not source.exists():
+        raise TokenizerMissing(
+            f"{path} has no tokenizer.json; download the whole repository, or save the tokenizer in the fast format"
+        )
+    try:
+        backend = Backend.from_file(str(source))
+    except Exception as error:  # the library raises bare Exception for any malformed file
+        raise TextFileMalformed(f"{source} is not a tokenizer ({error}); download the model again") from error
+    backend.no_truncation()  # a file may carry its training set-up, and nothing is ever truncated here
+    backend.no_padding()
+    if _decoder_kind(backend) is None:
+        raise TokenizerUnsupported(f"{source} is neither byte-level nor SentencePiece; no such model is served here")
+    config = read_json(path / "tokenizer_config.json")
+    _add_missing(backend, config)
+    named = _named_tokens({**read_json(path / "special_tokens_map.json"), **config})
+    return LibraryTokenizer(backend, named, _eos_ids(path, backend, named))
+
+
+def _describe(part: Decoder | Model | Normalizer | PreTokenizer | None) -> dict[str, Any]:
+    """A part of the library's tokenizer as it stands in `tokenizer.json`."""
+    described: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {}
+    return described
+
+
+def _steps(part: Normalizer | PreTokenizer | None) -> list[dict[str, Any]]:
+    """A normaliser or a pre-tokeniser as the steps it consists of."""
+    described = _describe(part)
+    if not described:
+        return []
+    if described.get("type") != "Sequence":
+        return [described]
+    steps: list[dict[str, Any]] = described.get("normalizers") or described.get("pretokenizers") or []
+    return steps
+
+
+def _keeps_characters(step: Mapping[str, Any]) -> bool:
+    """Whether no character of a text is lost in a step, but for those that are composed into one."""
+    kind = step.get("type")
+    if kind == "Split":
+        return step.get("behavior") != "Removed"
+    if kind == "Replace":
+        return step.get("pattern") == {"String": " "} and step.get("content") == gguf_vocabulary.SPACE
+    return kind in ("ByteLevel", "Digits", "Metaspace", "NFC", "Prepend")
+
+
+def _is_plain(token: AddedToken) -> bool:
+    return not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+
+
+def _decoder_kind(backend: Backend) -> str | None:
+    described = _describe(backend.decoder)
+    kinds = {described.get("type"), *(part.get("type") for part in described.get("decoders", ()))}
+    if "ByteLevel" in kinds:
+        return "ByteLevel"
+    return "SentencePiece" if kinds & {"Metaspace", "ByteFallback", "Replace"} else None
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {}
+    for name in _NAMED:
+        token = config.get(name)
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if isinstance(token, str):
+            named[name] = token
+    return named
+
+
+def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Some repositories list added tokens only in `tokenizer_config.json`."""
+    described = config.get("added_tokens_decoder")
+    if not isinstance(described, Mapping):
+        return
+    present = backend.get_added_tokens_decoder()
+    for key, token in sorted(described.items(), key=lambda item: int(item[0])):
+        if int(key) not in present and isinstance(token, Mapping) and isinstance(token.get("content"), str):
+            flags = {flag: bool(token.get(flag, False)) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+            added = AddedToken(token["content"], special=bool(token.get("special", False)), **flags)
+            if token.get("special"):
+                backend.add_special_tokens([added])
+            else:
+                backend.add_tokens([added])
+
+
+def _eos_ids(path: Path, backend: Backend, named: Mapping[str, str]) -> tuple[int, ...]:
+    """From the generation config, else the model's, and always the tokenizer's own end token."""
+    config = read_json(path / "config.json")
+    for source in (read_json(path / "generation_config.json"), config, config.get("text_config") or {}):
+        stated = source.get("eos_token_id")
+        if stated is not None:
+            break
+    ids = stated if isinstance(stated, list) else [stated]
+    if "eos_token" in named:
+        ids = [*ids, backend.token_to_id(named["eos_token"])]
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
+
+
+def _byte_level_spelling(token: str) -> bytes:
+    try:
+        return token.translate(_BYTE_LEVEL).encode("latin-1")
+    except UnicodeEncodeError:  # written in other letters than bytes are
+        return token.encode()
+
+
+def _sentencepiece_spelling(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            return token.encode()
+    return token.replace(gguf_vocabulary.SPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write each byte as one printable character: itself, or one from U+0100 upwards."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
+
+
+_BYTE_OF_CHARACTER: Final = _byte_alphabet()
+_BYTE_LEVEL: Final = {
+    # What is below U+0100 and no letter of the alphabet must not pass for a byte.
+    **dict.fromkeys(range(0x100), "\uffff"),
+    **{ord(character): chr(byte) for character, byte in _BYTE_OF_CHARACTER.items()},
+}

@@ -1,0 +1,57 @@
+"""A model's text with the tokenizer library in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cortex.neuron.text import defaults
+from cortex.neuron.text.facts import TextFacts
+from cortex.neuron.text.files import gguf_file, has_vision, read_json
+from cortex.neuron.text.template import template_source
+from cortex.neuron.text.tokenizer.encoder import Segmented
+from cortex.neuron.text.tokenizer.library import LibraryTokenizer
+from cortex.neuron.text.tokenizer.segments import SegmentEncoder
+from cortex.neuron.weights.gguf.metadata import read_metadata
+
+
+class LocalEncoder:
+    """The `TextEncoder` that does the work itself."""
+
+    def __init__(self, tokenizer: LibraryTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._segments = SegmentEncoder(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_document(self, text: str) -> list[int]:
+        return self._tokenizer.encode_document(text)
+
+    def encode_segmented(self, text: str) -> Segmented:
+        return self._segments.encode(text)
+
+
+def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
+    """From a model directory or a .gguf file; raises TextModelError, or CheckpointError for a bad GGUF header."""
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return text_of_gguf(read_metadata(gguf).metadata)
+    tokenizer = LibraryTokenizer.load(path)
+    facts = TextFacts(
+        tokenizer.vocabulary,
+        template_source.from_directory(path),
+        defaults.from_generation_config(read_json(path / "generation_config.json")),
+        has_vision(path),
+    )
+    return facts, LocalEncoder(tokenizer)
+
+
+def text_of_gguf(metadata: Mapping[str, Any]) -> tuple[TextFacts, LocalEncoder]:
+    """From what a GGUF file says of itself; raises TextModelError."""
+    tokenizer = LibraryTokenizer.from_gguf(metadata)
+    facts = TextFacts(
+        tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata), has_vision=False
+    )
+    return facts, LocalEncoder(tokenizer)

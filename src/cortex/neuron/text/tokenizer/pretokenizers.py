@@ -1,0 +1,101 @@
+"""How text is cut before byte-level merges apply, by the names that GGUF files use.
+
+The patterns are facts of the published tokenizers: a model's merges were learned on exactly these cuts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from cortex.neuron.text.errors import TokenizerUnsupported
+
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_LLAMA3: Final = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_QWEN2: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+# Combining marks stay with their letters, which matters for Indic and Thai scripts.
+_QWEN35: Final = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_GPT4O: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One way to cut. `pattern=None` is GPT-2's own, which the byte-level step brings along."""
+
+    pattern: str | None = None
+    single_digits: bool = False
+    normal_form_c: bool = False
+    whole_words_first: bool = False
+    """A word that is in the vocabulary is taken whole, without replaying its merges."""
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
+        if self.pattern is not None:
+            return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(self.pattern), "isolated"), byte_level])
+        if self.single_digits:
+            return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        return byte_level
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        return normalizers.NFC() if self.normal_form_c else None
+
+
+_GPT2_CUT: Final = Cut()
+_DIGITS_CUT: Final = Cut(single_digits=True)
+_LLAMA3_CUT: Final = Cut(_LLAMA3, whole_words_first=True)
+_QWEN2_CUT: Final = Cut(_QWEN2, normal_form_c=True)
+
+BY_NAME: Final[dict[str, Cut]] = {
+    "default": _GPT2_CUT,
+    "gpt-2": _GPT2_CUT,
+    "gpt2": _GPT2_CUT,
+    "smollm": _DIGITS_CUT,
+    "starcoder": _DIGITS_CUT,
+    "refact": _DIGITS_CUT,
+    "codeshell": _DIGITS_CUT,
+    "llama-bpe": _LLAMA3_CUT,
+    "llama3": _LLAMA3_CUT,
+    "llama-v3": _LLAMA3_CUT,
+    "falcon3": _LLAMA3_CUT,
+    "pixtral": _LLAMA3_CUT,
+    "lfm2": _LLAMA3_CUT,
+    "dbrx": Cut(_LLAMA3),
+    "smaug-bpe": Cut(_LLAMA3),
+    "qwen2": _QWEN2_CUT,
+    "deepseek-r1-qwen": _QWEN2_CUT,
+    "megrez": Cut(_QWEN2),
+    "stablelm2": Cut(_QWEN2),
+    "qwen35": Cut(_QWEN35, normal_form_c=True),
+    "tekken": Cut(_TEKKEN, whole_words_first=True),
+    "gpt-4o": Cut(_GPT4O),
+    "llama4": Cut(_GPT4O),
+}
+
+
+def by_name(name: str) -> Cut:
+    """Raises TokenizerUnsupported: a wrong cut would serve a subtly worse model without a word."""
+    try:
+        return BY_NAME[name]
+    except KeyError:
+        raise TokenizerUnsupported(
+            f"the GGUF file names the pre-tokenizer {name!r}, supported are {', '.join(sorted(BY_NAME))}; "
+            "serve the model from safetensors, or add the name to neuron/text/tokenizer/pretokenizers.py"
+        ) from None

@@ -1,0 +1,109 @@
+"""Tokenising long prompts without doing the same work every turn.
+
+An agent sends its whole conversation again with each turn. Text is always cut around whole tokens such as `<|im_end|>`,
+so what lies between two of them has the same ids wherever it stands, and is remembered. Up to such a cut a prompt's
+tokens cannot change, whatever comes after.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
+
+from cortex.neuron.text.tokenizer.encoder import Segmented
+from cortex.neuron.text.tokenizer.library import LibraryTokenizer
+from cortex.neuron.text.tokenizer.vocabulary import WholeToken
+
+_MAX_REMEMBERED_CHARACTERS: Final = 8 << 20
+_MIN_REMEMBERED_CHARACTERS: Final = 256
+"""Shorter segments are tokenised faster than they are looked after."""
+_MAX_WHOLE_TOKENS: Final = 1024
+"""Beyond that, looking for them in Python costs more than it saves."""
+_WINDOW_CHARACTERS: Final = 1 << 16
+"""Looked through at once: a search lets no other thread run."""
+
+
+class SegmentEncoder:
+    """Encodes exactly as `tokenizer.encode` does. Safe to share between threads; its memory is bounded."""
+
+    def __init__(self, tokenizer: LibraryTokenizer) -> None:
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.vocabulary
+        self._ids_by_whole = {token.text: token.id for token in vocabulary.whole_tokens}
+        self._longest_whole = max(map(len, self._ids_by_whole), default=0)
+        self._pattern = _pattern(vocabulary.whole_tokens) if vocabulary.is_context_free else None
+        self._remembered: OrderedDict[str, array[int]] = OrderedDict()
+        self._num_characters = 0
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> Segmented:
+        return self._encode_whole(text) if self._pattern is None else self._encode_segments(self._pattern, text)
+
+    def _encode_segments(self, pattern: re.Pattern[str], text: str) -> Segmented:
+        ids: list[int] = []
+        cuts: list[tuple[int, int]] = []
+        position = 0
+        for found in self._whole_tokens(pattern, text):
+            ids += self._segment(text[position : found.start()])
+            cuts.append((found.start(), len(ids)))
+            ids.append(self._ids_by_whole[found.group()])
+            cuts.append((found.end(), len(ids)))
+            position = found.end()
+        ids += self._segment(text[position:])
+        return _segmented(ids, cuts)
+
+    def _whole_tokens(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """What `pattern.finditer` gives, found window by window."""
+        position = 0
+        while position < len(text):
+            window_end = position + _WINDOW_CHARACTERS
+            # A token that begins in the window is seen whole; one that begins behind it is the next window's.
+            found = pattern.search(text, position, window_end + self._longest_whole - 1)
+            if found is None or found.start() >= window_end:
+                position = window_end
+            else:
+                yield found
+                position = found.end()
+
+    def _encode_whole(self, text: str) -> Segmented:
+        encoding = self._tokenizer.encoding(text)
+        whole = set(self._ids_by_whole.values())
+        cuts: list[tuple[int, int]] = []
+        for i, (token, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
+            if token in whole:
+                cuts += [(start, i), (end, i + 1)]
+        return _segmented(encoding.ids, cuts)
+
+    def _segment(self, text: str) -> list[int] | array[int]:
+        if len(text) < _MIN_REMEMBERED_CHARACTERS:
+            return self._tokenizer.encode(text) if text else []
+        with self._lock:
+            known = self._remembered.get(text)
+            if known is not None:
+                self._remembered.move_to_end(text)
+                return known
+        ids = array("I", self._tokenizer.encode(text))
+        with self._lock:
+            if text not in self._remembered:
+                self._remembered[text] = ids
+                self._num_characters += len(text)
+            while self._num_characters > _MAX_REMEMBERED_CHARACTERS:
+                oldest, _ = self._remembered.popitem(last=False)
+                self._num_characters -= len(oldest)
+        return ids
+
+
+def _segmented(ids: list[int], cuts: list[tuple[int, int]]) -> Segmented:
+    return Segmented(tuple(ids), tuple(character for character, _ in cuts), tuple(token for _, token in cuts))
+
+
+def _pattern(whole: tuple[WholeToken, ...]) -> re.Pattern[str] | None:
+    """Finds whole tokens as the library does, longest first; None where they do more than stand for themselves."""
+    if not whole or len(whole) > _MAX_WHOLE_TOKENS or not all(token.is_plain for token in whole):
+        return None
+    contents = sorted((token.text for token in whole), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, contents)))

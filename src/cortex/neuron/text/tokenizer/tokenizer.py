@@ -1,0 +1,73 @@
+"""Text to token ids and back: a vocabulary, which is at hand, and an encoder, which may live in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from cortex.neuron.text.tokenizer.encoder import Segmented, TextEncoder
+from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Immutable and safe to share between threads. What has `encode` in its name is called off the event loop."""
+
+    vocabulary: Vocabulary
+    encoder: TextEncoder
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id; a model's embedding may have more rows than that."""
+        return self.vocabulary.size
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token` and kin: the variables that chat templates expect."""
+        return self.vocabulary.named_tokens
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation, from the model's own files, in their order."""
+        return self.vocabulary.eos_ids
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens, which are not part of an answer's text."""
+        return frozenset(token.id for token in self.vocabulary.whole_tokens if token.is_special)
+
+    def whole_id(self, text: str) -> int | None:
+        """The id of the whole token that is spelled exactly so."""
+        return self._whole_ids.get(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, control tokens in it included, nothing added."""
+        return self.encoder.encode(text)
+
+    def encode_document(self, text: str) -> list[int]:
+        """Ids of a text that stands alone, with the beginning and end that the model was trained to see around it."""
+        return self.encoder.encode_document(text)
+
+    def encode_segmented(self, text: str) -> Segmented:
+        """Like `encode`, with the places around whole tokens."""
+        return self.encoder.encode_segmented(text)
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at the least, told by its length alone."""
+        most = self.vocabulary.characters_per_token
+        if most is None:
+            return 0
+        return -(-(len(text) - sum(map(text.count, self.vocabulary.silent_characters))) // most)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids` as a continuation: control tokens are spelled out, a leading space is kept."""
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, perhaps part of a character; none for an id outside the vocabulary."""
+        return self.vocabulary.token_bytes(token_id)
+
+    @cached_property
+    def _whole_ids(self) -> dict[str, int]:
+        return {token.text: token.id for token in self.vocabulary.whole_tokens}

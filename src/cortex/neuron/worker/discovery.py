@@ -1,0 +1,196 @@
+"""Which devices this host has, and how they are right now. NVML for GPUs, the host itself otherwise.
+
+Nothing here touches a CUDA context or imports torch. NVML calls may block on a sick card: the daemon
+makes them on a thread and serves what was last read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import pynvml
+from pynvml import NVMLError
+
+from cortex.neuron.engine.memory.host import read_host_memory
+from cortex.wire.node import Device
+
+_library: Any = pynvml
+"""Untyped, and it makes its error classes while it is imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """A device at one moment."""
+
+    total_bytes: int
+    free_bytes: int
+    utilisation: float | None = None
+    """0 to 1."""
+    temperature_c: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What discovery found. Never empty: without a usable GPU the CPU is the one device."""
+
+    devices: tuple[Device, ...]
+    driver: str | None = None
+    driver_problem: str | None = None
+    """Why a GPU that may be there is not used."""
+    readings: Mapping[int, DeviceReading] = field(default_factory=dict)
+
+
+def discover(env: Mapping[str, str] = os.environ) -> Inventory:
+    """Devices and their readings. Never raises for what a driver does: a problem becomes a reason."""
+    try:
+        with _Nvml() as nvml:
+            inventory = nvml.inventory()
+    except NVMLError as error:
+        return _cpu_inventory(driver_problem=_reason(error))
+    visible = visible_devices(inventory.devices, env.get("CUDA_VISIBLE_DEVICES"))
+    problem = inventory.driver_problem
+    if not visible:
+        problem = problem or ("CUDA_VISIBLE_DEVICES hides every GPU" if inventory.devices else None)
+        return _cpu_inventory(driver=inventory.driver, driver_problem=problem)
+    return Inventory(visible, inventory.driver, problem, {gpu.index: inventory.readings[gpu.index] for gpu in visible})
+
+
+def read_devices(devices: tuple[Device, ...]) -> dict[int, DeviceReading]:
+    """Fresh readings of `devices`; one that no longer answers is left out."""
+    if devices and devices[0].kind == "cpu":
+        return dict(_cpu_inventory().readings)
+    readings: dict[int, DeviceReading] = {}
+    with contextlib.suppress(NVMLError), _Nvml() as nvml:
+        for gpu in devices:
+            with contextlib.suppress(NVMLError):
+                readings[gpu.index] = nvml.reading(nvml.handle(gpu.index))
+    return readings
+
+
+def visible_devices(devices: tuple[Device, ...], setting: str | None) -> tuple[Device, ...]:
+    """What `CUDA_VISIBLE_DEVICES` leaves of `devices`: indices or UUID prefixes, ended by the first unknown one."""
+    if setting is None:
+        return devices
+    visible: list[Device] = []
+    for name in (part.strip() for part in setting.split(",")):
+        found = [
+            device
+            for device in devices
+            if name == str(device.index) or (name.startswith("GPU-") and (device.uuid or "").startswith(name))
+        ]
+        if len(found) != 1:
+            break
+        visible.extend(found)
+    return tuple(visible)
+
+
+class _Nvml:
+    """An NVML session; a context manager because init and shutdown are counted."""
+
+    def __enter__(self) -> _Nvml:
+        _library.nvmlInit()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _library.nvmlShutdown()
+
+    def inventory(self) -> Inventory:
+        """A card that does not answer is left out and told; the others are none the worse for it."""
+        devices: list[Device] = []
+        readings: dict[int, DeviceReading] = {}
+        problems: list[str] = []
+        for index in range(_library.nvmlDeviceGetCount()):
+            try:
+                handle = self.handle(index)
+                readings[index] = self.reading(handle)
+                devices.append(self._device(index, handle, readings[index].total_bytes))
+            except NVMLError as error:
+                problems.append(f"GPU {index} is left out: {error}; see nvidia-smi and dmesg")
+        driver = _text(_library.nvmlSystemGetDriverVersion())
+        return Inventory(tuple(devices), driver, "; ".join(problems) or None, readings)
+
+    def handle(self, index: int) -> Any:
+        return _library.nvmlDeviceGetHandleByIndex(index)
+
+    def reading(self, handle: Any) -> DeviceReading:
+        total_bytes, free_bytes = _memory(handle)
+        return DeviceReading(
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            utilisation=_optional(lambda: _library.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
+            temperature_c=_optional(
+                lambda: float(_library.nvmlDeviceGetTemperature(handle, _library.NVML_TEMPERATURE_GPU))
+            ),
+        )
+
+    def _device(self, index: int, handle: Any, total_bytes: int) -> Device:
+        major, minor = _library.nvmlDeviceGetCudaComputeCapability(handle)
+        return Device(
+            index=index,
+            kind="cuda",
+            name=_text(_library.nvmlDeviceGetName(handle)),
+            total_bytes=total_bytes,
+            compute_capability=f"{major}.{minor}",
+            uuid=_text(_library.nvmlDeviceGetUUID(handle)),
+        )
+
+
+def _memory(handle: Any) -> tuple[int, int]:
+    """(total, free) bytes; the host's where a GPU has none of its own and shares it."""
+    try:
+        memory = _library.nvmlDeviceGetMemoryInfo(handle)
+    except _library.NVMLError_NotSupported:
+        host = read_host_memory()
+        return host.total_bytes, host.free_bytes
+    return int(memory.total), int(memory.free)
+
+
+def _cpu_inventory(*, driver: str | None = None, driver_problem: str | None = None) -> Inventory:
+    memory = read_host_memory()
+    device = Device(index=0, kind="cpu", name=_cpu_name(), total_bytes=memory.total_bytes)
+    return Inventory((device,), driver, driver_problem, {0: DeviceReading(memory.total_bytes, memory.free_bytes)})
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as cpuinfo:
+            for line in cpuinfo:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return os.uname().machine
+
+
+def _reason(error: NVMLError) -> str | None:
+    """What an operator should know about an NVML that does not start; None where there is simply no driver."""
+    if isinstance(error, _library.NVMLError_LibraryNotFound):
+        return None
+    if isinstance(error, _library.NVMLError_LibRmVersionMismatch):
+        return (
+            "the NVIDIA kernel module and its user-space library differ in version; reboot, or reload the nvidia module"
+        )
+    if isinstance(error, _library.NVMLError_DriverNotLoaded):
+        return "the NVIDIA kernel module is not loaded; try `modprobe nvidia` and look into dmesg"
+    if isinstance(error, _library.NVMLError_NoPermission):
+        return "no permission to talk to the NVIDIA driver; check the rights on /dev/nvidia*"
+    return f"NVML does not start: {error}; run nvidia-smi to see what the driver says"
+
+
+def _optional(read: Any) -> float | None:
+    """A reading that some cards do not have."""
+    try:
+        return float(read())
+    except NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,115 @@
+"""A whole answer: the event stream gathered, for clients that did not ask for a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cortex.wire.errors import UpstreamInterrupted, from_code
+from cortex.wire.events import (
+    AnyEvent,
+    Failure,
+    Finish,
+    Logprobs,
+    ReasoningDelta,
+    Start,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    ToolCallStop,
+    Usage,
+)
+from cortex.wire.requests import Reasoning, Text, ToolCall
+
+Block = Text | Reasoning | ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseChoice:
+    """One finished choice: its blocks in the order they were said."""
+
+    index: int
+    blocks: tuple[Block, ...]
+    finish: Finish
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(block.text for block in self.blocks if isinstance(block, Text))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(block.text for block in self.blocks if isinstance(block, Reasoning))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(block for block in self.blocks if isinstance(block, ToolCall))
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """A choice while its events come in. A block is kept as its kind and the pieces of its text."""
+
+    blocks: list[tuple[ToolCallStart | type[Text] | type[Reasoning], list[str]]] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def say(self, kind: type[Text] | type[Reasoning], text: str) -> None:
+        if not self.blocks or self.blocks[-1][0] is not kind:
+            self.blocks.append((kind, []))
+        self.blocks[-1][1].append(text)
+
+    def done(self, index: int) -> ResponseChoice:
+        if self.finish is None:
+            raise UpstreamInterrupted("The answer ended before it was finished; try again.")
+        return ResponseChoice(index, tuple(map(_block, self.blocks)), self.finish, tuple(self.logprobs))
+
+
+def _block(gathered: tuple[ToolCallStart | type[Text] | type[Reasoning], list[str]]) -> Block:
+    kind, pieces = gathered
+    if isinstance(kind, ToolCallStart):
+        return ToolCall(id=kind.id, name=kind.name, arguments="".join(pieces))
+    return kind(text="".join(pieces))
+
+
+def gather(events: Iterable[AnyEvent]) -> tuple[ResponseChoice, ...]:
+    """The choices in order. Raises the error a `Failure` tells of, and `UpstreamInterrupted` if one never finished."""
+    gathering: dict[int, _Gathering] = {}
+    for event in events:
+        choice = gathering.setdefault(event.index, _Gathering())
+        match event:
+            case Start() | ToolCallStop():
+                pass
+            case TextDelta(text=text):
+                choice.say(Text, text)
+            case ReasoningDelta(text=text):
+                choice.say(Reasoning, text)
+            case ToolCallStart():
+                choice.blocks.append((event, []))
+            case ToolCallDelta(arguments=arguments):
+                choice.blocks[-1][1].append(arguments)
+            case Logprobs(tokens=tokens):
+                choice.logprobs.extend(tokens)
+            case Finish():
+                choice.finish = event
+            case Failure(code=code, message=message):
+                raise from_code(code, message)
+    if not gathering:
+        raise UpstreamInterrupted("The answer ended before it began; try again.")
+    return tuple(gathering[index].done(index) for index in sorted(gathering))
+
+
+def total_usage(finishes: Iterable[Finish]) -> Usage:
+    """What all choices used together."""
+    return summed(finish.usage for finish in finishes)
+
+
+def summed(usages: Iterable[Usage]) -> Usage:
+    prompt = cached = completion = reasoning = 0
+    for usage in usages:
+        prompt += usage.prompt_tokens
+        cached += usage.cached_tokens
+        completion += usage.completion_tokens
+        reasoning += usage.reasoning_tokens
+    return Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, reasoning_tokens=reasoning)

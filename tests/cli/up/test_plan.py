@@ -1,0 +1,134 @@
+"""What `cortex up` decides and writes before it starts anything."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from cortex.cli.failures import CommandError, ExitCode
+from cortex.cli.up import run_files
+from cortex.cli.up.command import ONE_MACHINE
+from cortex.cli.up.plan import distinct, overrides, reachable
+from cortex.cli.up.preflight import require_free_ports
+from cortex.cli.up.run_files import Ports
+from cortex.cli.up.sources import ModelSource
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway.config import Config
+from cortex.gateway.config import load as load_config
+from cortex.neuron.config import NeuronConfig
+from cortex.settings import SettingsError, load
+
+PORTS = Ports(gateway=1001, metrics=1002, neuron=1003)
+AWKWARD = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab')
+
+
+def reload(tmp_path: Path, text: str, kind: type, **env: str):
+    path = tmp_path / "written.toml"
+    path.write_text(text, encoding="utf-8")
+    return load(kind, path, env_prefix="CORTEX_", env=env)
+
+
+def test_the_written_gateway_config_loads(tmp_path: Path) -> None:
+    config = reload(tmp_path, run_files.gateway_config("::1", PORTS), Config)
+    assert (config.gateway.listen.host, config.gateway.listen.port) == ("::1", 1001)
+    assert config.neurons[0].endpoint == "http://127.0.0.1:1003"
+
+
+def test_the_written_catalogue_keeps_awkward_names(tmp_path: Path) -> None:
+    catalogue = reload(tmp_path, run_files.catalogue([AWKWARD]), Catalogue)
+    assert (catalogue.models[0].id, catalogue.models[0].source) == (AWKWARD.id, AWKWARD.source)
+
+
+def test_the_written_neuron_config_loads_the_models_at_start(tmp_path: Path) -> None:
+    config = reload(tmp_path, run_files.neuron_config(PORTS, [AWKWARD]), NeuronConfig)
+    assert config.address == "127.0.0.1:1003"
+    assert (config.default_models[0].model_id, config.default_models[0].source) == (AWKWARD.id, AWKWARD.source)
+
+
+OWN = """
+[gateway]
+listen = "0.0.0.0:9999"
+[[neurons]]
+name = "local"
+endpoint = "http://beast.internal:13131"
+"""
+
+
+def test_a_config_of_ones_own_gets_the_local_node_and_the_ports_asked_for(tmp_path: Path) -> None:
+    environment = overrides(reload(tmp_path, OWN, Config), "127.0.0.1", PORTS)
+    gateway = {name: value for name, value in environment.items() if name.startswith("CORTEX_")}
+    config = reload(tmp_path, OWN, Config, **gateway)
+    assert config.gateway.listen == "127.0.0.1:1001"
+    assert [neuron.name for neuron in config.neurons] == ["local", "local-2"]
+    assert config.neurons[1].endpoint == "http://127.0.0.1:1003"
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "listen"),
+    [
+        ("", {}, "127.0.0.1:31313"),
+        ("[gateway]\naccess_log = true\n", {}, "127.0.0.1:31313"),
+        ('[gateway]\nlisten = "0.0.0.0:9999"\n', {}, "0.0.0.0:9999"),
+        ("", {"CORTEX_GATEWAY__LISTEN": "10.0.0.5:1"}, "10.0.0.5:1"),
+    ],
+)
+def test_other_machines_are_let_in_only_where_somebody_says_so(
+    tmp_path: Path, text: str, env: dict[str, str], listen: str
+) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text(text)
+    assert load_config(path, env, defaults=ONE_MACHINE).gateway.listen == listen
+    assert load_config(path, {}).gateway.access_log is ("access_log" in text)
+
+
+def test_a_section_that_is_no_table_is_named_under_defaults_too(tmp_path: Path) -> None:
+    path = tmp_path / "cortex.toml"
+    path.write_text("gateway = 3\n")
+    with pytest.raises(SettingsError, match="gateway"):
+        load_config(path, {}, defaults=ONE_MACHINE)
+
+
+def test_a_config_without_nodes_gets_the_local_one(tmp_path: Path) -> None:
+    settings = reload(tmp_path, '[gateway]\nlisten = "0.0.0.0:9999"\n', Config)
+    assert overrides(settings, "127.0.0.1", PORTS)["CORTEX_NEURONS__0__NAME"] == "local"
+
+
+def test_a_config_that_names_the_local_node_gets_no_second_one(tmp_path: Path) -> None:
+    text = '[[neurons]]\nname = "here"\nendpoint = "http://localhost:1003"\n'
+    assert not [name for name in overrides(reload(tmp_path, text, Config), "127.0.0.1", PORTS) if "NEURONS" in name]
+
+
+def test_the_written_config_needs_no_second_local_node(tmp_path: Path) -> None:
+    settings = reload(tmp_path, run_files.gateway_config("127.0.0.1", PORTS), Config)
+    assert not [name for name in overrides(settings, "127.0.0.1", PORTS) if "NEURONS" in name]
+
+
+def test_a_wildcard_listener_is_reached_through_loopback() -> None:
+    assert [reachable(host) for host in ("0.0.0.0", "::", "10.0.0.5")] == ["127.0.0.1", "::1", "10.0.0.5"]
+
+
+def test_two_files_of_the_same_name_are_refused_and_a_repeated_one_is_not() -> None:
+    assert distinct([AWKWARD, AWKWARD]) == (AWKWARD,)
+    with pytest.raises(CommandError, match="would both be called"):
+        distinct([ModelSource("a", "/x/a.gguf"), ModelSource("a", "/y/a.gguf")])
+
+
+def test_equal_ports_are_a_usage_error() -> None:
+    with pytest.raises(CommandError) as failure:
+        require_free_ports("127.0.0.1", Ports(5001, 5001, 5002))
+    assert failure.value.exit_code is ExitCode.USAGE
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(CommandError, match=r"192\.0\.2\.1"):
+        require_free_ports("192.0.2.1", Ports(5001, 5002, 5003))
+
+
+def test_a_taken_port_names_its_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CommandError, match="--neuron-port") as failure:
+            require_free_ports("127.0.0.1", Ports(5001, 5002, port))
+    assert failure.value.exit_code is ExitCode.NO_ROOM

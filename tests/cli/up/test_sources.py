@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cortex.cli.failures import CommandError, ExitCode
+from cortex.cli.up.sources import ModelSource, parse_source
+
+
+def test_a_hub_id_is_its_own_source() -> None:
+    assert parse_source("Qwen/Qwen3-0.6B") == ModelSource("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+
+
+def test_a_gguf_file_is_named_after_itself(tmp_path: Path) -> None:
+    path = tmp_path / "Tiny.Q4_1.gguf"
+    path.touch()
+    assert parse_source(str(path)) == ModelSource("Tiny.Q4_1", str(path))
+
+
+def test_a_model_directory_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    monkeypatch.chdir(folder)
+    assert parse_source(".") == ModelSource("my-model", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("./nowhere", "no model file or directory"),
+        ("/nowhere/model.gguf", "no model file or directory"),
+        ("model.gguf", "no model file or directory"),
+        ("just-a-word", "neither a path nor a hub id"),
+        ("a/b/c", "neither a path nor a hub id"),
+        ("owner/", "neither a path nor a hub id"),
+    ],
+)
+def test_what_cannot_be_a_model_is_a_usage_error(text: str, complaint: str) -> None:
+    with pytest.raises(CommandError, match=complaint) as failure:
+        parse_source(text)
+    assert failure.value.exit_code is ExitCode.USAGE
+
+
+def test_a_directory_of_ggufs_points_at_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(CommandError, match=r"name one of its files: .*a\.gguf"):
+        parse_source(str(tmp_path))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.touch()
+    with pytest.raises(CommandError, match="not a GGUF file"):
+        parse_source(str(path))

@@ -1,0 +1,127 @@
+"""Children live and die together, whatever ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+PLAIN = "import time; print('up', flush=True); time.sleep(60)"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 30
+    while text not in (path.read_text() if path.exists() else ""):
+        assert time.monotonic() < deadline, f"{path} never said {text!r}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"{pid} is still running"
+        time.sleep(0.02)
+
+
+def test_leaving_the_block_ends_every_child(tmp_path: Path) -> None:
+    with ProcessSupervisor(grace_s=5) as supervisor:
+        children = [supervisor.start(name, python(PLAIN), tmp_path / name, os.environ) for name in ("a", "b")]
+        assert supervisor.wait(0.05)
+    assert all(child.process.returncode == -signal.SIGTERM for child in children)
+
+
+def test_a_child_that_ignores_sigterm_is_killed_within_the_grace(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with ProcessSupervisor(grace_s=0.3) as supervisor:
+        child = supervisor.start("a", python(STUBBORN), tmp_path / "a", os.environ)
+        wait_for_text(tmp_path / "a", "up")
+    assert child.process.returncode == -signal.SIGKILL
+    assert time.monotonic() - started < 30
+
+
+def test_a_grandchild_in_the_group_does_not_survive(tmp_path: Path) -> None:
+    code = f"""
+        import subprocess, sys
+        inner = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}])
+        print(inner.pid, "started", flush=True)
+        inner.wait()
+    """
+    with ProcessSupervisor(grace_s=0.3) as supervisor:
+        supervisor.start("a", python(textwrap.dedent(code)), tmp_path / "a", os.environ)
+        wait_for_text(tmp_path / "a", "started")
+        wait_for_text(tmp_path / "a", "up")
+        grandchild = int(next(word for word in (tmp_path / "a").read_text().split() if word.isdigit()))
+    wait_until_gone(grandchild)
+
+
+def test_a_child_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    with ProcessSupervisor(grace_s=5) as supervisor:
+        other = supervisor.start("other", python(PLAIN), tmp_path / "other", os.environ)
+        supervisor.start("broken", python("import sys; print('port taken'); sys.exit(3)"), tmp_path / "b", os.environ)
+        with pytest.raises(ChildDied) as death:
+            supervisor.wait(10)
+    assert death.value.child.name == "broken"
+    assert death.value.child.process.returncode == 3
+    assert death.value.child.last_words() == ["port taken"]
+    assert other.process.returncode is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_only_asks_to_stop_and_handlers_come_back(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with ProcessSupervisor(grace_s=5) as supervisor:
+        supervisor.start("a", python(PLAIN), tmp_path / "a", os.environ)
+        signal.raise_signal(number)
+        assert supervisor.wait(10) is False
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with ProcessSupervisor(grace_s=60) as supervisor:
+        supervisor.start("a", python(STUBBORN), tmp_path / "a", os.environ)
+        wait_for_text(tmp_path / "a", "up")
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert time.monotonic() - started < 50
+
+
+def test_killing_the_supervisor_itself_leaves_no_child(tmp_path: Path) -> None:
+    code = f"""
+        import os, sys
+        from pathlib import Path
+        from cortex.cli.up.supervisor import ProcessSupervisor
+        with ProcessSupervisor(grace_s=5) as supervisor:
+            child = supervisor.start("a", [sys.executable, "-c", {PLAIN!r}], Path({str(tmp_path / "a")!r}), os.environ)
+            print(child.process.pid, flush=True)
+            supervisor.wait(60)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    parent = subprocess.Popen(python(textwrap.dedent(code)), stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    child_pid = int(parent.stdout.readline())
+    wait_for_text(tmp_path / "a", "up")
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until_gone(child_pid)

@@ -1,0 +1,84 @@
+"""Who waits, in which order, and who may."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from cortex.gateway.dispatch.leases import PendingRequest
+from cortex.gateway.dispatch.queues import Queues
+from cortex.wire.errors import Overloaded
+
+
+def pending(
+    model: str = "a", *, since: float = 0.0, origin: Literal["request", "background"] = "request"
+) -> PendingRequest:
+    return PendingRequest(model, lambda: b"", lambda result: None, since, origin=origin)
+
+
+@pytest.fixture
+def queues() -> Queues:
+    queues = Queues()
+    queues.max_waiting = 3
+    queues.max_wait_s = 10.0
+    return queues
+
+
+def test_each_model_has_its_own_order(queues):
+    first, second, other = pending(), pending(), pending("b")
+    for each in (first, second, other):
+        queues.join(each)
+    assert queues.depths == {"a": 2, "b": 1}
+    assert queues.first("a") is first
+    queues.leave(first)
+    queues.leave(first)
+    assert queues.first("a") is second
+    queues.leave(second)
+    assert queues.first("a") is None
+    assert queues.models == ("b",)
+    assert "a" not in queues
+
+
+def test_one_too_many_is_told_and_leaves_no_trace(queues):
+    for _ in range(3):
+        queues.join(pending())
+    with pytest.raises(Overloaded, match="3 requests already wait for a"):
+        queues.join(pending())
+    queues.max_waiting = 0
+    with pytest.raises(Overloaded):
+        queues.join(pending("b"))
+    assert queues.depths == {"a": 3}
+
+
+def test_a_request_is_news_where_nobody_or_only_background_work_waits(queues):
+    assert queues.join(pending(origin="background"))
+    assert queues.join(pending())
+    assert not queues.join(pending())
+
+
+def test_the_overdue_leave_one_by_one_and_the_others_stay(queues):
+    late, later, punctual = pending(since=0.0), pending(since=1.0), pending(since=5.0)
+    for each in (late, later, punctual):
+        queues.join(each)
+    overdue = queues.overdue(12.0)
+    assert next(overdue) is late
+    queues.leave(later)  # its client has left meanwhile
+    assert list(overdue) == []
+    assert queues.first("a") is punctual
+
+
+def test_a_dismissed_queue_is_gone_before_anybody_hears_of_it(queues):
+    first, second = pending(), pending()
+    queues.join(first)
+    queues.join(second)
+    assert list(queues.dismiss("a")) == [first, second]
+    assert not queues
+    assert list(queues.dismiss("a")) == []
+
+
+def test_a_queue_counts_as_its_most_urgent_request_since_its_first(queues):
+    queues.join(pending(since=3.0, origin="background"))
+    queues.join(pending(since=4.0))
+    [waiting] = queues.waiting()
+    assert (waiting.model_id, waiting.since, waiting.count, waiting.origin) == ("a", 3.0, 2, "request")

@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import pytest
+
+from cortex.gateway.ledger import KeyedMeter, Keyring, Ledger, NewKey, Store, generate, open_store
+from cortex.gateway.ledger.ledger import LEASE_S
+from cortex.gateway.ledger.limits import Spent
+from cortex.gateway.ledger.meter import Estimate, Meter, Reservation
+from cortex.gateway.ledger.store import StoreError
+from cortex.gateway.ledger.tables import Claim, Counts, Slot
+from cortex.gateway.ledger.usage_report import usage
+from cortex.http.request import Request
+from cortex.wire.errors import InsufficientQuota, InvalidAPIKey, ModelNotAllowed, RateLimitExceeded
+from cortex.wire.events import Usage
+
+NOW = 1_700_000_040.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(*headers: tuple[bytes, bytes]) -> Request:
+    return Request(b"POST", b"/v1/chat/completions", b"", headers, b"{}", "127.0.0.1")
+
+
+def bearer(key: NewKey) -> Request:
+    return request((b"authorization", b"Bearer " + key.text.encode()))
+
+
+def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
+    return meter.admit(bearer(key), Estimate(400, limit))
+
+
+def settle(hold: Reservation, prompt: int, completion: int) -> None:
+    used = Usage(prompt_tokens=prompt, completion_tokens=completion)
+    hold.settle(used, model="m", node="n", request_id="r")
+
+
+async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tuple[Ledger, Meter]:
+    ledger = Ledger(open_store(database), Keyring(key.section for key in keys), flush_s=60, clock=clock or Clock())
+    await ledger.start()
+    return ledger, KeyedMeter(ledger)
+
+
+async def test_a_request_reserves_settles_and_is_written(database: str) -> None:
+    key = generate("alice", balance_tokens=1000)
+    ledger, meter = await opened(database, key)
+    hold = admit(meter, key)
+    assert hold.principal == "alice"
+    assert ledger.account(key.section).reserved_tokens == 200
+    settle(hold, 90, 30)
+    assert (ledger.account(key.section).reserved_tokens, ledger.account(key.section).total_spent()) == (0, 120)
+    await ledger.close()
+    store = open_store(database)
+    (row,) = usage(store, since=NOW - 60, until=NOW + 60)
+    assert (row.name, row.requests, row.total_tokens) == ("alice", 1, 120)
+    store.close()
+
+
+async def test_spend_counts_after_a_restart(database: str) -> None:
+    key = generate("alice", balance_tokens=250, window_tokens=10_000)
+    ledger, meter = await opened(database, key)
+    settle(admit(meter, key), 150, 50)
+    await ledger.close()
+    ledger, meter = await opened(database, key)
+    with pytest.raises(InsufficientQuota, match="has 50 of 250"):
+        admit(meter, key)
+    await ledger.close()
+
+
+async def test_gateways_on_one_database_see_each_others_spend(database: str) -> None:
+    key = generate("alice", balance_tokens=400)
+    first, meter = await opened(database, key)
+    second, other = await opened(database, key)
+    settle(admit(meter, key), 200, 50)
+    await first.flush()
+    await second.flush()
+    with pytest.raises(InsufficientQuota):
+        admit(other, key)
+    await first.close()
+    await second.close()
+
+
+@pytest.mark.parametrize("header", [b"authorization", b"x-api-key"])
+async def test_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
+    key = generate("alice")
+    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
+    text = key.text.encode()
+    sent = request((header, b"bearer  " + text if header == b"authorization" else text))
+    assert meter.authenticate(sent) == "alice"
+    await ledger.close()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"Bearer nonsense")],
+        [(b"authorization", b"Basic abc")],
+        [(b"x-api-key", b"\xff\xfe")],
+        [(b"x-api-key", b"")],
+    ],
+)
+async def test_without_a_good_key_nobody_gets_in(tmp_path: object, headers: list[tuple[bytes, bytes]]) -> None:
+    ledger, meter = await opened(f"{tmp_path}/spend.db", generate("alice"))
+    with pytest.raises(InvalidAPIKey):
+        meter.admit(request(*headers), Estimate(1, None))
+    with pytest.raises(InvalidAPIKey):
+        meter.authenticate(request(*headers))
+    await ledger.close()
+
+
+async def test_refusals_take_nothing(tmp_path: object) -> None:
+    key = generate("alice", models=("m",), requests_per_min=2, balance_tokens=10_000)
+    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
+    admit(meter, key, limit=None)
+    admit(meter, key)
+    with pytest.raises(RateLimitExceeded):
+        admit(meter, key)
+    assert ledger.account(key.section).reserved_tokens == 100 + 1024 + 100 + 100
+    await ledger.close()
+
+
+async def test_a_cancelled_reservation_is_given_back_and_not_recorded(tmp_path: object) -> None:
+    key = generate("alice", models=("m",), balance_tokens=200)
+    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
+    hold = admit(meter, key)
+    hold.check_model("m")
+    with pytest.raises(ModelNotAllowed):
+        hold.check_model("other")
+    hold.cancel()
+    assert ledger.account(key.section).reserved_tokens == 0
+    await ledger.close()
+    store = open_store(f"{tmp_path}/spend.db")
+    assert usage(store, since=NOW - 60, until=NOW + 60) == ()
+    store.close()
+
+
+async def test_an_unanswered_request_costs_nothing_but_is_counted(tmp_path: object) -> None:
+    key = generate("alice", balance_tokens=200)
+    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
+    for _ in range(3):
+        admit(meter, key).settle(None, model="m", node="n", request_id="r")
+    await ledger.close()
+    store = open_store(f"{tmp_path}/spend.db")
+    (row,) = usage(store, since=NOW - 60, until=NOW + 60)
+    assert (row.requests, row.total_tokens) == (3, 0)
+    store.close()
+
+
+async def test_keys_change_while_requests_run(tmp_path: object) -> None:
+    alice, bob = generate("alice", balance_tokens=300), generate("bob")
+    ledger, meter = await opened(f"{tmp_path}/spend.db", alice)
+    hold = admit(meter, alice)
+    await ledger.use(Keyring([bob.section]))
+    assert meter.authenticate(bearer(bob)) == "bob"
+    with pytest.raises(InvalidAPIKey):
+        admit(meter, alice)
+    settle(hold, 100, 100)
+    await ledger.flush()
+    await ledger.use(Keyring([alice.section, bob.section]))
+    await ledger.flush()
+    assert ledger.account(alice.section).total_spent() == 200
+    with pytest.raises(InsufficientQuota):
+        admit(meter, alice)
+    await ledger.close()
+
+
+class Away:
+    """A store whose database can be away."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.is_away = False
+        self.name = "the books"
+
+    def exchange(
+        self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int], *, before: Claim, after: Claim
+    ) -> dict[str, Spent]:
+        if self.is_away:
+            raise StoreError("gone")
+        return self.store.exchange(batch, since_minute, before=before, after=after)
+
+    def other_claims(self, owner: str) -> dict[str, int]:
+        return self.store.other_claims(owner)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+async def test_a_database_that_goes_away_loses_nothing(database: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    key, clock = generate("alice", balance_tokens=500), Clock()
+    store = Away(open_store(database))
+    ledger = Ledger(store, Keyring([key.section]), flush_s=60, clock=clock)  # type: ignore[arg-type]
+    await ledger.start()
+    meter: Meter = KeyedMeter(ledger)
+    store.is_away = True
+    for _ in range(3):
+        settle(admit(meter, key), 50, 50)
+        clock.now += 1
+        await ledger.flush()
+    assert ledger.account(key.section).total_spent() == 300
+    with pytest.raises(InsufficientQuota):
+        admit(meter, key, limit=200)
+    store.is_away = False
+    settle(admit(meter, key), 50, 50)
+    await ledger.flush()
+    assert ledger.account(key.section).total_spent() == 400
+    await ledger.close()
+    assert [record.levelname for record in caplog.records if "ledger" in record.name] == ["ERROR", "INFO"]
+    again = open_store(database)
+    assert again.exchange({}, {key.section.id: 0})[key.section.id].total == 400
+    again.close()
+
+
+async def test_spend_is_written_without_being_asked(tmp_path: object) -> None:
+    key = generate("alice")
+    store = open_store(f"{tmp_path}/spend.db")
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01)
+    await ledger.start()
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    reader = open_store(f"{tmp_path}/spend.db")
+    for _ in range(300):
+        if reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        pytest.fail("nothing was written within 3 s")
+    reader.close()
+    await ledger.close()
+
+
+async def test_a_flush_in_the_middle_of_settling_counts_everything_once(tmp_path: object) -> None:
+    key = generate("alice", balance_tokens=10**9)
+    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
+
+    async def spend() -> None:
+        for _ in range(50):
+            hold = admit(meter, key)
+            await asyncio.sleep(0)
+            settle(hold, 1, 1)
+
+    async def flush() -> None:
+        for _ in range(20):
+            await ledger.flush()
+
+    await asyncio.gather(*(spend() for _ in range(10)), flush())
+    assert ledger.account(key.section).total_spent() == 1000
+    await ledger.close()
+    store = open_store(f"{tmp_path}/spend.db")
+    assert store.exchange({}, {key.section.id: 0})[key.section.id].total == 1000
+    store.close()
+
+
+async def crash(ledger: Ledger) -> None:
+    """Write as the regular flush does, and never again: the gateway is killed here."""
+    await ledger.flush()
+
+
+async def test_what_a_killed_gateway_had_reserved_stays_charged(database: str) -> None:
+    key = generate("alice", balance_tokens=500)
+    dead, meter = await opened(database, key)
+    admit(meter, key, limit=300)
+    await crash(dead)
+    ledger, meter = await opened(database, key)
+    with pytest.raises(InsufficientQuota, match="has 100 of 500"):
+        admit(meter, key, limit=1)
+    await ledger.close()
+
+
+async def test_what_settled_before_the_crash_is_charged_as_used(database: str) -> None:
+    key = generate("alice", balance_tokens=500)
+    dead, meter = await opened(database, key)
+    hold = admit(meter, key, limit=300)
+    await dead.flush()
+    settle(hold, 10, 10)
+    await crash(dead)
+    ledger, meter = await opened(database, key)
+    admit(meter, key, limit=380)
+    await ledger.close()
+
+
+async def test_reservations_of_a_dead_gateway_become_usage_after_its_lease(database: str) -> None:
+    key, clock = generate("alice", balance_tokens=500, window_tokens=10_000), Clock()
+    dead, meter = await opened(database, key, clock=clock)
+    admit(meter, key, limit=300)
+    await crash(dead)
+    ledger, meter = await opened(database, key, clock=clock)
+    for _ in range(3):
+        await ledger.flush()
+        assert ledger.account(key.section).total_spent() == 0
+        clock.now += LEASE_S / 2
+    await ledger.flush()
+    await ledger.flush()
+    assert ledger.account(key.section).total_spent() == 400
+    assert ledger.account(key.section).window_spent(clock.now) == 400
+    with pytest.raises(InsufficientQuota, match="has 100 of 500"):
+        admit(meter, key, limit=1)
+    await ledger.close()
+    store = open_store(database)
+    (row,) = usage(store, since=NOW - 60, until=NOW + 60)
+    assert (row.name, row.requests, row.total_tokens) == ("alice", 1, 400)
+    store.close()
+
+
+async def test_a_living_gateway_keeps_its_reservations_however_long_its_requests_run(database: str) -> None:
+    key, clock = generate("alice", balance_tokens=500), Clock()
+    busy, meter = await opened(database, key, clock=clock)
+    other, _ = await opened(database, key, clock=clock)
+    hold = admit(meter, key, limit=300)
+    for _ in range(10):
+        await busy.flush()
+        await other.flush()
+        clock.now += LEASE_S / 3
+    assert other.account(key.section).total_spent() == 0
+    settle(hold, 5, 5)
+    await busy.close()
+    await other.flush()
+    assert other.account(key.section).total_spent() == 10
+    await other.close()
+
+
+async def test_a_gateway_that_was_only_paused_takes_back_what_was_charged_for_it(database: str) -> None:
+    key, clock = generate("alice", balance_tokens=500), Clock()
+    paused, meter = await opened(database, key, clock=clock)
+    other, _ = await opened(database, key, clock=clock)
+    hold = admit(meter, key, limit=300)
+    await paused.flush()
+    for _ in range(4):
+        await other.flush()
+        clock.now += LEASE_S / 2
+    await other.flush()
+    assert other.account(key.section).total_spent() == 400
+    settle(hold, 5, 5)
+    await paused.close()
+    await other.flush()
+    assert other.account(key.section).total_spent() == 10
+    await other.close()
+
+
+async def test_a_request_that_ends_between_two_flushes_leaves_no_reservation(database: str) -> None:
+    key = generate("alice", balance_tokens=500)
+    ledger, meter = await opened(database, key)
+    settle(admit(meter, key), 1, 1)
+    await ledger.flush()
+    reader = open_store(database)
+    assert reader.other_claims("") == {}
+    reader.close()
+    await ledger.close()
+
+
+async def test_a_clean_shutdown_leaves_no_reservation(database: str) -> None:
+    key = generate("alice", balance_tokens=500)
+    ledger, meter = await opened(database, key)
+    hold = admit(meter, key)
+    await ledger.flush()
+    hold.settle(None, model="m", node="n", request_id="r")
+    await ledger.close()
+    reader = open_store(database)
+    assert reader.other_claims("") == {}
+    reader.close()
+
+
+async def test_a_request_whose_cost_nobody_can_report_is_charged_in_full(tmp_path: object) -> None:
+    key = generate("alice", balance_tokens=500)
+    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
+    admit(meter, key).settle_in_full(model="m", node="n")
+    assert (ledger.account(key.section).reserved_tokens, ledger.account(key.section).total_spent()) == (0, 200)
+    await ledger.close()

@@ -1,0 +1,145 @@
+"""Many clients at once, some of whom leave, read slowly or not at all: nothing leaks and nobody else suffers."""
+
+import asyncio
+import contextlib
+import gc
+import random
+import socket
+
+import pytest
+from aiohttp import ClientSession, ClientTimeout, TCPConnector
+from fake_neuron import GB, WAIT_S, begin_stream, chunk, until
+
+from cortex.wire.node import ModelState
+
+READY = ModelState.READY
+BODY = b'{"model":"a","stream":true,"messages":[]}'
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+
+
+@pytest.fixture
+async def crowd():
+    async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=60)) as session:
+        yield session
+
+
+async def quiet(client, *nodes) -> None:
+    """Every counter is back to where it was before anybody came."""
+    gateway = client.gateway
+    await until(lambda: gateway.dispatcher.in_flight == {} and gateway.server.num_exchanges == 0)
+    assert gateway.dispatcher.queue_depths == {}
+    await until(lambda: all(node.pool.num_calls <= 1 for node in gateway._nodes.values()))  # a poll may be under way
+    await until(lambda: all(seen.ended for node in nodes for seen in node.seen))
+    text = client.metrics()
+    assert not [line for line in text.splitlines() if line.startswith("cortex_in_flight_requests{")]
+
+
+async def test_500_streams_of_which_a_third_leave_at_random_return_every_counter_to_zero(neurons, start_gateway, crowd):
+    async def paced(node, request, body):
+        await asyncio.sleep(0.2)
+        response = await begin_stream(request)
+        for _ in range(5):
+            await response.write(chunk(body["model"], {"content": "x"}))
+            await asyncio.sleep(0.2)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    gate = asyncio.Event()
+    nodes = [await neurons(f"n{i}", sizes={"a": GB, "b": GB}, states={"a": READY}, answer=paced) for i in range(2)]
+    for node in nodes:
+        node.load_gate = gate
+    client = await start_gateway(*nodes, max_waiting=500)
+    dice = random.Random(5)
+
+    async def stay(model: str) -> bool:
+        body = {"model": model, "messages": [], "stream": True}
+        async with crowd.post(client.url + "/v1/chat/completions", json=body) as response:
+            return (await response.read()).endswith(b"data: [DONE]\n\n")
+
+    async def leave(model: str, after_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await stay(model)
+        return True
+
+    def one(number: int):
+        model = "b" if number % 5 == 0 else "a"  # some wait for a load, and leave in the queue
+        return leave(model, dice.uniform(0.0, 3.0)) if number % 3 == 0 else stay(model)
+
+    everybody = asyncio.gather(*(one(number) for number in range(500)))
+    await until(lambda: any(node.load_requests for node in nodes))
+    await asyncio.sleep(0.5)
+    gate.set()
+    assert all(await everybody)
+    await quiet(client, *nodes)
+    assert sum(len(node.load_requests) for node in nodes) == 1
+
+
+async def test_slow_readers_hold_up_their_node_and_nobody_else(neurons, start_gateway, crowd):
+    piece = chunk("a", {"content": "x" * 16_000})
+    num_written: dict[int, int] = {}
+
+    async def torrent(node, request, body):
+        if body.get("quick"):
+            response = await begin_stream(request)
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        mine = len(num_written)
+        num_written[mine] = 0
+        response = await begin_stream(request)
+        for _ in range(2_000):
+            await response.write(piece)
+            num_written[mine] += len(piece)
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=torrent)
+    client = await start_gateway(beast)
+    readers = []
+    for _ in range(10):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", client.port))
+        await asyncio.get_running_loop().sock_sendall(sock, HEAD + BODY)
+        readers.append(sock)
+    await until(lambda: len(num_written) == 10 and min(num_written.values()) > 0)
+
+    async def at_rest() -> int:
+        before = -1
+        while before != (before := sum(num_written.values())):
+            await asyncio.sleep(0.2)
+        return before
+
+    async with asyncio.timeout(WAIT_S):
+        assert await at_rest() < 10 * 16_000_000, "half of it: more than sockets hold would be memory of ours"
+    body = {"model": "a", "messages": [], "stream": True, "quick": True}
+    async with crowd.post(client.url + "/v1/chat/completions", json=body) as response:
+        assert (await response.read()) == b"data: [DONE]\n\n"
+    one = readers.pop()
+    told = sum(num_written.values())
+    async with asyncio.timeout(WAIT_S):
+        while sum(num_written.values()) == told:  # it reads on, so its node goes on
+            await asyncio.get_running_loop().sock_recv(one, 1 << 16)
+    for sock in (one, *readers):
+        sock.close()
+    await quiet(client, beast)
+
+
+async def test_a_thousand_requests_leave_no_objects_behind(neurons, start_gateway, crowd):
+    from cortex.gateway.proxy.request import ProxyRequest
+    from cortex.http.relay import Relay
+    from cortex.http.server.exchange import Exchange
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+
+    async def ask(number: int) -> None:
+        body = {"model": "a" if number % 7 else "nobody", "messages": [], "stream": number % 2 == 0}
+        async with crowd.post(client.url + "/v1/chat/completions", json=body) as response:
+            await response.read()
+
+    for _ in range(20):
+        await asyncio.gather(*(ask(number) for number in range(50)))
+    await quiet(client, beast)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, ProxyRequest | Relay | Exchange)]

@@ -1,0 +1,147 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cortex.gateway.proxy import envelope
+from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
+
+
+def test_reads_only_what_routing_needs():
+    read = envelope.read(b'{"model":"a/b","stream":true,"max_tokens":5,"anything":{"else":[1,2]}}', "openai_chat")
+    assert (read.model, read.stream, read.completion_limit) == ("a/b", True, 5)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param"),
+    [
+        (b"", MalformedJSON, None),
+        (b"hello", MalformedJSON, None),
+        (b'{"model": "x"', MalformedJSON, None),
+        (b"[]", MalformedJSON, None),
+        (b"\xff\xfe", MalformedJSON, None),
+        (b'{"model": "\xff"}', MalformedJSON, None),
+        (b"[" * 200_000, MalformedJSON, None),
+        (b'{"a":' * 200_000, MalformedJSON, None),
+        (b"{}", MissingModel, "model"),
+        (b'{"model": null}', MissingModel, "model"),
+        (b'{"model": ""}', MissingModel, "model"),
+        (b'{"model": 5}', InvalidValue, "model"),
+        (b'{"model": "' + b"x" * 201 + b'"}', InvalidValue, "model"),
+        (b'{"model": "x", "stream": "yes"}', InvalidValue, "stream"),
+    ],
+)
+def test_bad_bodies_are_named_precisely(body, error, param):
+    with pytest.raises(error) as caught:
+        envelope.read(body, "openai_chat")
+    assert caught.value.param == param
+
+
+def test_nulls_are_absent():
+    read = envelope.read(b'{"model":"x","stream":null,"max_tokens":null,"system":null}', "openai_chat")
+    assert not read.stream
+    assert read.completion_limit is None
+
+
+LIMITS = {
+    "openai_chat": ("max_tokens", "max_completion_tokens"),
+    "openai_completions": ("max_tokens",),
+    "openai_responses": ("max_output_tokens",),
+    "anthropic_messages": ("max_tokens",),
+}
+EVERY_LIMIT = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+def read(dialect, **fields):
+    return envelope.read(msgspec.json.encode({"model": "m", **fields}), dialect)
+
+
+@pytest.mark.parametrize("dialect", LIMITS)
+@pytest.mark.parametrize("field", EVERY_LIMIT)
+def test_only_the_dialects_own_limit_counts(dialect, field):
+    limit = read(dialect, **{field: 7}).completion_limit
+    assert limit == (7 if field in LIMITS[dialect] else None)
+
+
+@pytest.mark.parametrize("dialect", LIMITS)
+@pytest.mark.parametrize("value", [-1, 0, -(10**6), 2**31, 10**25, "5", 1.5, True, [], {}])
+def test_a_limit_that_is_no_positive_number_is_rejected_by_name(dialect, value):
+    for field in LIMITS[dialect]:
+        with pytest.raises(InvalidValue) as caught:
+            read(dialect, **{field: value})
+        assert caught.value.param == field
+        assert field in caught.value.message
+    for field in set(EVERY_LIMIT) - set(LIMITS[dialect]):
+        assert read(dialect, **{field: value}).completion_limit is None, "another dialect's field is ignored"
+
+
+def test_of_two_chat_limits_the_larger_is_reserved():
+    assert read("openai_chat", max_tokens=5, max_completion_tokens=9).completion_limit == 9
+    assert read("openai_chat", max_tokens=9, max_completion_tokens=5).completion_limit == 9
+
+
+@pytest.mark.parametrize("dialect", ["openai_chat", "openai_completions"])
+def test_choices_are_counted_and_bounded(dialect):
+    assert read(dialect).num_choices == 1
+    assert read(dialect, n=32).num_choices == 32
+    assert read(dialect, n=2, best_of=8).num_choices == 8
+    for field in ("n", "best_of"):
+        for value in (0, -1, 129, 10**25, "3"):
+            with pytest.raises(InvalidValue) as caught:
+                read(dialect, **{field: value})
+            assert caught.value.param == field
+
+
+@pytest.mark.parametrize("dialect", ["openai_responses", "anthropic_messages"])
+def test_dialects_without_choices_ignore_them(dialect):
+    assert read(dialect, n=-5, best_of="x").num_choices == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [("a", 1), ([1, 2, 3], 1), (["a"], 1), (["a", "b, c", ""], 3), ([[1, 2], [3]], 2), ([], 1), (None, 1)],
+)
+def test_every_prompt_of_a_list_has_its_own_choices(prompt, count):
+    assert read("openai_completions", prompt=prompt, n=2).num_choices == 2 * count
+
+
+def test_a_list_of_too_many_prompts_is_rejected():
+    assert read("openai_completions", prompt=["a"] * envelope.MAX_PROMPTS).num_choices == envelope.MAX_PROMPTS
+    with pytest.raises(InvalidValue) as caught:
+        read("openai_completions", prompt=["a"] * 100_000)
+    assert caught.value.param == "prompt"
+
+
+def test_a_least_length_is_reserved_where_no_limit_is_set():
+    assert read("openai_chat", min_tokens=5000).completion_limit == 5000
+    assert read("openai_chat", min_tokens=5).completion_limit == envelope.DEFAULT_COMPLETION_TOKENS
+    assert read("openai_chat", min_tokens=5, max_tokens=10).completion_limit == 10
+
+
+def test_a_body_that_generates_nothing_reserves_no_completion():
+    read = envelope.read(b'{"model":"m","max_tokens":-3}', "anthropic_messages", generates=False)
+    assert (read.completion_limit, read.num_choices) == (0, 1)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=8), values, max_size=5), st.text(max_size=12))
+def test_replacing_the_model_changes_nothing_else(fields, model):
+    body = msgspec.json.encode(fields | {"model": "before"})
+    assert msgspec.json.decode(envelope.replace_model(body, model)) == fields | {"model": model}
+
+
+def test_replacing_the_model_keeps_the_bytes_of_other_values():
+    assert b"[1 ,2.50, 1e3]" in envelope.replace_model(b'{"model":"a","x": [1 ,2.50, 1e3]}', "b")
+
+
+def test_sessions_with_the_same_start_share_their_leading_bytes():
+    first = envelope.read(b'{"model":"m","system":"' + b"s" * 5000 + b'","messages":[1]}', "openai_chat")
+    second = envelope.read(b'{"model":"m","system":"' + b"s" * 5000 + b'","messages":[1,2]}', "openai_chat")
+    assert first.leading_bytes() == second.leading_bytes()
+    assert len(first.leading_bytes()) == envelope.PREFIX_BYTES

@@ -1,0 +1,164 @@
+"""Every route under bodies that nobody sends by accident: an answer, or an error of ours in JSON; never a crash."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from fake_neuron import GB, Seen, plain_answer
+
+from cortex.gateway.proxy.routes import ROUTES
+from cortex.wire.errors import BY_CODE
+from cortex.wire.node import ModelState
+
+INFERENCE = [path.decode() for path in ROUTES]
+CONTROL = [
+    "/",
+    "/health",
+    "/v1/models",
+    "/v1/models/a",
+    "/v1/models/org/a",
+    "/v1/models/org%2Fa/",
+    "/v1/models/a/b/c?x=%ff",
+    "/v1/models/%00%ff%2e%2e/x",
+    "/fleet/status",
+    "/fleet/decisions?model=%ff&model",
+    "/fleet/explain/a",
+    "/fleet/explain/org/a",
+    "/fleet/explain/%F0%9F%92%A9",
+    "/fleet/events",
+    "/fleet/models/org/a/load",
+    "/fleet/models/org%2Fa/unload",
+    "/fleet/models/a/load",
+    "/fleet/models/a/unload",
+    "/fleet/models/a/pin",
+    "/fleet/models/a/unpin",
+    "/fleet/models//load",
+    "/fleet/models/" + "a/" * 500 + "load",
+    "//",
+    "/v1/" + "x" * 5000,
+]
+VALUES: list[Any] = [None, True, 0, -1, 1e308, 2**63, "", "x" * 5000, "\x00", [], [[]], {}, {"type": "?"}, [None] * 20]
+
+
+def garbage() -> Iterator[bytes]:
+    yield b""
+    yield b"null"
+    yield b"\xff\xfe{"
+    yield b"\x00" * 1000
+    yield b"[" * 200_000
+    yield b'{"model":' * 200_000
+    yield b'{"model":"a","messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    yield b'{"model":"a","messages":[],"x":' + b'{"a":' * 2000 + b"1" + b"}" * 2000 + b"}"
+    yield b'{"model":"a","model":"b","model":7}'
+    yield b'{"model":"a","max_tokens":1e400}'
+    yield b'{"model":"a","stream":"yes"}'
+    yield b'{"model":"' + b"a" * 500_000 + b'"}'
+    yield b'{"model":"\\ud800"}'
+    yield b"x" * (2 << 20)
+
+
+def almost_right(seed: int, count: int) -> Iterator[bytes]:
+    """Bodies of which one value, somewhere inside, is something else."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        tool = {"type": "function", "name": "f", "function": {"name": "f", "parameters": {}}, "input_schema": {}}
+        body: dict[str, Any] = {
+            "model": "a",
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+                {"role": "tool", "tool_call_id": "1", "content": "4"},
+            ],
+            "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+            "prompt": "hi",
+            "system": [{"type": "text", "text": "x-anthropic-billing-header: 1", "cache_control": {}}],
+            "tools": [tool],
+            "tool_choice": {"type": "auto"},
+            "stop": ["a"],
+            "max_tokens": 3,
+            "stream_options": {"include_usage": True},
+            "response_format": {"type": "json_object"},
+            "thinking": {"type": "enabled", "budget_tokens": 5},
+            "stream": dice.random() < 0.3,
+        }
+        place: Any = body
+        key = dice.choice([name for name in body if name != "model"])
+        while isinstance(place[key], dict | list) and place[key] and dice.random() < 0.7:
+            place = place[key]
+            key = dice.choice(list(place)) if isinstance(place, dict) else dice.randrange(len(place))
+        place[key] = dice.choice(VALUES)
+        yield msgspec.json.encode(body)
+
+
+async def tolerant(node: Any, request: web.Request, body: Any) -> web.StreamResponse:
+    """A node that answers whatever comes: here the gateway is what is tested."""
+    return await plain_answer(node, request, {"model": "a", "stream": body.get("stream") is True})
+
+
+def check(status: int, content_type: str, answer: bytes, about: Any) -> None:
+    if status < 400:
+        return
+    assert content_type.startswith("application/json"), (about, answer[:200])
+    told = msgspec.json.decode(answer)["error"]
+    assert told["message"], about
+    assert told.get("code", "malformed_json") in BY_CODE, (about, told)
+    assert status < 500, (about, told)
+
+
+@pytest.fixture
+async def client(neurons, start_gateway, monkeypatch):
+    monkeypatch.setattr(Seen, "body", property(lambda seen: _decoded(seen.raw)))
+    ready = {"a": ModelState.READY}
+    beast = await neurons("beast", sizes={"a": GB, "org/a": GB}, states=ready, answer=tolerant)
+    return await start_gateway(beast, max_body_mb=1)
+
+
+@pytest.fixture
+async def translating(neurons, start_gateway, monkeypatch):
+    """A gateway whose only node speaks nothing but chat, so that every other dialect is translated."""
+    monkeypatch.setattr(Seen, "body", property(lambda seen: _decoded(seen.raw)))
+    other = await neurons("other", sizes={"a": GB}, answer=tolerant)
+    return await start_gateway(foreign=(other,), max_body_mb=1)
+
+
+def _decoded(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+async def ask(client, method: str, path: str, data: bytes) -> None:
+    async with client.session.request(method, client.url + path, data=data) as response:
+        if response.headers.get("content-type", "").startswith("text/event-stream") and path == "/fleet/events":
+            return
+        answer = await response.read()
+    check(response.status, response.headers.get("content-type", ""), answer, (method, path, data[:120]))
+
+
+@pytest.mark.parametrize("path", INFERENCE)
+async def test_inference_routes_take_garbage(client, path):
+    for data in garbage():
+        await ask(client, "POST", path, data)
+    assert (await client.chat("a"))[0] == 200
+    assert client.gateway.dispatcher.in_flight == {}
+
+
+@pytest.mark.parametrize("path", INFERENCE)
+async def test_inference_routes_take_what_is_almost_right(client, translating, path):
+    for number, data in enumerate(almost_right(11, 60)):
+        await ask((client, translating)[number % 2], "POST", path, data)
+    assert translating.gateway.dispatcher.in_flight == client.gateway.dispatcher.in_flight == {}
+
+
+@pytest.mark.parametrize("path", CONTROL)
+async def test_control_routes_take_garbage_and_any_method(client, path):
+    for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        for data in (b"", b"nonsense", b'{"node": 7}', b'{"node": "nowhere"}', b"[" * 100_000, b"\xff"):
+            await ask(client, method, path, data)
+    assert (await client.get("/health"))[0] == 200

@@ -1,0 +1,94 @@
+"""What is checked first: the key, then the body, then the key's limits, then the model. Nothing long is repeated."""
+
+import msgspec
+import pytest
+from fake_neuron import GB
+
+from cortex.gateway.ledger import generate
+from cortex.gateway.proxy.routes import ROUTES
+from cortex.wire.node import ModelState
+
+PATHS = [path.decode() for path in ROUTES]
+READY = ModelState.READY
+MODEL = "secret-model-8b"
+
+
+@pytest.fixture
+async def keyed(neurons, start_gateway):
+    """A gateway with two keys: one as good as new, one for another model with a rate of a request per minute."""
+    beast = await neurons("beast", sizes={MODEL: GB}, states={MODEL: READY})
+    good = generate("good", balance_tokens=10_000)
+    slow = generate("slow", models=("other",), requests_per_min=1)
+    client = await start_gateway(beast, keys=(good.section, slow.section))
+    client.good = {"Authorization": f"Bearer {good.text}"}
+    client.slow = {"Authorization": f"Bearer {slow.text}"}
+    client.beast = beast
+    return client
+
+
+async def post(client, path, body, headers=None) -> tuple[int, bytes]:
+    async with client.session.post(client.url + path, data=body, headers=headers or {}) as response:
+        return response.status, await response.read()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stranger_gets_401_whatever_the_body_is(keyed, path):
+    for body in (b"", b"no json", b"{}", b'{"model":5}', b'{"model":"secret-model"}', b'{"model":"a","max_tokens":-1}'):
+        for headers in ({}, {"Authorization": "Bearer ck-nobody"}, {"x-api-key": "k" * 5000}):
+            status, answer = await post(keyed, path, body, headers)
+            assert status == 401
+            assert MODEL.encode() not in answer
+            assert len(answer) < 500
+
+
+async def test_a_stranger_with_an_enormous_name_gets_a_short_401(keyed):
+    status, answer = await post(keyed, "/v1/chat/completions", b'{"model":"' + b"s" * (60 << 20) + b'"}')
+    assert status == 401
+    assert len(answer) < 500
+    assert MODEL.encode() not in answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_caller_with_an_enormous_name_gets_a_short_error(keyed, path):
+    status, answer = await post(keyed, path, b'{"model":"' + b"s" * (5 << 20) + b'"}', keyed.good)
+    assert status == 400
+    assert len(answer) < 500
+    status, answer = await post(keyed, path, b'{"model":"' + b"s" * 201 + b'"}', keyed.good)
+    assert status == 400
+    assert b"ssssssss" not in answer
+
+
+async def test_a_caller_is_told_of_near_misses(keyed):
+    status, answer = await post(keyed, "/v1/chat/completions", b'{"model":"secret-model-8"}', keyed.good)
+    assert (status, MODEL.encode() in answer) == (404, True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_limits_come_before_the_models_name(keyed, path):
+    body = b'{"model":"secret-model"}'
+    assert (await post(keyed, path, body, keyed.slow))[0] == 404
+    status, answer = await post(keyed, path, body, keyed.slow)
+    assert status == 429
+    assert MODEL.encode() not in answer
+    assert (await post(keyed, path, b"no json", keyed.slow))[0] == 400
+
+
+async def test_a_rejected_model_takes_no_tokens(keyed):
+    body = msgspec.json.encode({"model": "nobody", "messages": [], "max_tokens": 9000})
+    for _ in range(5):
+        assert (await post(keyed, "/v1/chat/completions", body, keyed.good))[0] == 404
+    body = body.replace(b"nobody", MODEL.encode())
+    assert (await post(keyed, "/v1/chat/completions", body, keyed.good))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/fleet/explain/", "/v1/", "/fleet/models/"])
+async def test_control_routes_repeat_little_of_a_long_path(keyed, path):
+    long = path + "s" * 5000
+    status, answer = await keyed.get(long)
+    assert status == 401
+    status, answer = await keyed.get(long, **keyed.good)
+    assert status == 404
+    assert answer["error"]["message"].count("s") < 300
+    status, answer = await keyed.post("/v1/models/" + "s" * 5000, **keyed.good)
+    assert status == 405
+    assert answer["error"]["message"].count("s") < 300

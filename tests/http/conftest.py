@@ -1,0 +1,273 @@
+"""Real sockets on both sides: a scripted node, a gateway made of the data path only, and a client that counts bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import uvloop
+
+from cortex.http.limits import ClientLimits, UpstreamLimits
+from cortex.http.relay import Keepalive, Outcome, Relay
+from cortex.http.request import Headers
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import AdmitHead, Handler, Response, Server
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.http.upstream.pool import Pool
+from cortex.wire.errors import CortexError, Family, envelope
+
+TICK_S = 0.02
+WAIT_S = 30.0
+"""How long a test waits for what must happen."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Return once `condition` holds; fail the test if it never does."""
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "it never happened"
+        await asyncio.sleep(0.005)
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Close with RST, as a killed host's peer would see it."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """A head and the body that its Content-Length or chunking announces. Raises IncompleteReadError when cut off."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    lower = head.lower()
+    if b"transfer-encoding: chunked" in lower:
+        pieces: list[bytes] = []
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            pieces.append((await reader.readexactly(size + 2))[:-2])
+        await reader.readexactly(2)
+        return head, b"".join(pieces)
+    if b"content-length:" in lower:
+        length = int(lower.partition(b"content-length:")[2].partition(b"\r\n")[0])
+        return head, await reader.readexactly(length)
+    return head, b""
+
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass
+class Node:
+    """An upstream that does what its script says on every connection."""
+
+    script: Script
+    port: int = 0
+    requests: list[tuple[bytes, bytes]] = field(default_factory=list)
+    num_connections: int = 0
+    num_open: int = 0
+    server: asyncio.Server | None = None
+
+    @property
+    def origin(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> Node:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        self.num_open += 1
+        try:
+            await self.script(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the gateway hung up: what many tests are about
+        finally:
+            self.num_open -= 1
+            writer.close()
+
+    async def read(self, reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+        """The next request, which is also kept."""
+        message = await read_message(reader)
+        self.requests.append(message)
+        return message
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+
+
+class Books:
+    """An observer that goes through a list of nodes and writes everything down."""
+
+    def __init__(self, pools: list[Pool], exchange: Exchange, translation: Callable[[], object] | None = None) -> None:
+        self.pools = list(pools)
+        self.exchange = exchange
+        self.translation = translation
+        self.heads: list[int] = []
+        self.faults: list[UpstreamFault] = []
+        self.begun = False
+        self.outcome: Outcome | None = None
+        self.tail = b""
+        self.relay: Relay | None = None
+
+    def attempt(self, relay: Relay) -> None:
+        request = self.exchange.request
+        target = request.path + (b"?" + request.query if request.query else b"")
+        translation = self.translation() if self.translation else None
+        relay.send(self.pools.pop(0), request.method, target, request.headers, request.body, translation=translation)
+
+    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:
+        self.heads.append(status)
+        if status == 503 and self.pools:
+            self.attempt(relay)
+            return False
+        return True
+
+    def on_first_data(self, relay: Relay) -> None:
+        assert not self.begun
+        self.begun = True
+
+    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
+        self.faults.append(fault)
+        if self.pools:
+            self.attempt(relay)
+        else:
+            relay.refuse(502, ((b"content-type", b"application/json"),), b'{"error":"node"}', b"event: error\n\n")
+
+    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:
+        return b"event: late\ndata: %d %b\n\n" % (status, body)
+
+    def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:
+        self.faults.append(fault)
+        return b"event: interrupted\n\n"
+
+    def on_done(self, relay: Relay, outcome: Outcome) -> None:
+        assert self.outcome is None, "on_done must be called once"
+        self.outcome = outcome
+        self.tail = relay.tail
+
+
+def refuse(error: CortexError, path: bytes) -> Response:
+    body = json.dumps(envelope(error, Family.OPENAI)).encode()
+    return Response(error.status, ((b"content-type", b"application/json"),), body)
+
+
+class Stage:
+    """Builds gateways, nodes and clients, and takes everything down again."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.ticker = Ticker(self.loop, TICK_S)
+        self.servers: list[Server] = []
+        self.pools: list[Pool] = []
+        self.nodes: list[Node] = []
+        self.writers: list[asyncio.StreamWriter] = []
+        self.books: list[Books] = []
+        self.eventually = eventually
+        self.read_message = read_message
+        self.reset = reset
+
+    async def node(self, script: Script) -> Node:
+        node = await Node(script).start()
+        self.nodes.append(node)
+        return node
+
+    async def answering(self, *pieces: bytes) -> Node:
+        """A node that answers every request with `pieces`, each in its own packet."""
+
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while True:
+                await node.read(reader)
+                for piece in pieces:
+                    writer.write(piece)
+                    await asyncio.sleep(0.002)
+
+        node = await self.node(script)
+        return node
+
+    def pool(self, origin: str, **limits: float) -> Pool:
+        pool = Pool(origin, self.ticker, UpstreamLimits(**limits))  # type: ignore[arg-type]
+        self.pools.append(pool)
+        return pool
+
+    async def server(
+        self, handler: Handler, *, admit_head: AdmitHead | None = None, **limits: float
+    ) -> tuple[Server, int]:
+        server = Server(handler, refuse, self.ticker, ClientLimits(**limits), admit_head)  # type: ignore[arg-type]
+        self.servers.append(server)
+        return server, (await server.listen("127.0.0.1", 0))[1]
+
+    async def relaying(
+        self,
+        *pools: Pool,
+        keepalive_s: float | None = None,
+        translation: Callable[[], object] | None = None,
+        **limits: float,
+    ) -> tuple[Server, int]:
+        """A gateway that relays to the first pool that works."""
+
+        def handler(exchange: Exchange) -> None:
+            books = Books(list(pools), exchange, translation)
+            self.books.append(books)
+            keepalive = Keepalive(b": still here\n\n", keepalive_s) if keepalive_s is not None else None
+            relay = Relay(exchange, books, self.ticker, keepalive=keepalive, extra_headers=((b"x-request-id", b"r1"),))
+            books.attempt(relay)
+
+        return await self.server(handler, **limits)
+
+    def open_books(self, exchange: Exchange) -> Books:
+        """An observer for a relay that a test makes itself; it has no node to go to."""
+        self.books.append(Books([], exchange))
+        return self.books[-1]
+
+    async def client(
+        self, port: int, data: bytes = b"", *, from_address: str = "127.0.0.1"
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(from_address, 0))
+        self.writers.append(writer)
+        writer.write(data)
+        return reader, writer
+
+    async def ask(self, port: int, data: bytes) -> bytes:
+        """Everything the gateway says to `data` until it closes."""
+        reader, _ = await self.client(port, data)
+        async with asyncio.timeout(WAIT_S):
+            return await reader.read()
+
+    async def close(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+        for server in self.servers:
+            await server.close()
+        for pool in self.pools:
+            pool.close()
+        for node in self.nodes:
+            node.close()
+        await eventually(lambda: not any(server.connections for server in self.servers))
+        for server in self.servers:
+            assert server.num_exchanges == 0
+            assert server.buffered.num_bytes == 0
+        await eventually(lambda: not any(pool.num_calls or pool.connections for pool in self.pools))
+        await eventually(lambda: len(self.ticker) == 0)
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    """Everything a test builds; at the end every counter must be back at zero."""
+    stage = Stage()
+    yield stage
+    await stage.close()

@@ -1,0 +1,401 @@
+"""What a client may send, and what it gets when it must not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from cortex.http.server.exchange import Exchange
+
+
+def echo(exchange: Exchange) -> None:
+    request = exchange.request
+    said = b"%b %b?%b %b" % (request.method, request.path, request.query, request.body)
+    exchange.respond(200, ((b"content-type", b"text/plain"),), said)
+
+
+GET = b"GET /a?b=c HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def test_requests_on_one_connection_are_answered_in_turn(stage):
+    _, port = await stage.server(echo)
+    reader, writer = await stage.client(port)
+    for data, expected in ((GET, b"GET /a?b=c "), (POST, b"POST /a? hello"), (GET, b"GET /a?b=c ")):
+        writer.write(data)
+        head, body = await stage.read_message(reader)
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"connection: close" not in head
+        assert body == expected
+
+
+async def test_a_request_may_come_byte_by_byte(stage):
+    _, port = await stage.server(echo)
+    reader, writer = await stage.client(port)
+    for byte in CHUNKED + b"5;why=not\r\nhello\r\n1\r\n!\r\n0\r\n\r\n":
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0)
+    assert (await stage.read_message(reader))[1] == b"POST /a? hello!"
+
+
+async def test_pipelined_requests_are_answered_one_after_the_other_in_order(stage):
+    running = []
+
+    def slow(exchange: Exchange) -> None:
+        assert not running, "two exchanges at once on one connection"
+        running.append(exchange)
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.002, running.clear)
+        loop.call_later(0.002, echo, exchange)
+
+    _, port = await stage.server(slow)
+    requests = b"".join(POST.replace(b"hello", b"%05d" % number) for number in range(30))
+    reader, writer = await stage.client(port, requests[:700])
+    await asyncio.sleep(0.01)
+    writer.write(requests[700:])
+    for number in range(30):
+        assert (await stage.read_message(reader))[1] == b"POST /a? %05d" % number
+
+
+async def test_a_bad_request_behind_a_good_one_does_not_spoil_the_good_one(stage):
+    _, port = await stage.server(echo)
+    answers = await stage.ask(port, GET + b"GET / HTTP/1.1\r\nHost: x\r\nBad Header: x\r\n\r\n")
+    assert answers.startswith(b"HTTP/1.1 200 OK")
+    assert answers.count(b"HTTP/1.1 ") == 2
+    assert b"HTTP/1.1 400 " in answers
+
+
+AMBIGUOUS = {
+    "length and chunking": CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n",
+    "chunking and length": POST.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nContent-Length"),
+    "two equal lengths": POST.replace(b"Content-Length", b"Content-Length: 5\r\nContent-Length"),
+    "two lengths": POST.replace(b"Content-Length", b"Content-Length: 0\r\nContent-Length"),
+    "length list": POST.replace(b"5\r\n", b"5, 5\r\n"),
+    "signed length": POST.replace(b": 5", b": +5"),
+    "negative length": POST.replace(b": 5", b": -5"),
+    "hexadecimal length": POST.replace(b": 5", b": 0x5"),
+    "empty length": POST.replace(b": 5", b": "),
+    "endless length": POST.replace(b": 5", b": 99999999999999999999999"),
+    "underscored length": POST.replace(b": 5", b": 1_0"),
+    "two chunkings": CHUNKED.replace(b"chunked\r\n", b"chunked\r\nTransfer-Encoding: chunked\r\n") + b"0\r\n\r\n",
+    "chunked then identity": CHUNKED.replace(b"chunked", b"chunked, identity") + b"0\r\n\r\n",
+    "gzip then chunked": CHUNKED.replace(b"chunked", b"gzip, chunked") + b"0\r\n\r\n",
+    "unknown coding": CHUNKED.replace(b"chunked", b"xchunked") + b"0\r\n\r\n",
+    "quoted coding": CHUNKED.replace(b"chunked", b'"chunked"') + b"0\r\n\r\n",
+    "vertical tab coding": CHUNKED.replace(b" chunked", b" \x0bchunked") + b"0\r\n\r\n",
+    "chunking in HTTP/1.0": CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n",
+    "chunk size with prefix": CHUNKED + b"0x5\r\nhello\r\n0\r\n\r\n",
+    "chunk size with sign": CHUNKED + b"+5\r\nhello\r\n0\r\n\r\n",
+    "chunk size with space": CHUNKED + b"5 \r\nhello\r\n0\r\n\r\n",
+    "chunk size overflow": CHUNKED + b"fffffffffffffffff\r\nhello\r\n0\r\n\r\n",
+    "chunk size ends in LF": CHUNKED + b"5\nhello\r\n0\r\n\r\n",
+    "chunk longer than said": CHUNKED + b"4\r\nhello\r\n0\r\n\r\n",
+    "chunk without CRLF": CHUNKED + b"5\r\nhello0\r\n\r\n",
+    "length among trailers": CHUNKED + b"0\r\nContent-Length: 5\r\n\r\n",
+    "folded header": b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
+    "folded coding": CHUNKED.replace(b" chunked", b"\r\n chunked") + b"0\r\n\r\n",
+    "header before the first": b"GET / HTTP/1.1\r\n Host: x\r\n\r\n",
+    "bare LF everywhere": GET.replace(b"\r\n", b"\n"),
+    "bare LF after a header": b"GET / HTTP/1.1\r\nHost: x\nA: b\r\n\r\n",
+    "bare CR in a header": b"GET / HTTP/1.1\r\nHost: x\rA: b\r\n\r\n",
+    "NUL in a header": b"GET / HTTP/1.1\r\nHost: x\0y\r\n\r\n",
+    "control byte in a header": b"GET / HTTP/1.1\r\nHost: x\r\nA: \x01\r\n\r\n",
+    "space before the colon": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length : 5\r\n\r\nhello",
+    "space in a name": b"GET / HTTP/1.1\r\nHost: x\r\nA b: c\r\n\r\n",
+    "no colon": b"GET / HTTP/1.1\r\nHost: x\r\nnonsense\r\n\r\n",
+    "empty name": b"GET / HTTP/1.1\r\nHost: x\r\n: y\r\n\r\n",
+    "non-ASCII name": b"GET / HTTP/1.1\r\nHost: x\r\n\xc3\xa4: y\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+    "space in the target": b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n",
+    "control byte in the target": b"GET /a\x01 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "relative target": b"GET a HTTP/1.1\r\nHost: x\r\n\r\n",
+    "foreign scheme": b"GET file:///etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tunnel": b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "HTTP/0.9": b"GET /\r\n\r\n",
+    "HTTP/1.2": GET.replace(b"1.1", b"1.2"),
+    "HTTP/2": GET.replace(b"1.1", b"2.0"),
+    "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "unknown method": b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "unknown expectation": POST.replace(b"Content-Length", b"Expect: the-worst\r\nContent-Length"),
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+async def test_ambiguous_requests_are_refused_and_nothing_behind_them_is_served(stage, name):
+    served = []
+
+    def record(exchange: Exchange) -> None:
+        served.append(exchange.request.path)
+        echo(exchange)
+
+    _, port = await stage.server(record)
+    answer = await stage.ask(port, AMBIGUOUS[name] + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head
+    assert json.loads(body)["error"]["code"] == "malformed_http"
+    assert served == []
+
+
+async def test_an_absolute_target_is_its_path(stage):
+    _, port = await stage.server(echo)
+    reader, _ = await stage.client(port, b"GET http://x/y?z HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await stage.read_message(reader))[1] == b"GET /y?z "
+
+
+async def test_an_offer_to_upgrade_is_declined_and_the_body_still_read(stage):
+    _, port = await stage.server(echo)
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAM\r\nContent-Length"
+    chunked_upgrade = (
+        CHUNKED.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost") + b"5\r\nhello\r\n0\r\n\r\n"
+    )
+    for request in (POST.replace(b"Content-Length", upgrade), chunked_upgrade):
+        for size in (1, 7, 1000):
+            reader, writer = await stage.client(port)
+            for start in range(0, len(request), size):
+                writer.write(request[start : start + size])
+                await asyncio.sleep(0)
+            assert (await stage.read_message(reader))[1] == b"POST /a? hello"
+            writer.write(GET)
+            assert (await stage.read_message(reader))[1] == b"GET /a?b=c "
+
+
+async def test_http_10_and_connection_close_are_honoured(stage):
+    _, port = await stage.server(echo)
+    assert b"connection: close" in await stage.ask(port, b"GET / HTTP/1.0\r\n\r\n")
+    assert b"connection: close" in await stage.ask(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    reader, writer = await stage.client(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    head, _ = await stage.read_message(reader)
+    assert b"connection: keep-alive" in head
+    writer.write(GET)
+    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200")
+
+
+async def test_http_10_gets_a_stream_of_unknown_length_until_the_connection_closes(stage):
+    def stream(exchange: Exchange) -> None:
+        exchange.start(200, ())
+        exchange.write(b"one ")
+        exchange.write(b"two")
+        exchange.finish()
+
+    _, port = await stage.server(stream)
+    answer = await stage.ask(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert body == b"one two"
+    assert b"transfer-encoding" not in head
+
+
+async def test_head_gets_the_head_only(stage):
+    _, port = await stage.server(echo)
+    reader, writer = await stage.client(port, GET.replace(b"GET", b"HEAD"))
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"content-length: 12" in head
+    writer.write(GET)
+    assert (await stage.read_message(reader))[1] == b"GET /a?b=c "
+
+
+async def test_expectations_are_met_before_the_body_is_sent(stage):
+    _, port = await stage.server(echo)
+    reader, writer = await stage.client(
+        port, POST.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length")[:-5]
+    )
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"hello")
+    assert (await stage.read_message(reader))[1] == b"POST /a? hello"
+    # With the body already there, nobody waits for a go-ahead.
+    writer.write(POST.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length"))
+    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200")
+
+
+async def test_a_go_ahead_never_lands_inside_another_answer(stage):
+    def slow(exchange: Exchange) -> None:
+        exchange.start(200, ())
+        exchange.write(b"slow ")
+        asyncio.get_running_loop().call_later(0.03, exchange.finish)
+
+    _, port = await stage.server(slow)
+    expecting = POST.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length")[:-5]
+    reader, writer = await stage.client(port, GET + expecting)
+    assert (await stage.read_message(reader))[1] == b"slow "
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"hello")
+    assert (await stage.read_message(reader))[1] == b"slow "
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\n\r\n" + bytes(5_000_000),
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\nExpect: 100-continue\r\n\r\n",
+        CHUNKED + b"%x\r\n" % 5_000_000 + bytes(5_000_000) + b"\r\n0\r\n\r\n",
+        (CHUNKED + b"400\r\n" + bytes(1024) + b"\r\n") + (b"400\r\n" + bytes(1024) + b"\r\n") * 4000,
+    ],
+    ids=["length", "length, expecting", "one chunk", "many chunks"],
+)
+async def test_an_oversized_body_gets_an_answer_that_can_be_read(stage, request_bytes):
+    _, port = await stage.server(echo, body_bytes=100_000, linger_s=0.3)
+    reader, writer = await stage.client(port)
+    for start in range(0, len(request_bytes), 65536):  # a client that sends everything before it reads
+        writer.write(request_bytes[start : start + 65536])
+        await writer.drain()
+    head, body = await stage.read_message(reader)
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(body)["error"]["code"] == "body_too_large"
+
+
+async def test_a_body_of_exactly_the_limit_is_served(stage):
+    _, port = await stage.server(echo, body_bytes=100_000)
+    reader, _ = await stage.client(
+        port, b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000)
+    )
+    assert (await stage.read_message(reader))[1] == b"POST /a? " + bytes(100_000)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 300_000,
+    ],
+    ids=["target", "one header", "many headers", "unfinished header"],
+)
+async def test_an_oversized_head_is_refused(stage, request_bytes):
+    _, port = await stage.server(echo, linger_s=0.2)
+    answer = await stage.ask(port, request_bytes)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_endless_chunk_extensions_are_refused(stage):
+    _, port = await stage.server(echo, linger_s=0.2)
+    reader, writer = await stage.client(port, CHUNKED + b"1;")
+    for _ in range(10):
+        writer.write(b"x" * 60_000)
+        await asyncio.sleep(0.005)
+    head, _ = await stage.read_message(reader)
+    assert head.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_slow_heads_and_bodies_time_out_with_an_answer(stage):
+    _, port = await stage.server(echo, head_s=0.1, body_s=0.1, linger_s=0.1)
+    reader, writer = await stage.client(port)
+    for byte in b"GET / HTTP":  # a byte now and then does not count as progress of a head
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0.02)
+    assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    assert (await stage.ask(port, POST[:-2])).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_idle_connections_are_closed_in_silence(stage):
+    server, port = await stage.server(echo, idle_s=0.1)
+    assert await stage.ask(port, b"") == b""
+    reader, _ = await stage.client(port, GET)
+    await stage.read_message(reader)
+    assert await reader.read() == b""
+    assert server.num_connections == 0
+
+
+async def test_a_client_that_reads_nothing_is_dropped(stage):
+    left = []
+
+    def flood(exchange: Exchange) -> None:
+        exchange.start(200, ())
+        exchange.on_close(lambda: left.append(True))
+        while not exchange.paused:
+            exchange.write(bytes(65536))
+
+    server, port = await stage.server(flood, stall_s=0.2)
+    _, writer = await stage.client(port)
+    writer.transport.pause_reading()
+    writer.write(GET)
+    await stage.eventually(lambda: bool(left))
+    await stage.eventually(lambda: server.num_connections == 0)
+
+
+async def test_a_failing_handler_is_an_answer_not_a_silence(stage, caplog):
+    def broken(exchange: Exchange) -> None:
+        raise KeyError("oops")
+
+    def broken_later(exchange: Exchange) -> None:
+        exchange.start(200, (), 100)
+        exchange.write(b"half")
+        raise KeyError("oops")
+
+    _, port = await stage.server(broken)
+    reader, _ = await stage.client(port, GET)
+    head, body = await stage.read_message(reader)
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert json.loads(body)["error"]["code"] == "internal_error"
+    _, port = await stage.server(broken_later)
+    reader, _ = await stage.client(port, GET)
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+        await stage.read_message(reader)
+    assert "oops" in caplog.text
+
+
+async def test_line_breaks_cannot_be_put_into_headers(stage):
+    problems = []
+
+    def inject(exchange: Exchange) -> None:
+        for name, value in ((b"a", b"b\r\nset-cookie: x"), (b"a\r\nb", b"c"), (b"a", b"b\nc"), (b"a", b"\0")):
+            with pytest.raises(ValueError, match="line break"):
+                exchange.respond(200, ((name, value),), b"")
+            problems.append(name)
+        with pytest.raises(ValueError, match="do not pass"):
+            exchange.respond(200, ((b"content-length", b"5"),), b"")
+        assert not exchange.started
+        echo(exchange)
+
+    _, port = await stage.server(inject)
+    reader, _ = await stage.client(port, GET)
+    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200")
+    assert len(problems) == 4
+
+
+async def test_misuse_is_told_and_a_short_answer_is_never_passed_off_as_whole(stage):
+    def short(exchange: Exchange) -> None:
+        with pytest.raises(RuntimeError):
+            exchange.write(b"too early")
+        with pytest.raises(RuntimeError):
+            exchange.finish()
+        exchange.start(200, (), 10)
+        with pytest.raises(RuntimeError):
+            exchange.start(200, (), 10)
+        exchange.write(b"short")
+        exchange.finish()
+
+    _, port = await stage.server(short)
+    reader, _ = await stage.client(port, GET)
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+        await stage.read_message(reader)
+
+
+async def test_closing_lets_running_answers_end_and_cuts_the_rest(stage):
+    exchanges = []
+    server, port = await stage.server(exchanges.append)
+    idle_reader, _ = await stage.client(port, GET)
+    await stage.eventually(lambda: len(exchanges) == 1)
+    echo(exchanges.pop())
+    await stage.read_message(idle_reader)
+    quick_reader, _ = await stage.client(port, GET)
+    stuck_reader, _ = await stage.client(port, GET)
+    await stage.eventually(lambda: len(exchanges) == 2)
+    closing = asyncio.create_task(server.close(grace_s=0.3))
+    assert await idle_reader.read() == b""
+    with pytest.raises(ConnectionRefusedError):
+        await stage.client(port)
+    echo(exchanges[0])
+    quick_head, _ = await stage.read_message(quick_reader)
+    assert b"connection: close" in quick_head
+    assert await quick_reader.read() == b""
+    await closing
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+        await stage.read_message(stuck_reader)
+    assert server.num_connections == 0
+    assert exchanges[1].left

@@ -1,0 +1,62 @@
+"""One way to frame, and nothing else taken for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cortex.http.chunks import LAST, SIZE_LINES, ends_with_chunk, frame
+
+LONGEST_BYTES = 4089
+"""Of the chunks that are looked at: with a size line and the closing line break they are 4 KiB long."""
+
+
+def is_chunk(wire: bytes) -> bool:
+    return len(wire) < len(SIZE_LINES) and wire.startswith(SIZE_LINES[len(wire)]) and wire.endswith(b"\r\n")
+
+
+def test_what_was_framed_is_recognised_at_every_length():
+    for num_bytes in range(1, LONGEST_BYTES + 1):
+        data = bytes(num_bytes)
+        assert is_chunk(frame(data))
+        assert ends_with_chunk(b"before" + frame(data), data)
+    assert not is_chunk(frame(bytes(LONGEST_BYTES + 1)))
+    assert not is_chunk(frame(bytes(100_000)))
+    assert not ends_with_chunk(frame(bytes(100_000)), bytes(100_000))
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"",
+        LAST,
+        b"5\r\nhello\r\n0\r\n\r\n",
+        b"5\r\nhello\r\n5\r\nhello\r\n",
+        b"5\r\nhello",
+        b"5\r\nhello\r",
+        b"5\r\nhello\n\r",
+        b"\r\nhello\r\n",
+        b"05\r\nhello\r\n",
+        b"5 \r\nhello\r\n",
+        b" 5\r\nhello\r\n",
+        b"+5\r\nhello\r\n",
+        b"0x5\r\nhello\r\n",
+        b"5;a=b\r\nhello\r\n",
+        b"5\nhello\r\n",
+        b"4\r\nhello\r\n",
+        b"6\r\nhello\r\n",
+        b"A\r\nhellohello\r\n",
+        b"a\r\nhellohello\r\nx",
+    ],
+)
+def test_what_is_framed_in_any_other_way_is_left_alone(wire):
+    assert not is_chunk(wire)
+
+
+def test_nothing_is_recognised_that_framing_does_not_give_back():
+    chance = random.Random(7)
+    for _ in range(20_000):
+        wire = bytes(chance.choices(b"0123456789abAB\r\n\r\n;x", k=chance.randrange(40)))
+        if is_chunk(wire):
+            assert frame(wire[wire.index(b"\n") + 1 : -2]) == wire

@@ -1,0 +1,68 @@
+"""Events stay whole, however the bytes are cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cortex.http.event_boundary import EventBoundary, after_keepalives
+
+BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("events", "left"),
+    [
+        (b"", b""),
+        (PING + PING, b""),
+        (b": one\n\n: two\r\n\r\n", b""),
+        (b": one\n\n" + PING + b"event: message_start\n\n" + PING, b"event: message_start\n\n" + PING),
+        (b": a comment inside an event\ndata: 1\n\n", b"data: 1\n\n"),
+        (b"data: 1\n\n: later\n\n", b"data: 1\n\n: later\n\n"),
+    ],
+)
+def test_only_what_says_nothing_is_left_out(events, left):
+    assert after_keepalives(events, PING) == left
+
+
+@given(
+    blank=st.sampled_from(BLANKS),
+    events=st.lists(st.binary(min_size=1, max_size=12).filter(lambda data: not set(data) & set(b"\r\n")), max_size=8),
+    rest=st.sampled_from([b"", b"data: hal", b": "]),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+)
+def test_only_whole_events_pass_and_nothing_is_lost(blank, events, rest, cuts):
+    stream = b"".join(event + blank for event in events) + rest
+    edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    boundary = EventBoundary()
+    passed = b""
+    for start, end in pairwise(edges):
+        piece = boundary.push(stream[start:end])
+        passed += piece
+        assert not piece or piece.endswith(BLANKS)
+        assert not boundary.inside
+    assert passed == stream[: len(stream) - len(rest)]
+    assert passed + boundary.flush() == stream
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 100_000])
+def test_an_event_too_long_to_hold_passes_in_pieces_and_is_known_to_be_open(piece_bytes):
+    boundary = EventBoundary()
+    sent = b""
+    passed = boundary.push(b"data: first\n\n")
+    while not boundary.inside:
+        sent += b"x" * piece_bytes
+        passed += boundary.push(b"x" * piece_bytes)
+    assert boundary.escape() == b"\n\n"
+    assert boundary.push(b"more") == b"more"
+    assert boundary.push(b"end\n\ndata: hal") == b"end\n\n"
+    assert not boundary.inside
+    assert boundary.escape() == b""
+    assert passed == b"data: first\n\n" + sent
+    assert boundary.flush() == b"data: hal"

@@ -1,0 +1,122 @@
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from cortex.neuron.api.inference.choice import Choice, ChoiceContext
+from cortex.neuron.engine.request import StepOutput
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.template.prompt import Rendered
+from cortex.wire.errors import GenerationFailed, Overloaded
+from cortex.wire.events import AnyEvent, Timing
+from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Tool, ToolCall
+from cortex.wire.response import Block, gather
+
+TIMING = Timing()
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+SAID = "I think.\n</think>\n\nSo: naïve 🙂 answer. " + CALL
+
+
+def answer(text: TextModel, *, stop: tuple[str, ...] = (), thinks: bool = True, **sampling: Any) -> ChoiceContext:
+    request = GenerateRequest(
+        model="m",
+        messages=(Message(role="user", parts=(Text(text="hi"),)),),
+        tools=(Tool(name="f", parameters={}),),
+        sampling=Sampling(stop=stop, **sampling),
+    )
+    rendered = Rendered("<think>\n" if thinks else "", (1, 2, 3), (), thinks)
+    return ChoiceContext("id", 1, "m", request, rendered, text, text.eos_ids)
+
+
+def tell(choice: Choice, ids: list[int], cuts: list[int], finish: Any = "stop") -> list[AnyEvent]:
+    edges = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
+    events: list[AnyEvent] = []
+    for start, end in itertools.pairwise(edges):
+        last = end == len(ids)
+        cached = 2 if start == 0 else None
+        output = StepOutput("r", tuple(ids[start:end]), (), cached, finish if last else None)
+        events += choice.push([output], TIMING)
+    return events
+
+
+def without_ids(blocks: tuple[Block, ...]) -> list[Block]:
+    """Calls get a fresh id each time they are told."""
+    return [replace(block, id="") if isinstance(block, ToolCall) else block for block in blocks]
+
+
+@given(cuts=st.lists(st.integers(0, 1000), max_size=20), stop=st.sampled_from([(), ("answer",), ("nope",), ("🙂",)]))
+@settings(deadline=None)
+def test_what_is_said_does_not_depend_on_how_the_tokens_came(
+    text: TextModel, cuts: list[int], stop: tuple[str, ...]
+) -> None:
+    ids = [*text.encode(SAID), text.eos_ids[0]]
+    whole = gather(tell(Choice(answer(text, stop=stop), 0), ids, []))[0]
+    (split,) = gather(tell(Choice(answer(text, stop=stop), 0), ids, cuts))
+    assert without_ids(split.blocks) == without_ids(whole.blocks)
+    assert (split.finish.reason, split.finish.stop_sequence) == (whole.finish.reason, whole.finish.stop_sequence)
+
+
+def test_blocks_usage_and_reason(text: TextModel) -> None:
+    ids = [*text.encode(SAID), text.eos_ids[0]]
+    (told,) = gather(tell(Choice(answer(text), 0), ids, list(range(len(ids)))))
+    assert told.reasoning.strip() == "I think."
+    assert told.text.strip() == "So: naïve 🙂 answer."
+    assert [(call.name, call.arguments) for call in told.tool_calls] == [("f", '{"a": "é"}')]
+    assert told.finish.reason == "tool_calls"
+    usage = told.finish.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (3, 2, len(ids))
+    assert len("I think.") <= usage.reasoning_tokens <= len("I think.\n</think>\n\n")
+
+
+@pytest.mark.parametrize(("stop", "cut_at"), [((), 1000), (("brief",), 1000), ((), 60)])
+def test_half_a_call_never_passes_for_one_that_was_made(text: TextModel, stop: tuple[str, ...], cut_at: int) -> None:
+    said = '<tool_call>\n{"name": "f", "arguments": {"a": "rm -r /tmp/brief'
+    ids = [*text.encode(said)[:cut_at], text.eos_ids[0]]
+    (told,) = gather(tell(Choice(answer(text, thinks=False, stop=stop), 0), ids, list(range(len(ids)))))
+    (call,) = told.tool_calls
+    assert call.arguments.startswith('{"a": "rm -r /')
+    assert (told.finish.reason, told.finish.stop_sequence) == ("length", None)
+
+
+def test_a_thought_cut_by_the_limit_is_thought_not_text(text: TextModel) -> None:
+    ids = text.encode("I was just thinking that")
+    (told,) = gather(tell(Choice(answer(text), 0), ids, [3], finish="length"))
+    assert (told.reasoning, told.text, told.finish.reason) == ("I was just thinking that", "", "length")
+    assert told.finish.usage.reasoning_tokens == len(ids)
+
+
+def test_a_stop_string_ends_the_choice_before_the_engine_does(text: TextModel) -> None:
+    choice = Choice(answer(text, stop=("END",), thinks=False), 0)
+    events = choice.push([StepOutput("r", tuple(text.encode("one END two")), (), 0, None)], TIMING)
+    (told,) = gather(events)
+    assert (told.text, told.finish.stop_sequence) == ("one ", "END")
+    assert choice.ended
+    assert choice.push([StepOutput("r", (1,), (), None, "length")], TIMING) == []
+
+
+def test_text_that_only_looked_like_a_stop_string_comes_out_at_the_end(text: TextModel) -> None:
+    ids = text.encode("the EN")
+    (told,) = gather(tell(Choice(answer(text, stop=("END",), thinks=False), 0), ids, [], finish="length"))
+    assert told.text == "the EN"
+
+
+def test_a_character_cut_by_the_limit_is_replaced_not_lost(text: TextModel) -> None:
+    ids = text.encode("a🙂")[:-1]
+    (told,) = gather(tell(Choice(answer(text, thinks=False), 0), ids, [1, 2], finish="length"))
+    assert told.text == "a�"
+
+
+def test_the_prompt_is_counted_once_among_choices(text: TextModel) -> None:
+    ids = [*text.encode("x"), text.eos_ids[0]]
+    events = [event for index in range(3) for event in tell(Choice(answer(text, n=3), index), ids, [])]
+    assert [choice.finish.usage.prompt_tokens for choice in gather(events)] == [3, 0, 0]
+
+
+def test_the_engines_own_endings_are_errors(text: TextModel) -> None:
+    with pytest.raises(GenerationFailed, match="not finite"):
+        Choice(answer(text), 0).push([StepOutput("r", finish="error", error="numbers are not finite")], TIMING)
+    with pytest.raises(Overloaded):
+        Choice(answer(text), 0).push([StepOutput("r", finish="cancelled")], TIMING)

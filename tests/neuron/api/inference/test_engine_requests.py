@@ -1,0 +1,56 @@
+import pytest
+
+from cortex.neuron.api.inference.engine_requests import engine_requests, sampling_params
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.wire.requests import GenerateRequest, Sampling
+
+AUTHORS = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
+
+
+def jobs(sampling: Sampling, *, context_tokens: int = 100, num_prompt: int = 10) -> tuple[EngineRequest, ...]:
+    return engine_requests(
+        GenerateRequest(model="m", prompt="x", sampling=sampling),
+        id="a",
+        prompt=tuple(range(num_prompt)),
+        context_tokens=context_tokens,
+        defaults=GenerationDefaults(),
+        eos_ids=(7,),
+    )
+
+
+def test_the_client_comes_first_then_the_authors_then_plain_sampling() -> None:
+    assert sampling_params(Sampling(), GenerationDefaults()) == SamplingParams()
+    params = sampling_params(Sampling(temperature=0.0, top_k=0), AUTHORS)
+    assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.0, 0, 0.95, 1.05)
+
+
+def test_top_p_zero_keeps_the_likeliest_token() -> None:
+    assert 0 < sampling_params(Sampling(top_p=0.0), AUTHORS).top_p < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [(Sampling(), None), (Sampling(logprobs=True), 0), (Sampling(logprobs=True, top_logprobs=5), 5)],
+)
+def test_logprobs(sampling: Sampling, expected: int | None) -> None:
+    assert sampling_params(sampling, AUTHORS).top_logprobs == expected
+
+
+def test_the_answer_gets_what_the_context_has_left() -> None:
+    assert jobs(Sampling())[0].max_tokens == 90
+    assert jobs(Sampling(max_tokens=5))[0].max_tokens == 5
+    assert jobs(Sampling(max_tokens=500))[0].max_tokens == 90
+    assert jobs(Sampling(), num_prompt=200)[0].max_tokens == 1
+
+
+def test_stop_tokens() -> None:
+    assert jobs(Sampling(stop_token_ids=(3,)))[0].stop_token_ids == (7, 3)
+    assert jobs(Sampling(stop_token_ids=(3,), ignore_eos=True))[0].stop_token_ids == (3,)
+
+
+def test_every_choice_has_its_own_id_and_seed() -> None:
+    several = jobs(Sampling(n=3, seed=5))
+    assert [job.id for job in several] == ["a.0", "a.1", "a.2"]
+    assert [job.sampling.seed for job in several] == [5, 6, 7]
+    assert [job.sampling.seed for job in jobs(Sampling(n=2))] == [None, None]

@@ -1,0 +1,65 @@
+"""The node's part of a trace."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from cortex.neuron.api import app
+from cortex.neuron.api.drain_gate import DrainGate
+from cortex.telemetry import TelemetrySection, Tracer, open_tracer
+from cortex.wire.errors import Recovering
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def tracer(collector: Any) -> Tracer:
+    return open_tracer(TelemetrySection(endpoint=collector.endpoint), "neuron")
+
+
+@pytest.fixture
+async def traced(node: Any, tracer: Tracer) -> AsyncIterator[ClientSession]:
+    runner = web.AppRunner(app.build(node, DrainGate(), tracer=tracer), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    async with ClientSession(f"http://{host}:{port}") as client:
+        yield client
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_node_continues_the_trace_and_tells_where_the_time_went(
+    traced: ClientSession, tracer: Tracer, collector: Any, node: Any, chat_body: Any, stream: bool
+) -> None:
+    node.play.first_s, node.play.pause_s = 0.1, 0.02
+    headers = {"traceparent": PARENT, "x-request-id": "mine"}
+    async with traced.post("/v1/chat/completions", json=chat_body(stream=stream), headers=headers) as response:
+        await response.read()
+    tracer.close()
+    spans = {span.name: span for span in collector.spans}
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    server = spans["POST /v1/chat/completions"]
+    assert (server.service, server.parent_id, server.error) == ("neuron", "b7ad6b7169203331", None)
+    assert server.attributes["cortex.request_id"] == "mine"
+    assert server.attributes["gen_ai.request.model"] == "org/tiny"
+    assert server.attributes["gen_ai.usage.output_tokens"] > 10
+    assert {span.parent_id for name, span in spans.items() if span is not server} == {server.span_id}
+    assert spans["prefill"].duration_s >= 0.09
+    assert spans["decode"].duration_s >= 0.1
+    assert spans["prepare"].duration_s >= 0
+
+
+async def test_what_went_wrong_is_in_the_trace(
+    traced: ClientSession, tracer: Tracer, collector: Any, node: Any, chat_body: Any
+) -> None:
+    async with traced.post("/v1/chat/completions", data=b"{") as response:
+        assert response.status == 400
+    node.play.fails_after, node.play.error = 3, Recovering("the device fell over")
+    async with traced.post("/v1/chat/completions", json=chat_body(stream=True)) as response:
+        await response.read()
+    tracer.close()
+    assert [span.error for span in collector.spans] == ["malformed_json", "recovering"]

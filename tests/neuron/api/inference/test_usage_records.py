@@ -1,0 +1,56 @@
+"""What an answer had cost when its client left is there for whoever bills by use."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+
+async def exposition(api: Any) -> str:
+    async with api.client.get(api.url + "/metrics") as response:
+        return str(await response.text())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_and_the_tokens_produced_until_then_are_told(api: Any, chat_body: Any, stream: bool) -> None:
+    api.node.play.pause_s = 30
+    api.node.play.cached = 2
+
+    async def ask() -> None:
+        headers = {"x-request-id": "a/b:1"}
+        async with api.client.post(
+            api.url + "/v1/chat/completions", json=chat_body(stream=stream), headers=headers
+        ) as response:
+            await response.read()
+
+    asked = asyncio.create_task(ask())
+    async with asyncio.timeout(30):
+        while 'neuron_time_to_first_token_seconds_count{model="org/tiny"} 1.0' not in await exposition(api):
+            await asyncio.sleep(0.01)
+    early = asyncio.create_task(api.client.get(api.url + "/requests/a/b:1/usage"))  # asked before it has left
+    await asyncio.sleep(0.05)
+    asked.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asked
+    async with await early as response:
+        cost = await response.json()
+    num_prompt_tokens = len(api.node.submitted[0].prompt)
+    assert cost == {
+        "prompt_tokens": num_prompt_tokens,
+        "cached_tokens": 2,
+        "completion_tokens": 1,
+        "reasoning_tokens": 0,
+    }
+    text = await exposition(api)
+    assert f'neuron_prompt_tokens_total{{model="org/tiny"}} {num_prompt_tokens}.0' in text
+    assert 'neuron_completion_tokens_total{model="org/tiny"} 1.0' in text
+
+
+async def test_a_request_that_nobody_left_is_unknown(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.neuron.api.inference.usage_records.WAIT_S", 0.05)
+    async with api.client.get(api.url + "/requests/nobody/usage") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "route_not_found"

@@ -1,0 +1,182 @@
+"""When graphs are captured and which steps take them: pure, and with a capture that replays on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from cortex.neuron.engine.execution.graphs import OFTEN, SIZES, GraphSizes
+from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.memory.kv_cache import KVCache
+from cortex.neuron.engine.pages import PagePool
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.engine.sampling.sampler import Draw
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.llama import Llama
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+MAX_ROWS = 6
+CONTEXT = 48
+
+
+class ReplayOnCpu:
+    """Captures as a GPU does: a replay computes the step anew into the outputs of its capture."""
+
+    def __init__(self, room=100):
+        self.sizes = []
+        self.replays = 0
+        self._room = room
+
+    def __call__(self, step):
+        outputs = step()
+        if len(outputs[0]) > self._room:
+            raise torch.OutOfMemoryError("no room for this graph")
+        self.sizes.append(len(outputs[0]))
+        return _Replay(self, step, outputs), outputs
+
+
+class _Replay:
+    def __init__(self, capture, step, outputs):
+        self._capture, self._step, self._outputs = capture, step, outputs
+
+    def replay(self):
+        self._capture.replays += 1
+        for kept, new in zip(self._outputs, self._step(), strict=True):
+            kept.copy_(new)
+
+
+class Bench:
+    """A runner and a scheduler over a tiny model with random weights."""
+
+    def __init__(self, capture):
+        torch.manual_seed(0)
+        model = Llama(CONFIG, Parameters(CPU, torch.float32), CONTEXT)
+        for binding in model.parameters.bindings:
+            torch.nn.init.normal_(binding.destination, std=0.3)
+        KVCache(model.attentions, 40, 8, torch.float32, CPU)
+        self.capture = capture
+        self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture)
+        self.scheduler = Scheduler(PagePool(40, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
+
+    def answers(self, prompts, max_tokens, temperature=0.0):
+        sequences = [
+            self.scheduler.submit(
+                EngineRequest(str(number), prompt, max_tokens, SamplingParams(temperature=temperature, seed=number))
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        while (plan := self.scheduler.plan()) is not None:
+            by_row = {sequence.row: sequence for sequence in self.scheduler.running}
+            drawing = [by_row[row.row] for row in plan.rows if row.draws]
+            launched = self.runner.launch(plan, [Draw(one.row, one.num_drawn - 1) for one in drawing])
+            for sequence, token in zip(drawing, launched.read().tokens, strict=True):
+                self.scheduler.token_drawn(sequence, token)
+                if not sequence.wants_more:
+                    sequence.finished = True
+                    self.scheduler.drop(sequence)
+        return [sequence.tokens[len(sequence.request.prompt) :] for sequence in sequences]
+
+
+PROMPTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3)]
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300])
+def test_every_number_of_rows_has_a_size_in_the_end(max_rows):
+    sizes = GraphSizes(max_rows)
+    order = []
+    while (size := sizes.next_missing) is not None:
+        sizes.add(size)
+        order.append(size)
+    assert order == sorted({*(size for size in SIZES if size < max_rows), max_rows})
+    for rows in range(1, max_rows + 1):
+        assert sizes.serving(rows) == min(size for size in order if size >= rows)
+    assert sizes.serving(max_rows + 1) is None
+
+
+def test_a_step_takes_the_next_larger_size_that_is_there():
+    sizes = GraphSizes(64)
+    assert sizes.serving(1) is None
+    sizes.add(1)
+    assert [sizes.serving(rows) for rows in (1, 2, 5)] == [1, None, None]
+    sizes.add(8)
+    assert [sizes.serving(rows) for rows in (1, 2, 5, 9)] == [1, 8, 8, None]
+    assert sizes.next_missing == 2
+
+
+def test_only_a_size_that_was_often_missed_is_wanted_at_once():
+    sizes = GraphSizes(64)
+    assert [sizes.missed(3) for _ in range(OFTEN)] == [None] * (OFTEN - 1) + [4]
+    assert sizes.missed(7) is None  # another size: counted apart
+
+
+def test_nothing_is_wanted_any_more_once_it_was_given_up():
+    sizes = GraphSizes(8)
+    sizes.add(2)
+    sizes.give_up()
+    assert sizes.next_missing is None
+    assert sizes.serving(2) == 2
+    assert [sizes.missed(5) for _ in range(2 * OFTEN)] == [None] * (2 * OFTEN)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("num_prepared", range(5))
+def test_answers_are_the_same_whatever_is_captured(num_prepared, temperature):
+    plain = Bench(None).answers(PROMPTS, 12, temperature)
+    bench = Bench(ReplayOnCpu())
+    assert list(itertools.islice(iter(bench.runner.prepare, False), num_prepared)) == [True] * min(num_prepared, 4)
+    assert bench.answers(PROMPTS, 12, temperature) == plain
+
+
+def test_graphs_are_prepared_one_by_one_the_smallest_first():
+    bench = Bench(ReplayOnCpu())
+    for expected in ([1], [1, 2], [1, 2, 4], [1, 2, 4, 6]):
+        assert bench.runner.prepare()
+        assert bench.capture.sizes == expected
+    assert not bench.runner.prepare()
+
+
+def test_a_step_without_its_graph_runs_all_the_same_and_captures_it_only_when_often_needed():
+    bench = Bench(ReplayOnCpu())
+    bench.runner.prepare()
+    bench.answers(PROMPTS, OFTEN)  # the first token comes from the prompt: one step fewer than tokens
+    assert bench.capture.sizes == [1]
+    bench.answers(PROMPTS, 3)
+    assert bench.capture.sizes == [1, 4]
+    assert bench.capture.replays > 0
+
+
+def test_a_larger_graph_serves_while_the_right_one_is_missing():
+    bench = Bench(ReplayOnCpu())
+    for _ in range(2):
+        bench.runner.prepare()
+    bench.answers(PROMPTS[:1], 4)
+    assert bench.capture.replays == 3
+    bench.answers(PROMPTS[:2], 4)
+    assert bench.capture.replays == 6
+    assert bench.capture.sizes == [1, 2]
+
+
+def test_out_of_memory_ends_capturing_but_no_answer():
+    bench = Bench(ReplayOnCpu(room=1))
+    assert bench.runner.prepare()
+    assert not bench.runner.prepare()
+    assert bench.answers(PROMPTS, 2 * OFTEN) == Bench(None).answers(PROMPTS, 2 * OFTEN)
+    assert bench.capture.sizes == [1]
+    assert not bench.runner.prepare()
+
+
+def test_a_cpu_has_nothing_to_prepare():
+    assert not Bench(None).runner.prepare()

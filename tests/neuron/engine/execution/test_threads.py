@@ -1,0 +1,54 @@
+"""Decode steps on a CPU go over to the number of threads that is faster, and back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cortex.neuron.engine.execution.threads import StepThreads, ThreadChoice
+
+ALL = 8
+
+
+def run(choice: ThreadChoice, seconds: dict[int, float], steps: int) -> list[int]:
+    """The threads that each of so many steps took, when a step takes `seconds` by their number."""
+    taken = []
+    for _ in range(steps):
+        taken.append(choice.threads)
+        choice.took(seconds[choice.threads])
+    return taken
+
+
+def test_all_threads_stay_where_they_help_and_tries_become_rare() -> None:
+    taken = run(ThreadChoice(ALL), {1: 1.5, ALL: 1.0}, 10_000)
+    assert taken[0] == taken[-1] == ALL
+    assert taken.count(1) < 50
+
+
+def test_a_try_without_hope_ends_with_its_first_step() -> None:
+    taken = run(ThreadChoice(ALL), {1: 5.0, ALL: 1.0}, 100)
+    assert taken.count(1) <= 5
+    assert all(pair != [1, 1] for pair in map(list, pairwise(taken)))
+
+
+def test_one_thread_takes_over_where_the_others_only_wait_and_gives_back_when_they_do_not() -> None:
+    choice = ThreadChoice(ALL)
+    assert run(choice, {1: 1.0, ALL: 3.0}, 200)[-100:].count(ALL) <= 3
+    assert run(choice, {1: 1.0, ALL: 0.6}, 5_000)[-1] == ALL
+
+
+def test_one_thread_has_nothing_to_try() -> None:
+    assert set(run(ThreadChoice(1), {1: 1.0}, 50)) == {1}
+
+
+def test_a_step_leaves_the_threads_as_they_were() -> None:
+    before = torch.get_num_threads()
+    threads = StepThreads()
+    for _ in range(30):
+        with threads.decoding(1):
+            pass
+    with pytest.raises(RuntimeError), threads.decoding(1):
+        raise RuntimeError
+    assert torch.get_num_threads() == before

@@ -1,0 +1,137 @@
+"""Outputs of a random model under a grammar: noise, if the mask did not hold."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.sampling.sampler import Sampler
+from cortex.neuron.text.grammar.matcher import MatchState
+
+END = 256
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "bb"]}},
+    "required": ["ok", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random Llama whose vocabulary is every byte and an end token."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        eos_token_id=END,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return path, tokenizer
+
+
+@pytest.fixture
+def engine(model):
+    spec = LoadSpec(str(model[0]), dtype="float32", max_num_seqs=4)
+    engine = Engine.load(spec, torch.device("cpu"), lambda *_: None, lambda: False)
+    yield engine
+    engine.close()
+
+
+def run(engine, *requests, errors=None):
+    for request in requests:
+        engine.submit(request)
+    tokens, finish = {}, {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+            finish[output.request_id] = output.finish
+            if output.error is not None and errors is not None:
+                errors[output.request_id] = output.error
+    return tokens, finish
+
+
+def request(name, grammar, **sampling):
+    return EngineRequest(name, (10, 11, 12), 200, SamplingParams(**sampling), stop_token_ids=(END,), grammar=grammar)
+
+
+def json_grammar():
+    import llguidance
+
+    return llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
+
+
+def test_outputs_under_a_schema_parse_and_conform_whatever_is_drawn(engine, model):
+    requests = [request(str(seed), json_grammar(), temperature=2.0, seed=seed) for seed in range(12)]
+    tokens, finish = run(engine, *requests)
+    for name, ids in tokens.items():
+        value = json.loads(model[1].decode([token for token in ids if token != END]))
+        assert isinstance(value["ok"], bool)
+        assert value["kind"] in ("a", "bb")
+        assert finish[name] == "stop"
+
+
+def test_a_free_request_beside_a_constrained_one_draws_what_it_draws_alone(engine):
+    free = request("free", None, temperature=1.0, seed=5)
+    alone, _ = run(engine, free)
+    together, _ = run(engine, free, request("bound", json_grammar(), temperature=1.0, seed=6))
+    assert together["free"] == alone["free"]
+
+
+def test_a_grammar_that_does_not_compile_is_refused_and_holds_nothing(engine):
+    with pytest.raises(RequestError, match="grammar"):
+        engine.submit(request("bad", "start: nonsense ("))
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_a_token_that_the_grammar_does_not_allow_ends_its_request_with_a_short_error(engine, monkeypatch):
+    draw = Sampler.draw
+
+    def without_mask(sampler, logits, rows, positions, draws, mask=None):
+        return draw(sampler, logits, rows, positions, draws)
+
+    free = request("free", None, temperature=1.0, seed=5)
+    alone, _ = run(engine, free)
+    monkeypatch.setattr(Sampler, "draw", without_mask)
+    errors = {}
+    tokens, finish = run(engine, free, request("bound", json_grammar(), temperature=2.0, seed=6), errors=errors)
+    assert finish["bound"] == "error"
+    assert "does not fit the grammar" in errors["bound"]
+    assert len(errors["bound"]) < 120
+    assert "\n" not in errors["bound"]
+    assert tokens["free"] == alone["free"]
+
+
+@pytest.mark.parametrize("method", ["fill_mask", "accept"])
+def test_a_grammar_library_that_raises_ends_its_request_alone(engine, monkeypatch, method):
+    free = request("free", None, temperature=1.0, seed=5)
+    alone, _ = run(engine, free)
+
+    def failing(*_):
+        raise OverflowError("out of range integral type conversion attempted")
+
+    monkeypatch.setattr(MatchState, method, failing)
+    errors = {}
+    tokens, finish = run(engine, free, request("bound", json_grammar(), temperature=1.0, seed=6), errors=errors)
+    assert finish["bound"] == "error"
+    assert errors["bound"] == "the grammar could not be followed (OverflowError); simplify it and try again"
+    assert tokens["free"] == alone["free"]

@@ -1,0 +1,371 @@
+"""Drawing tokens, against plain references that look at one row at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cortex.neuron.engine.memory.plan import penalty_bytes
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.engine.sampling.penalties import Penalties
+from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
+from cortex.neuron.kernels.gumbel import gumbel_noise
+
+VOCAB = 24
+CONTEXT = 64
+
+
+def some_logits(rows: int, seed: int = 0, spread: float = 2.0) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def request(params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3), **more: Any) -> EngineRequest:
+    return EngineRequest("r", prompt, max_tokens=32, sampling=params, **more)
+
+
+def draw_all(
+    logits: Tensor, requests: list[EngineRequest], drawn: tuple[tuple[int, ...], ...] = (), mask: Tensor | None = None
+) -> Drawn:
+    """One step in which every request draws; `drawn`: what each drew before."""
+    sampler = Sampler(len(requests), VOCAB, CONTEXT, torch.device("cpu"))
+    pasts = drawn or ((),) * len(requests)
+    for row, (one, past) in enumerate(zip(requests, pasts, strict=True)):
+        sampler.assign(row, one, past)
+    positions = [len(one.prompt) + len(past) - 1 for one, past in zip(requests, pasts, strict=True)]
+    draws = [Draw(row, len(past)) for row, past in enumerate(pasts)]
+    return sampler.draw(logits, torch.arange(len(requests)), torch.tensor(positions), draws, mask)
+
+
+def frequencies(logits: Tensor, params: SamplingParams, count: int) -> Counter[int]:
+    """How often each token comes up over many seeds."""
+    requests = [request(SamplingParams(**{**as_dict(params), "seed": seed})) for seed in range(count)]
+    return Counter(draw_all(logits.expand(count, -1), requests).tokens.tolist())
+
+
+def as_dict(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+
+
+def kept_tokens(logits: Tensor, params: SamplingParams) -> dict[int, float]:
+    """The reference: the tokens that may be drawn, and how likely each is."""
+    scaled = [value / params.temperature for value in logits.tolist()]
+    order = sorted(range(VOCAB), key=lambda token: -scaled[token])
+    if params.top_k:
+        order = order[: params.top_k]
+    weights = {token: math.exp(scaled[token] - scaled[order[0]]) for token in order}
+    total, before, kept = sum(weights.values()), 0.0, []
+    for token in order:
+        if kept and before >= params.top_p * total:
+            break
+        kept.append(token)
+        before += weights[token]
+    kept = [token for token in kept if weights[token] >= params.min_p]
+    total = sum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept}
+
+
+def penalised(logits: Tensor, params: SamplingParams, prompt: tuple[int, ...], drawn: tuple[int, ...]) -> Tensor:
+    """The reference: presence and frequency of what was drawn, repetition of everything in the window."""
+    result = logits.clone()
+    for token, count in Counter(drawn).items():
+        result[token] -= params.presence_penalty + params.frequency_penalty * count
+    for token in set((prompt + drawn)[-params.repetition_window if params.repetition_window else 0 :]):
+        value = result[token]
+        result[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    return result
+
+
+def test_greedy_is_the_largest_logit() -> None:
+    logits = some_logits(5)
+    drawn = draw_all(logits, [request(SamplingParams(temperature=0.0))] * 5)
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+    assert drawn.healthy.all()
+    assert drawn.logprobs is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=2.0),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.2),
+        SamplingParams(temperature=1.5, top_k=8, top_p=0.9, min_p=0.05),
+    ],
+    ids=lambda params: str(params)[15:70],
+)
+def test_draws_are_spread_as_the_distribution_says(params: SamplingParams) -> None:
+    """Chi-square over fixed seeds: the statistic's mean is its degrees of freedom."""
+    count = 4000
+    logits = some_logits(1, seed=3, spread=1.2)
+    expected = kept_tokens(logits[0], params)
+    seen = frequencies(logits, params, count)
+    assert set(seen) <= set(expected), "a token was drawn that should have been cut off"
+    statistic = sum((seen[token] - count * p) ** 2 / (count * p) for token, p in expected.items())
+    freedom = max(1, len(expected) - 1)
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    top_k=st.integers(0, VOCAB + 5),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 0.9),
+    temperature=st.floats(0.1, 3.0),
+)
+def test_only_kept_tokens_are_drawn(seed: int, top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+    logits = some_logits(1, seed)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    slack = SamplingParams(temperature=temperature, top_k=top_k, top_p=min(1.0, top_p + 1e-5), min_p=min_p - 1e-5)
+    assert set(frequencies(logits, params, 40)) <= set(kept_tokens(logits[0], slack))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=1), SamplingParams(top_p=1e-6), SamplingParams(min_p=1.0)])
+def test_the_likeliest_always_stays(params: SamplingParams) -> None:
+    logits = some_logits(1)
+    assert set(frequencies(logits, params, 30)) == {int(logits.argmax())}
+
+
+def test_with_top_k_1_the_seeds_of_the_largest_noise_draw_the_greedy_tokens() -> None:
+    vocab, position = 65_536, 2
+    largest = torch.cat(
+        [
+            gumbel_noise(torch.arange(first, first + 32), torch.tensor(position), vocab).amax(-1)
+            for first in range(0, 512, 32)
+        ]
+    )
+    seeds = largest.topk(16).indices.tolist()
+    sampler = Sampler(len(seeds), vocab, CONTEXT, torch.device("cpu"))
+    for row, seed in enumerate(seeds):
+        sampler.assign(row, request(SamplingParams(temperature=1.5, top_k=1, seed=seed)))
+    logits = torch.randn(len(seeds), vocab, generator=torch.Generator().manual_seed(5))
+    draws = [Draw(row, 0) for row in range(len(seeds))]
+    drawn = sampler.draw(logits, torch.arange(len(seeds)), torch.full((len(seeds),), position), draws)
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-30, 1e-45])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    logits = some_logits(1)
+    assert set(frequencies(logits, SamplingParams(temperature=temperature), 30)) == {int(logits.argmax())}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    repetition=st.sampled_from([1.0, 1.3, 0.7]),
+    window=st.integers(0, 12),
+    presence=st.sampled_from([0.0, 0.8, -0.5]),
+    frequency=st.sampled_from([0.0, 0.4, -0.3]),
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10),
+    drawn=st.lists(st.integers(0, VOCAB - 1), max_size=10),
+)
+def test_penalties_are_the_references(
+    seed: int,
+    repetition: float,
+    window: int,
+    presence: float,
+    frequency: float,
+    prompt: list[int],
+    drawn: list[int],
+) -> None:
+    """The penalised row stands between two others with other penalties, and draws greedily from the changed logits."""
+    params = SamplingParams(
+        temperature=0.0,
+        repetition_penalty=repetition,
+        repetition_window=window,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+    )
+    logits = some_logits(3, seed)
+    requests = [
+        request(SamplingParams(temperature=0.0)),
+        request(params, tuple(prompt)),
+        request(SamplingParams(temperature=0.0, frequency_penalty=1.5), (0,)),
+    ]
+    tokens = draw_all(logits, requests, ((5,), tuple(drawn), (7, 7))).tokens
+    assert tokens[0] == logits[0].argmax()
+    assert tokens[1] == penalised(logits[1], params, tuple(prompt), tuple(drawn)).argmax()
+    assert tokens[2] == penalised(logits[2], requests[2].sampling, (0,), (7, 7)).argmax()
+
+
+def test_penalties_count_what_is_drawn_step_by_step() -> None:
+    """A row that goes on is penalised like one that is told its past at once."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.6, repetition_penalty=1.2, repetition_window=5)
+    sampler = Sampler(2, VOCAB, CONTEXT, torch.device("cpu"))
+    one = request(params)
+    sampler.assign(1, one)
+    drawn: tuple[int, ...] = ()
+    for step in range(20):
+        logits = some_logits(1, seed=4)
+        position = len(one.prompt) + step - 1
+        result = sampler.draw(logits, torch.tensor([1]), torch.tensor([position]), [Draw(1, step)])
+        assert result.tokens[0] == penalised(logits[0], params, one.prompt, drawn).argmax()
+        assert result.tokens[0] == draw_all(logits, [one], (drawn,)).tokens[0]
+        drawn += (int(result.tokens[0]),)
+    assert len(set(drawn)) > 1
+
+
+def test_a_row_forgets_whoever_had_it_before() -> None:
+    params = SamplingParams(temperature=0.0, presence_penalty=100.0, repetition_penalty=9.0)
+    sampler = Sampler(1, VOCAB, CONTEXT, torch.device("cpu"))
+    sampler.assign(0, request(params, tuple(range(VOCAB))), tuple(range(VOCAB)))
+    sampler.assign(0, request(params, (1,)))
+    logits = some_logits(1).abs()
+    logits[0, 1] = 0.0
+    assert sampler.draw(logits, torch.tensor([0]), torch.tensor([0]), [Draw(0, 0)]).tokens[0] == logits.argmax()
+
+
+def test_logit_bias_raises_lowers_and_ignores_what_is_no_token() -> None:
+    logits = some_logits(2)
+    best = int(logits[0].argmax())
+    bias = ((best, -100.0), (7, 3.0), (VOCAB, 100.0), (VOCAB + 9, 100.0), (-1, 100.0))
+    requests = [request(SamplingParams(temperature=0.0, logit_bias=bias)), request(SamplingParams(temperature=0.0))]
+    tokens = draw_all(logits, requests).tokens
+    expected = logits[0].clone()
+    expected[best] -= 100
+    expected[7] += 3
+    assert tokens.tolist() == [int(expected.argmax()), int(logits[1].argmax())]
+
+
+def test_stop_tokens_are_not_drawn_below_the_minimum() -> None:
+    logits = some_logits(1)
+    best = int(logits.argmax())
+    one = request(SamplingParams(temperature=0.0), stop_token_ids=(best, VOCAB + 5, -3), min_tokens=2)
+    for drawn, allowed in (((), False), ((4,), False), ((4, 4), True)):
+        assert (int(draw_all(logits, [one], (drawn,)).tokens[0]) == best) is allowed
+
+
+def test_a_mask_forbids_tokens() -> None:
+    logits = some_logits(2)
+    mask = torch.ones(2, VOCAB, dtype=torch.bool)
+    mask[0, logits[0].argmax()] = False
+    tokens = draw_all(logits, [request(SamplingParams(temperature=0.0))] * 2, mask=mask).tokens
+    assert tokens.tolist() == [int(logits[0].topk(2).indices[1]), int(logits[1].argmax())]
+    mask[1] = False
+    mask[1, 11] = True
+    assert draw_all(logits, [request(SamplingParams(seed=seed)) for seed in (1, 2)], mask=mask).tokens[1] == 11
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63, 2**64 - 1, -1, 10**30])
+def test_the_same_seed_draws_the_same_whatever_else_is_in_the_batch(seed: int) -> None:
+    params = SamplingParams(temperature=1.3, top_p=0.95, seed=seed)
+    logits = some_logits(6, seed=9)
+    alone = [int(draw_all(logits[4:5], [request(params)]).tokens[0])]
+    others = [
+        request(SamplingParams(temperature=0.0)),
+        request(SamplingParams(temperature=0.9, seed=5, top_k=2)),
+        request(SamplingParams(frequency_penalty=1.0, temperature=0.7)),
+        request(SamplingParams(min_p=0.3)),
+        request(params),
+        request(SamplingParams(logit_bias=((3, 4.0),), top_logprobs=2)),
+    ]
+    assert [int(draw_all(logits, others).tokens[4])] == alone
+
+
+def test_other_seeds_and_other_positions_draw_other_tokens() -> None:
+    flat = torch.zeros(64, VOCAB)
+    by_seed = draw_all(flat, [request(SamplingParams(seed=seed)) for seed in range(64)]).tokens
+    assert len(set(by_seed.tolist())) > VOCAB // 2
+    prompts = [tuple([1] * length) for length in range(1, 64)]
+    by_position = draw_all(flat[:63], [request(SamplingParams(seed=1), prompt) for prompt in prompts]).tokens
+    assert len(set(by_position.tolist())) > VOCAB // 2
+
+
+def test_without_a_seed_draws_differ() -> None:
+    flat = torch.zeros(64, VOCAB)
+    assert len(set(draw_all(flat, [request(SamplingParams())] * 64).tokens.tolist())) > VOCAB // 2
+
+
+def test_greedy_rows_beside_sampled_ones_stay_greedy() -> None:
+    logits = some_logits(4)
+    sampled = request(SamplingParams(temperature=3.0, top_k=5, top_p=0.9, min_p=0.01))
+    greedy = request(SamplingParams(temperature=0.0))
+    for _ in range(10):
+        tokens = draw_all(logits, [greedy, sampled, greedy, sampled]).tokens
+        assert tokens[0] == logits[0].argmax()
+        assert tokens[2] == logits[2].argmax()
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Before bias, penalties and temperature."""
+    logits = some_logits(3)
+    requests = [
+        request(SamplingParams(temperature=0.0, top_logprobs=0, logit_bias=((5, 50.0),))),
+        request(SamplingParams(temperature=2.0, seed=3, top_logprobs=4, repetition_penalty=2.0)),
+        request(SamplingParams(temperature=0.0)),
+    ]
+    drawn = draw_all(logits, requests)
+    reference = logits.log_softmax(-1)
+    assert drawn.logprobs is not None
+    assert drawn.top_ids is not None
+    assert drawn.top_logprobs is not None
+    assert drawn.tokens[0] == 5
+    torch.testing.assert_close(drawn.logprobs, reference.gather(1, drawn.tokens[:, None])[:, 0])
+    torch.testing.assert_close(drawn.top_logprobs, reference.topk(4).values)
+    assert torch.equal(drawn.top_ids, reference.topk(4).indices)
+
+
+def test_more_logprobs_than_there_are_tokens_are_all_of_them() -> None:
+    drawn = draw_all(some_logits(1), [request(SamplingParams(top_logprobs=VOCAB + 20))])
+    assert drawn.top_ids is not None
+    assert sorted(drawn.top_ids[0].tolist()) == list(range(VOCAB))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_whose_logits_are_no_numbers_are_told_apart(bad: float) -> None:
+    logits = some_logits(3)
+    logits[1, 4] = bad
+    requests = [request(SamplingParams(seed=1)), request(SamplingParams(seed=2)), request(SamplingParams())]
+    assert draw_all(logits, requests).healthy.tolist() == [True, False, True]
+    assert draw_all(torch.full((1, VOCAB), -math.inf), requests[:1]).healthy.tolist() == [False]
+
+
+def test_half_precision_logits_are_drawn_in_full() -> None:
+    logits = some_logits(2).to(torch.bfloat16)
+    params = SamplingParams(temperature=0.8, seed=1, top_logprobs=1, frequency_penalty=0.5)
+    drawn = draw_all(logits, [request(params), request(SamplingParams(temperature=0.0))])
+    assert drawn.tokens[1] == logits[1].argmax()
+    assert drawn.logprobs is not None
+    assert drawn.logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("params", "plain"),
+    [
+        (SamplingParams(temperature=0.0), True),
+        (SamplingParams(), False),
+        (SamplingParams(temperature=0.0, logit_bias=((1, 1.0),)), False),
+        (SamplingParams(temperature=0.0, top_logprobs=0), False),
+        (SamplingParams(temperature=0.0, repetition_penalty=1.1), False),
+    ],
+)
+def test_only_a_bare_argmax_is_plain(params: SamplingParams, plain: bool) -> None:
+    sampler = Sampler(1, VOCAB, CONTEXT, torch.device("cpu"))
+    sampler.assign(0, request(params))
+    assert sampler.is_plain([Draw(0, 0)]) is plain
+
+
+def test_a_request_below_its_minimum_is_not_plain() -> None:
+    sampler = Sampler(1, VOCAB, CONTEXT, torch.device("cpu"))
+    sampler.assign(0, request(SamplingParams(temperature=0.0), stop_token_ids=(1,), min_tokens=2))
+    assert [sampler.is_plain([Draw(0, count)]) for count in (0, 1, 2)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("rows", "vocab", "context"), [(3, 50, 20), (17, 1000, 128)])
+def test_penalties_take_what_loading_leaves_room_for(rows: int, vocab: int, context: int) -> None:
+    penalties = Penalties(rows, vocab, context, torch.device("cpu"))
+    penalties.assign(0, SamplingParams(repetition_penalty=1.2), (1, 2), ())
+    assert penalties._counts is not None
+    assert penalties._history is not None
+    assert penalties._counts.nbytes + penalties._history.nbytes == penalty_bytes(rows, vocab, context)

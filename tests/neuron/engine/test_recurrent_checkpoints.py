@@ -1,0 +1,136 @@
+"""Checkpoints of recurrent states: every slot is in exactly one place, and a name leads to what was kept under it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints, checkpoint_positions
+
+FIRST = 7
+
+
+def names(count: int) -> list[bytes]:
+    return [bytes([number]) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("turn_ends", "num_tokens", "expected"),
+    [
+        ((), 100, (96,)),
+        ((), 97, (96,)),
+        ((), 96, (64,)),  # the 96th token has to be computed, so its page cannot be skipped
+        ((), 32, ()),
+        ((40, 70), 100, (32, 64, 96)),
+        ((33, 60), 62, (32,)),
+        ((40, 100, 150, 170, 200), 300, (32, 160, 192, 288)),
+        ((200, 40), 300, (32, 192, 288)),
+        ((40, 300, 500), 300, (32, 288)),
+    ],
+)
+def test_states_are_kept_at_the_page_ends_before_turn_ends(turn_ends, num_tokens, expected) -> None:
+    assert checkpoint_positions(turn_ends, 0, num_tokens, 32, 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "spacing_tokens", "expected"),
+    [(0, 64, (160, 288)), (0, 100, (160, 288)), (96, 64, (160, 288)), (128, 64, (192, 288)), (192, 100, ())],
+)
+def test_states_are_kept_at_a_distance(start, spacing_tokens, expected) -> None:
+    assert checkpoint_positions((40, 170, 200), start, 300, 32, spacing_tokens) == expected
+
+
+@given(
+    st.lists(st.integers(-5, 500)), st.integers(0, 400), st.integers(1, 400), st.integers(1, 64), st.integers(0, 100)
+)
+def test_no_state_is_kept_where_it_could_not_be_used(turn_ends, start, num_tokens, page_tokens, spacing) -> None:
+    positions = checkpoint_positions(turn_ends, start, num_tokens, page_tokens, spacing)
+    assert all(start < position < num_tokens and position % page_tokens == 0 for position in positions)
+    stretches = [end - begin for begin, end in zip((start, *positions), positions, strict=False)]
+    assert all(stretch > 0 and stretch >= spacing for stretch in stretches)
+    assert len(positions) <= 4
+
+
+def test_the_longest_known_prefix_counts() -> None:
+    checkpoints = RecurrentCheckpoints(FIRST, 3)
+    a, b, c = names(3)
+    assert checkpoints.longest([a, b, c]) == 0
+    assert checkpoints.keep(b) == FIRST
+    assert checkpoints.longest([a, b, c]) == 2
+    assert checkpoints.longest([a]) == 0
+    assert checkpoints.use(b) == FIRST
+
+
+def test_what_went_unused_longest_makes_room() -> None:
+    checkpoints = RecurrentCheckpoints(FIRST, 2)
+    a, b, c = names(3)
+    slot_a, slot_b = checkpoints.keep(a), checkpoints.keep(b)
+    assert checkpoints.use(a) == slot_a
+    assert checkpoints.keep(c) == slot_b
+    assert checkpoints.longest([b]) == 0
+    assert checkpoints.keep(a) is None  # known: kept as it is, and refreshed
+    assert checkpoints.keep(b) == slot_b
+    assert checkpoints.longest([c]) == 0
+
+
+def test_trails_leave_half_of_the_slots_to_prompts() -> None:
+    checkpoints = RecurrentCheckpoints(FIRST, 4)
+    slots = [checkpoints.lend(), checkpoints.lend()]
+    assert None not in slots
+    assert checkpoints.lend() is None
+    assert checkpoints.keep(b"a") is not None
+    assert RecurrentCheckpoints(FIRST, 0).lend() is None
+    assert RecurrentCheckpoints(FIRST, 0).keep(b"a") is None
+
+
+class Books(RuleBasedStateMachine):
+    """A model of what each slot's memory holds, beside the books."""
+
+    @initialize(num_slots=st.integers(0, 6))
+    def start(self, num_slots: int) -> None:
+        self.checkpoints = RecurrentCheckpoints(FIRST, num_slots)
+        self.contents: dict[int, bytes] = {}
+        self.lent: list[int] = []
+
+    @rule(digest=st.sampled_from(names(8)))
+    def keep(self, digest: bytes) -> None:
+        slot = self.checkpoints.keep(digest)
+        if slot is not None:
+            assert slot not in self.lent
+            self.contents[slot] = digest
+
+    @rule()
+    def lend(self) -> None:
+        slot = self.checkpoints.lend()
+        if slot is not None:
+            assert slot not in self.lent
+            self.lent.append(slot)
+            self.contents[slot] = b"somebody's"
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data(), digest=st.none() | st.sampled_from(names(8)))
+    def take_back(self, data: st.DataObject, digest: bytes | None) -> None:
+        slot = data.draw(st.sampled_from(self.lent))
+        self.lent.remove(slot)
+        self.contents[slot] = digest or b"nothing"
+        self.checkpoints.take_back(slot, digest)
+
+    @rule(digests=st.lists(st.sampled_from(names(8))))
+    def forget(self, digests: list[bytes]) -> None:
+        self.checkpoints.forget(digests)
+        assert self.checkpoints.longest(digests) == 0
+
+    @rule(digest=st.sampled_from(names(8)))
+    def use(self, digest: bytes) -> None:
+        if self.checkpoints.longest([digest]):
+            assert self.contents[self.checkpoints.use(digest)] == digest
+
+    @invariant()
+    def whole(self) -> None:
+        self.checkpoints.check_integrity(self.lent)
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,125 @@
+"""Whole prompts through the library's attention; off the GPU through torch's own."""
+
+import pytest
+import torch
+from tests.neuron.kernels.attention.test_paged import PAGE_TOKENS, make_batch
+
+from cortex.neuron.kernels.attention import cudnn
+from cortex.neuron.kernels.attention.cudnn import Geometry, planned_length, planned_lengths
+from cortex.neuron.kernels.attention.paged import attention, attention_reference
+from cortex.neuron.kernels.attention.rules import AttentionRules
+
+HEADS, KV_HEADS, DIM = 8, 2, 128
+
+
+@pytest.mark.parametrize(
+    ("count", "length"),
+    [(1024, 1024), (1025, 1152), (2048, 2048), (2049, 2304), (8192, 8192), (8193, 9216), (16384, 16384)],
+)
+def test_a_prompt_runs_at_the_next_length_up(count, length):
+    assert planned_length(count) == length
+
+
+def test_the_lengths_are_few_and_none_is_an_eighth_longer_than_needed():
+    lengths = list(planned_lengths(16384))
+    assert lengths[0] == 1024
+    assert lengths[-1] == 16384
+    assert len(lengths) == 33
+    for count in range(1024, 16385):
+        length = planned_length(count)
+        assert length in lengths
+        assert count <= length <= count * 9 / 8
+
+
+def test_lengths_reach_as_far_as_the_longest_prompt_and_no_further():
+    assert list(planned_lengths(1100)) == [1024, 1152]
+    assert list(planned_lengths(800)) == []
+
+
+@pytest.fixture
+def prepared(device, dtype, monkeypatch):
+    """Prompts from 16 tokens on go through the library; those up to 160 of them are prepared."""
+    monkeypatch.setattr(cudnn, "SHORTEST", 16)
+    monkeypatch.setattr(cudnn, "_plans", cudnn._Plans())
+    geometry = Geometry(torch.empty(0, device=device).device, dtype, HEADS, KV_HEADS, DIM)
+    for length in planned_lengths(160):
+        cudnn.prepare(geometry, DIM**-0.5, length)
+    return geometry
+
+
+def run(batch, num_pages, device, dtype, function, window=None):
+    torch.manual_seed(1)
+    projected = torch.randn(len(batch.positions), HEADS + 2 * KV_HEADS, DIM).to(device, dtype)
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, KV_HEADS, DIM).to(device, dtype)
+    angles = torch.randn(int(max(batch.lengths)), DIM // 2)
+    rope = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    rules = AttentionRules(DIM**-0.5, rope, window=window)
+    q, k, v = projected.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    return function(q, k, v, rules, batch, *pages), pages
+
+
+@pytest.mark.parametrize(
+    ("decode_lengths", "prefills"),
+    [([], [(0, 128)]), ([], [(0, 77)]), ([5, 90], [(0, 33)]), ([3], [(0, 150), (0, 16), (0, 65)])],
+)
+def test_whole_prompts_match_the_reference(
+    decode_lengths, prefills, device, dtype, assert_close, prepared, monkeypatch
+):
+    batch, num_pages = make_batch(decode_lengths, prefills, device)
+    monkeypatch.setattr("cortex.neuron.kernels.attention.prefill.prefill_attention", None)  # nothing may reach it
+    out, kept = run(batch, num_pages, device, dtype, attention)
+    expected, expected_kept = run(batch, num_pages, device, torch.float32, attention_reference)
+    assert_close(out, expected)
+    assert_close(kept, expected_kept)
+
+
+def test_numbers_that_are_not_finite_behind_a_prompt_do_not_spoil_it(device, dtype, prepared):
+    table = torch.tensor([2, 1], dtype=torch.int32, device=device)
+    pages = torch.full((2, 3, PAGE_TOKENS, KV_HEADS, DIM), float("nan"), device=device, dtype=dtype)
+    pages[:, 2] = 1.0
+    pages[:, 1, :5] = 2.0
+    keys, values = cudnn.gather(table, PAGE_TOKENS + 5, 64, *pages)
+    for gathered in (keys, values):
+        assert (gathered[:PAGE_TOKENS] == 1.0).all()
+        assert (gathered[PAGE_TOKENS : PAGE_TOKENS + 5] == 2.0).all()
+        assert (gathered[PAGE_TOKENS + 5 :] == 0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("prefills", "window", "why"),
+    [
+        ([(32, 64)], None, "it is not the prompt's beginning"),
+        ([(0, 8)], None, "it is short"),
+        ([(0, 64), (0, 8)], None, "one of them is short"),
+        ([(0, 64)], 50, "it looks back on a window only"),
+        ([(0, 200)], None, "no plan was built for such a length"),
+    ],
+)
+def test_what_stays_with_our_own_kernel(prefills, window, why, device, dtype, prepared):
+    batch, _ = make_batch([], prefills, device)
+    q = torch.empty(len(batch.positions), HEADS, DIM, device=device, dtype=dtype)
+    rules = AttentionRules(DIM**-0.5, torch.empty(0), window=window)
+    assert not cudnn.takes(q, KV_HEADS, rules, batch), why
+
+
+def test_plans_belong_to_a_geometry(device, dtype, prepared):
+    batch, _ = make_batch([], [(0, 64)], device)
+    rules = AttentionRules(DIM**-0.5, torch.empty(0))
+    assert cudnn.takes(torch.empty(64, HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
+    assert not cudnn.takes(torch.empty(64, 4, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        ("No available kernel. Aborting execution.", cudnn.Unserved),
+        ("CUDA error: an illegal memory access was encountered", RuntimeError),
+    ],
+)
+def test_a_refusal_is_told_from_a_fault(said, raised, device, dtype, monkeypatch):
+    def fail(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(cudnn, "_attend", fail)
+    with pytest.raises(raised):
+        cudnn.prepare(Geometry(device, dtype, HEADS, KV_HEADS, DIM), 1.0, 1024)

@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from cortex.neuron.kernels.attention.paged import attention, attention_reference
+from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
+
+PAGE_TOKENS = 32
+
+
+def make_batch(decode_lengths, prefills, device):
+    """`prefills`: (start, count) of each prefill row. Pages are dealt out at random; page 0 is nobody's."""
+    lengths = [*decode_lengths, *(start + count for start, count in prefills)]
+    max_pages = -(-max(lengths) // PAGE_TOKENS)
+    table = torch.randperm(len(lengths) * max_pages).reshape(len(lengths), max_pages).int() + 1
+    decodes = len(decode_lengths)
+    positions = [torch.tensor([length - 1]) for length in decode_lengths]
+    positions += [torch.arange(start, start + count) for start, count in prefills]
+    slots = [
+        table[row, position // PAGE_TOKENS].long() * PAGE_TOKENS + position % PAGE_TOKENS
+        for row, position in enumerate(positions)
+    ]
+    offsets, rows, tiles = [0], [], []
+    for number, (start, count) in enumerate(prefills):
+        rows.append(PrefillRow(decodes + number, start, count, decodes + offsets[-1]))
+        tiles += [(number, first) for first in range(0, count, PREFILL_TILE)]
+        offsets.append(offsets[-1] + count)
+    batch = Batch(
+        tokens=torch.empty(0),
+        positions=torch.cat(positions).to(device),
+        slots=torch.cat(slots).to(device),
+        rows=torch.arange(len(lengths), device=device),
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=table.to(device),
+        num_decodes=decodes,
+        max_length=max(lengths),
+        prefills=tuple(rows),
+        prefill_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=device).reshape(-1, 2),
+    )
+    return batch, len(lengths) * max_pages + 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotated", "normed"),
+    [(8, 2, 128, 128, True), (3, 1, 64, 64, False), (2, 2, 80, 16, True), (2, 1, 256, 64, True)],
+)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(
+    ("decode_lengths", "prefills"),
+    [
+        ([1], []),
+        ([5, 200, 65], []),
+        ([], [(0, 1), (0, 150)]),
+        ([70], [(100, 40), (31, 2)]),
+    ],
+)
+def test_attention_and_what_it_keeps_match_the_reference(
+    heads, kv_heads, dim, rotated, normed, window, decode_lengths, prefills, device, dtype, assert_close
+):
+    batch, num_pages = make_batch(decode_lengths, prefills, device)
+    tokens = len(batch.positions)
+    projected = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device, dtype=dtype)
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, kv_heads, dim, device=device, dtype=dtype)
+    scales = [torch.randn(dim, device=device, dtype=dtype) if normed else None for _ in range(2)]
+    angles = torch.randn(max(batch.lengths), rotated // 2, device=device)
+    rope = torch.cat((angles.cos(), angles.sin()), dim=1)
+
+    def run(function, kind):
+        rules = AttentionRules(
+            dim**-0.5, rope, *(None if scale is None else scale.to(kind) for scale in scales), 1e-6, window
+        )
+        q, k, v = projected.to(kind).split([heads, kv_heads, kv_heads], dim=1)
+        kept = pages.to(kind, copy=True)
+        return function(q, k, v, rules, batch, *kept), kept
+
+    out, kept = run(attention, dtype)
+    expected, expected_kept = run(attention_reference, torch.float32)
+    assert_close(out, expected)
+    assert_close(kept, expected_kept)
+
+
+@pytest.mark.gpu
+def test_decode_attention_is_the_same_every_time(device, dtype):
+    """A moving result would be a race between the programs that combine a row."""
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    batch, num_pages = make_batch([3000] * 3 + [517], [], device)
+    rules = AttentionRules(0.1, torch.randn(3000, 128, device=device))
+    q, k, v = (torch.randn(4, heads, 128, device=device, dtype=dtype) for heads in (32, 8, 8))
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 8, 128, device=device, dtype=dtype)
+    first = attention(q, k, v, rules, batch, *pages)
+    for _ in range(50):
+        assert (attention(q, k, v, rules, batch, *pages) - first).abs().max() < 1e-2

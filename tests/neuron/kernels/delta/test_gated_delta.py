@@ -1,0 +1,141 @@
+"""The gated delta net's kernels against their references."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
+from cortex.neuron.kernels.delta.gated_delta import gated_delta, gated_delta_reference
+from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
+
+
+def make_batch(decode_positions, prefills, device):
+    """`prefills`: (start, count) of each prefill row. Rows are dealt out at random among two more than there are."""
+    lengths = [*(position + 1 for position in decode_positions), *(start + count for start, count in prefills)]
+    decodes = len(decode_positions)
+    rows = torch.randperm(len(lengths) + 2)[: len(lengths)]
+    offsets, tiles, listed = [0], [], []
+    for number, (start, count) in enumerate(prefills):
+        listed.append(PrefillRow(int(rows[decodes + number]), start, count, decodes + offsets[-1]))
+        tiles += [(number, first) for first in range(0, count, PREFILL_TILE)]
+        offsets.append(offsets[-1] + count)
+    positions = [torch.tensor(decode_positions, dtype=torch.int64)]
+    positions += [torch.arange(start, start + count) for start, count in prefills]
+    return Batch(
+        tokens=torch.empty(0),
+        positions=torch.cat(positions).to(device),
+        slots=torch.empty(0),
+        rows=rows.to(device),
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=torch.empty(0),
+        num_decodes=decodes,
+        max_length=max(lengths),
+        prefills=tuple(listed),
+        prefill_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        prefill_tiles=torch.tensor(tiles[::-1], dtype=torch.int32, device=device).reshape(-1, 2),
+    )
+
+
+def make_rules(key_heads, value_heads, key_dim, value_dim, taps, device, dtype):
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    return DeltaRules(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        conv_weight=torch.randn(taps, channels, device=device, dtype=dtype),
+        decay_rate=torch.rand(value_heads, device=device),
+        decay_bias=torch.randn(value_heads, device=device),
+        norm_weight=torch.rand(value_dim, device=device, dtype=dtype) + 0.5,
+        eps=1e-6,
+    )
+
+
+def in_float32(rules):
+    return dataclasses.replace(rules, conv_weight=rules.conv_weight.float(), norm_weight=rules.norm_weight.float())
+
+
+def make_state(rules, slots, layers, device, dtype):
+    """One layer's view of states that are stored layer beside layer."""
+    recent = torch.randn(slots, layers, *rules.conv_weight.shape, device=device, dtype=dtype)
+    memory = torch.randn(slots, layers, rules.value_heads, rules.key_dim, rules.value_dim, device=device)
+    return DeltaState(recent[:, 1], memory[:, 1])
+
+
+def compare(rules, batch, projected, assert_close, device, dtype):
+    state = make_state(rules, len(batch.rows) + 2, 3, device, dtype)
+    exact_state = DeltaState(state.recent.to(torch.float32, copy=True), state.memory.clone())
+    untouched = sorted(set(range(len(state.memory))) - set(batch.rows.tolist()))
+    before = state.memory[untouched].clone(), state.recent[untouched].clone()
+    out = gated_delta(projected, rules, batch, state)
+    expected = gated_delta_reference(projected.float(), in_float32(rules), batch, exact_state)
+    assert_close(out, expected)
+    assert_close(state.memory[batch.rows], exact_state.memory[batch.rows])
+    assert torch.equal(state.recent.float(), exact_state.recent)
+    assert torch.equal(state.memory[untouched], before[0])
+    assert torch.equal(state.recent[untouched], before[1])
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "key_dim", "value_dim", "taps"),
+    [(2, 4, 32, 32, 4), (1, 3, 24, 40, 4), (2, 2, 16, 64, 2)],
+)
+@pytest.mark.parametrize(
+    ("decode_positions", "prefills"),
+    [
+        ([0], []),
+        ([5, 0, 2, 3, 1000], []),
+        ([], [(0, 2), (1, 3), (63, 80)]),
+        ([7], [(0, 64), (2, 65), (300, 129)]),
+    ],
+)
+def test_a_step_and_the_state_it_leaves_match_the_reference(
+    key_heads, value_heads, key_dim, value_dim, taps, decode_positions, prefills, device, dtype, assert_close
+):
+    batch = make_batch(decode_positions, prefills, device)
+    rules = make_rules(key_heads, value_heads, key_dim, value_dim, taps, device, dtype)
+    projected = torch.randn(len(batch.positions), rules.projected_size, device=device, dtype=dtype)
+    compare(rules, batch, projected, assert_close, device, dtype)
+
+
+def test_a_prompt_of_one_token_repeated_matches_the_reference(device, dtype, assert_close):
+    """Equal keys, hardly any fading: the triangular systems at their worst.
+
+    The query is the key. Another would read next to nothing of the memory, and the norm after it would turn that, which
+    is mostly rounding, into an answer: of that, plain torch in bfloat16 is no surer than the kernel.
+    """
+    batch = make_batch([], [(0, 200)], device)
+    rules = make_rules(1, 2, 16, 16, 4, device, dtype)
+    rules = dataclasses.replace(rules, decay_bias=torch.full((2,), -30.0, device=device))
+    token = torch.randn(rules.projected_size, device=device, dtype=dtype)
+    query, key = slice(rules.key_size), slice(rules.key_size, 2 * rules.key_size)
+    token[query] = token[key]
+    rules.conv_weight[:, query] = rules.conv_weight[:, key]
+    token[rules.channels + rules.value_size :] = 9.0  # write with full strength
+    token[-2:] = 0.0
+    compare(rules, batch, token.repeat(200, 1), assert_close, device, dtype)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_moves_the_state_on_at_every_replay(device, dtype, assert_close):
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    rules = make_rules(2, 4, 128, 128, 4, device, dtype)
+    batch = make_batch([3, 9], [], device)
+    state = make_state(rules, 4, 3, device, dtype)
+    exact = DeltaState(state.recent.to(torch.float32, copy=True), state.memory.clone())
+    projected = torch.randn(2, rules.projected_size, device=device, dtype=dtype)
+    kept = state.recent.clone(), state.memory.clone()
+    gated_delta(projected, rules, batch, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gated_delta(projected, rules, batch, state)
+    state.recent.copy_(kept[0])
+    state.memory.copy_(kept[1])
+    for _ in range(3):
+        graph.replay()
+        expected = gated_delta_reference(projected.float(), in_float32(rules), batch, exact)
+        batch.positions.add_(1)
+    assert_close(out, expected)
+    assert_close(state.memory[batch.rows], exact.memory[batch.rows])

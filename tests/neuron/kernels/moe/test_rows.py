@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.routing import ExpertChoice
+from cortex.neuron.kernels.moe.rows import (
+    contract_rows,
+    contract_rows_reference,
+    expand_rows,
+    expand_rows_reference,
+)
+
+
+def random_case(rows, shape, device, dtype):
+    """Experts, a choice among them, the rows, and what lies between the two products."""
+    hidden, inner, count, slots = shape
+
+    def random(*size):
+        return torch.randn(*size, device=device, dtype=dtype)
+
+    gate_up, down = random(count, 2 * inner, hidden) * hidden**-0.5, random(count, hidden, inner) * inner**-0.5
+    chosen = torch.stack([torch.randperm(count)[:slots] for _ in range(rows)])
+    choice = ExpertChoice(chosen.int().to(device), torch.rand(rows, slots, device=device))
+    experts = Experts(random(count, hidden), gate_up, down, slots, True)
+    return experts, choice, random(rows, hidden), random(rows, slots, inner)
+
+
+def exact(experts):
+    return Experts(experts.router.float(), experts.gate_up.float(), experts.down.float(), experts.top_k, True)
+
+
+# Hidden, inner, experts, experts of a row; the last is longer than what a program takes at once.
+@pytest.mark.parametrize("shape", [(64, 12, 6, 2), (33, 7, 5, 5), (2100, 3, 2, 1)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_first_product_matches_its_reference(rows, shape, device, dtype, assert_close):
+    experts, choice, x, _ = random_case(rows, shape, device, dtype)
+    norm = torch.randn(shape[0], device=device, dtype=dtype)
+    reference = expand_rows_reference(x.float(), norm.float(), 1e-6, choice, exact(experts))
+    assert_close(expand_rows(x, norm, 1e-6, choice, experts), reference)
+
+
+@pytest.mark.parametrize("shape", [(20, 12, 6, 2), (9, 40, 5, 5), (4, 1100, 8, 6)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_second_product_and_its_sum_match_their_reference(rows, shape, device, dtype, assert_close):
+    experts, choice, residual, inner = random_case(rows, shape, device, dtype)
+    reference = contract_rows_reference(inner.float(), choice, residual.float(), exact(experts))
+    assert_close(contract_rows(inner, choice, residual, experts), reference)

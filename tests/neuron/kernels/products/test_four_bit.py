@@ -1,0 +1,55 @@
+"""Matrices in four bits say what the numbers they were made of say, and are used only where they are faster."""
+
+import pytest
+import torch
+
+from cortex.neuron.kernels.products import four_bit
+from cortex.neuron.kernels.products.four_bit import FourBitMatrix, rows_worth_it
+from cortex.neuron.kernels.products.four_bit_size import GROUP, ROW_BLOCK, four_bit_bytes
+
+
+def random_groups(bits: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(bits)
+    shape = (outputs, inputs // GROUP, 1)
+    q = torch.randint(0, 1 << bits, (*shape[:2], GROUP), dtype=torch.uint8, generator=generator)
+    scale = torch.rand(shape, generator=generator).bfloat16().float() / (1 << bits)
+    return q, scale, -scale * torch.randint(1, 1 << bits, shape, generator=generator)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_is_that_of_the_numbers(bits: int, rows: int, dtype: torch.dtype) -> None:
+    outputs, inputs = 3 * ROW_BLOCK, 96
+    q, scale, minimum = random_groups(bits, outputs, inputs)
+    planes = bits // 4
+    matrix = FourBitMatrix(
+        torch.empty(outputs, planes * inputs // 2, dtype=torch.uint8),
+        torch.empty(planes * inputs // GROUP, outputs, 2, dtype=torch.bfloat16),
+        planes,
+        max_rows=8,
+    )
+    assert matrix.packed.nbytes + matrix.scales.nbytes == four_bit_bytes(outputs, inputs, bits)
+    for part in (slice(0, ROW_BLOCK), slice(ROW_BLOCK, outputs)):
+        matrix.put(part.start, q[part], scale[part], minimum[part])
+    x = torch.randn(rows, inputs).to(dtype)
+    y = matrix.product(x)
+    expected = x.bfloat16().double() @ (q * scale + minimum).flatten(1).double().T
+    assert (y.dtype, y.shape) == (dtype, expected.shape)
+    assert (y.double() - expected).norm() / expected.norm() < 0.01
+
+
+def test_what_it_is_worth_is_measured_once_and_leaves_the_threads_alone() -> None:
+    threads = torch.get_num_threads()
+    rows_worth_it.cache_clear()
+    worth = rows_worth_it(torch.float32)
+    assert worth in (0, 1, 2, 4, 8, 16)
+    assert rows_worth_it(torch.float32) == worth
+    assert torch.get_num_threads() == threads
+
+
+def test_where_it_is_slower_it_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(four_bit, "_best_of_turns", lambda *_: [2.0, 1.0])
+    rows_worth_it.cache_clear()
+    assert rows_worth_it(torch.float32) == 0
+    rows_worth_it.cache_clear()

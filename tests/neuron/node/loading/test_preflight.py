@@ -1,0 +1,154 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faulty_models import write_model
+
+from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.node.loading.files import with_quant
+from cortex.neuron.node.loading.preflight import ModelFacts, check_quant, choose_device, inspect
+from cortex.neuron.worker.discovery import DeviceReading
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node import Device
+
+GIGABYTE = 10**9
+FACTS = ModelFacts(Path("m"), "llama", None, 4096, 1000, 4 * GIGABYTE, 0, 50_000)
+
+
+def device(index, total):
+    return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
+
+
+def choose(readings, allowed=(), kept=0):
+    devices = [device(0, 24), device(1, 24), device(2, 6)]
+    return choose_device(
+        "big",
+        8 * GIGABYTE,
+        devices,
+        {index: DeviceReading(24 * GIGABYTE, free * GIGABYTE) for index, free in readings.items()},
+        allowed=allowed,
+        reserve=lambda _: MemoryReserve(kept * GIGABYTE),
+    )
+
+
+def test_the_device_with_the_most_room_is_chosen():
+    assert choose({0: 10, 1: 20, 2: 6}) == 1
+    assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == 0
+    assert choose({0: 10, 1: 10, 2: 6}) == 0
+
+
+def test_a_refusal_names_every_device_with_need_have_and_reason():
+    with pytest.raises(InsufficientCapacity) as refused:
+        choose({0: 5, 2: 6}, allowed=(0, 1, 2))
+    reasons = [row["reason"] for row in refused.value.details["devices"]]
+    assert reasons == [
+        "too little is free; unload something",
+        "the device does not answer",
+        "too small even when empty",
+    ]
+    assert "needs at least 8.00 GB" in refused.value.message
+    assert "device 0 (card) has 5.00 GB of 24.00 GB to give" in refused.value.message
+
+
+def test_what_is_kept_free_is_nobodys():
+    assert choose({0: 10, 1: 9}, kept=1) == 0
+    with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as refused:
+        choose({0: 10, 1: 9}, kept=3)
+    rows = refused.value.details["devices"]
+    assert [(row["have_bytes"], row["kept_free_bytes"]) for row in rows[:2]] == [
+        (7 * GIGABYTE, 3 * GIGABYTE),
+        (6 * GIGABYTE, 3 * GIGABYTE),
+    ]
+    with pytest.raises(InsufficientCapacity) as refused:
+        choose({0: 24, 1: 24}, kept=17)
+    assert refused.value.details["devices"][0]["reason"] == "too small even when empty"
+
+
+def test_a_model_is_judged_from_its_headers(tmp_path):
+    facts = inspect(write_model(tmp_path / "m"))
+    assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
+    assert facts.token_numbers == 2 * 2 * 16 * 2  # layers × heads × size × (key, value)
+    assert facts.num_weights == 16
+    whole, short = facts.sizes(2, None), facts.sizes(2, 100)
+    assert (whole.weight_bytes, whole.page_bytes, whole.context_tokens) == (32, 32 * 2 * facts.token_numbers, 4096)
+    assert whole.ceiling_bytes > short.ceiling_bytes
+    assert facts.sizes(4, None).page_bytes == 2 * whole.page_bytes
+
+
+def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
+    delta = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    layers = {"layer_types": ["linear_attention", "full_attention"], **delta}
+    hybrid = inspect(write_model(tmp_path / "m", config=layers))
+    assert hybrid.token_numbers == inspect(write_model(tmp_path / "n")).token_numbers // 2
+    assert (hybrid.state_numbers, hybrid.state_float32s) == (4 * (2 * 16 + 32), 32 * 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "quant", "reason"),
+    [
+        ({"model_type": "mamba9000"}, None, "family 'mamba9000', which is not supported; supported are"),
+        ({"quantization_config": {"quant_method": "fp8"}}, None, r"the weights are quantised \(fp8\)"),
+        ({"num_attention_heads": 0}, None, "not usable"),
+        ({"max_position_embeddings": "many"}, None, "not usable"),
+        ({}, "q4_k", "not quantised at load; for q4_k name a GGUF"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_reason(tmp_path, config, quant, reason):
+    with pytest.raises(LoadFailed, match=reason) as refused:
+        inspect(write_model(tmp_path / "0a1b2c", config=config), quant, name="org/model")
+    assert "org/model" in str(refused.value)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 32)
+    with pytest.raises(LoadFailed):
+        inspect(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "asked"),
+    [
+        ("model-Q4_K_M.gguf", "q4_k", "Q4_K_M"),
+        ("model-Q4_K_M.gguf", "q4_k", "q4_k"),
+        ("model.gguf", "q4_k", "Q4_K_S"),
+        ("model.gguf", "q8_0", "q8_0"),
+        ("model-F16.gguf", None, "F16"),
+    ],
+)
+def test_a_gguf_of_the_quantisation_asked_for_is_taken(name, stored, asked):
+    check_quant(replace(FACTS, path=Path(name), quant=stored), name, asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "reason"),
+    [
+        ("model-Q4_K_M.gguf", "q4_k", "quantised as q4_k, not as q8_0"),
+        ("model.gguf", None, "plain numbers, not as q8_0"),
+        ("some-q8_0-directory", None, "owner/name-GGUF:q8_0"),
+    ],
+)
+def test_weights_of_another_quantisation_are_refused_with_what_to_do(name, stored, reason):
+    with pytest.raises(LoadFailed, match=reason):
+        check_quant(replace(FACTS, path=Path(name), quant=stored), name, "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("source", "quant", "named"),
+    [
+        ("org/model-GGUF", "Q4_K_M", "org/model-GGUF:Q4_K_M"),
+        ("org/model-GGUF@main", "Q4_K_M", "org/model-GGUF@main:Q4_K_M"),
+        ("org/model-GGUF:Q8_0", "Q4_K_M", "org/model-GGUF:Q8_0"),
+        ("org/model", None, "org/model"),
+        ("/", "Q4_K_M", "/"),
+        ("not a model", "Q4_K_M", "not a model"),
+    ],
+)
+def test_a_quantisation_picks_a_file_of_a_repository(source, quant, named):
+    assert with_quant(source, quant) == named

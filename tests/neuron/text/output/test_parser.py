@@ -1,0 +1,335 @@
+"""Thoughts and tool calls: whatever the split, the same events; whatever the text, nothing lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cortex.neuron.text.output.detect import ThoughtMarkers, ToolSyntax
+from cortex.neuron.text.output.parser import OutputParser, call_syntax
+from cortex.neuron.text.output.reasoning import ReasoningSplitter
+from cortex.neuron.text.tools.scanner import CallScanner
+from cortex.neuron.text.tools.values import typed
+from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
+from cortex.wire.requests import Tool
+
+from ..conftest import random_splits
+
+THINK = ThoughtMarkers("<think>", "</think>")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "metric": {"type": "boolean"},
+        "where": {"type": "object"},
+        "maybe": {"type": ["integer", "null"]},
+    },
+}
+TOOLS = (Tool(name="get_weather", parameters=SCHEMA), Tool(name="stop", parameters={}))
+
+Told = list[tuple[str, ...]]
+
+
+def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = False) -> OutputParser:
+    numbers = itertools.count()
+    splitter = ReasoningSplitter(THINK, starts_in_thought=opened) if thinks or opened else None
+    scanner = syntax and CallScanner(call_syntax(syntax, TOOLS), lambda: f"call_{next(numbers)}", 0)
+    return OutputParser(splitter, scanner or None, 0)
+
+
+def tell(pieces: list[str], syntax: ToolSyntax | None, **how: bool) -> Told:
+    """What a client would have at the end: joined deltas, in order. Checks the grammar of blocks on the way."""
+    reading = parser(syntax, **how)
+    events = [event for piece in pieces for event in reading.push(piece)] + reading.finish()
+    told: Told = []
+    open_call: int | None = None
+    for event in events:
+        match event:
+            case TextDelta(text=text) | ReasoningDelta(text=text):
+                assert text
+                assert open_call is None
+                kind = "text" if isinstance(event, TextDelta) else "thought"
+                if told and told[-1][0] == kind:
+                    told[-1] = (kind, told[-1][1] + text)
+                else:
+                    told.append((kind, text))
+            case ToolCallStart():
+                assert open_call is None
+                open_call = event.call
+                assert open_call == sum(kind in ("call", "malformed", "cut off") for kind, *_ in told)
+                told.append(("call", event.name, ""))
+            case ToolCallDelta():
+                assert event.call == open_call
+                told[-1] = (*told[-1][:2], told[-1][2] + event.arguments)
+            case ToolCallStop():
+                assert event.call == open_call
+                if not is_object(told[-1][2]):
+                    told[-1] = ("malformed", *told[-1][1:])
+                open_call = None
+    assert open_call is None
+    if reading.broke_off:
+        assert told[-1][0] == "malformed", "half a call must not parse"
+        told[-1] = ("cut off", *told[-1][1:])
+    return told
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def call(name: str, **arguments: Any) -> tuple[str, str, str]:
+    return ("call", name, json.dumps(arguments, ensure_ascii=False))
+
+
+HERMES = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich }\\" </tool_call>", "days": 3}}\n</tool_call>'
+)
+HERMES_CALL = call("get_weather", city='Zürich }" </tool_call>', days=3)
+XML = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+XML_CALL = call("get_weather", city="Zürich", days=3)
+LLAMA = '{"name": "get_weather", "parameters": {"city": "Zürich {"}}'
+LLAMA_CALL = call("get_weather", city="Zürich {")
+
+Q, H, L, P = ToolSyntax.QWEN_XML, ToolSyntax.HERMES_JSON, ToolSyntax.LLAMA_JSON, ToolSyntax.PLAIN_JSON
+
+CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
+    # thoughts
+    ("<think>\nhm\n\nso\n</think>\n\nHi\n", None, {"thinks": True}, [("thought", "hm\n\nso"), ("text", "Hi\n")]),
+    ("hm\n</think>\n\nHi", None, {"opened": True}, [("thought", "hm"), ("text", "Hi")]),
+    ("<think>again</think>Hi", None, {"opened": True}, [("thought", "again"), ("text", "Hi")]),
+    ("cut off in the mid", None, {"opened": True}, [("thought", "cut off in the mid")]),
+    ("cut off </thi", None, {"opened": True}, [("thought", "cut off </thi")]),
+    ("<think>\n\n</think>\n\nHi", None, {"thinks": True}, [("text", "Hi")]),
+    ("I say <think>no</think>", None, {"thinks": True}, [("text", "I say <think>no</think>")]),
+    ("  <thi", None, {"thinks": True}, [("text", "  <thi")]),
+    ("a</think>b</think>c", None, {"opened": True}, [("thought", "a"), ("text", "b</think>c")]),
+    ("", None, {"opened": True}, []),
+    # Hermes
+    (HERMES, H, {}, [HERMES_CALL]),
+    (f"Sure.\n{HERMES}\n{HERMES}\n", H, {}, [("text", "Sure."), HERMES_CALL, HERMES_CALL]),
+    (f"{HERMES}\n\nDone.\n", H, {}, [HERMES_CALL, ("text", "Done.\n")]),
+    (f"<think>\nuse it\n</think>\n\n{HERMES}", H, {"thinks": True}, [("thought", "use it"), HERMES_CALL]),
+    (f"<think>\nlike {HERMES}", H, {"thinks": True}, [("thought", f"like {HERMES}")]),
+    ('<tool_call>{"name": "stop"}</tool_call>', H, {}, [call("stop")]),
+    ('<tool_call>{"name": "stop", "arguments": "{\\"a\\": 1}"}</tool_call>', H, {}, [call("stop", a=1)]),
+    ('<tool_call>{"name": "stop", "arguments": {"a": "x\ny"}}</tool_call>', H, {}, [call("stop", a="x\ny")]),
+    ('<tool_call>{"name": "stop", "arguments": {}}', H, {}, [call("stop")]),
+    *(
+        (text, H, {}, [("text", text)])
+        for text in (
+            '<tool_call>{"name": "stop", "arguments": [1]}</tool_call>',
+            '<tool_call>{"arguments": {}}</tool_call> and more',
+            "<tool_call>stop()</tool_call>",
+            '<tool_call>{"name": "stop", "arguments": ',
+            '<tool_call>{"name": "stop"',
+            "a < b <tool_ <tool_call",
+            "  \n",
+        )
+    ),
+    ('<tool_call>{"name": "stop", "arguments": {"a": "cut', H, {}, [("cut off", "stop", '{"a": "cut')]),
+    (
+        '<tool_call>{"name": "stop", "arguments": {"a": }}</tool_call>.',
+        H,
+        {},
+        [("malformed", "stop", '{"a": }'), ("text", ".")],
+    ),
+    (
+        '<tool_call>{"name": "stop", "arguments": {"a": "say "hi" now"}}</tool_call>',
+        H,
+        {},
+        [("malformed", "stop", '{"a": "say "hi" now"}')],
+    ),
+    ('<tool_call>{"name": "stop"} oops </tool_call>', H, {}, [call("stop"), ("text", "oops </tool_call>")]),
+    ('<tool_call>{"name": "stop", "arguments": {}}, <tool', H, {}, [call("stop"), ("text", ", <tool")]),
+    ('<tool_call>{"name": "stop", "arguments": {}\n</tool_call>Bye', H, {}, [call("stop"), ("text", "Bye")]),
+    ('<tool_call>{"name": "stop", "arguments": {}, "id": "}"}</tool_call>', H, {}, [call("stop")]),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "stop"}</tool_call>', H, {}, [call("stop", a=1)]),
+    ('<tool_call>{"name": "stop\\u0021", "arguments": {}}</tool_call>', H, {}, [call("stop!")]),
+    (f"<tool_call>no <tool_call> {HERMES}", H, {}, [("text", "<tool_call>no <tool_call>"), HERMES_CALL]),
+    # Qwen XML
+    (XML, Q, {}, [XML_CALL]),
+    (f"Let me look.\n\n{XML}\n{XML}", Q, {}, [("text", "Let me look."), XML_CALL, XML_CALL]),
+    (XML.removeprefix("<tool_call>\n"), Q, {}, [XML_CALL]),
+    (XML.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>") + "\nBye", Q, {}, [XML_CALL, ("text", "Bye")]),
+    ("<tool_call>\n<function=stop>\n</function>\nwhat?", Q, {}, [call("stop"), ("text", "what?")]),
+    (
+        "<tool_call>\n<function=stop>\n</function>\n<function=stop>\n</function>\n</tool_call>",
+        Q,
+        {},
+        [call("stop"), call("stop")],
+    ),
+    (XML.removesuffix("_call>"), Q, {}, [XML_CALL]),
+    ("<tool_call><function=stop></function></tool_call>", Q, {}, [call("stop")]),
+    (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n  a </parameter> b\n</tool_call>\n\n</parameter>\n"
+        '<parameter=where>\n{"x": [1]}\n</parameter>\n<parameter=metric>\nTrue\n</parameter>\n'
+        "</function>\n</tool_call>",
+        Q,
+        {},
+        [call("get_weather", city="  a </parameter> b\n</tool_call>\n", where={"x": [1]}, metric=True)],
+    ),
+    *(
+        (text, Q, {}, [("text", text)])
+        for text in (
+            "<tool_call>\n<function=get_weather>\n<parameter=ci",
+            "<tool_call>\n<function=get_weather>\nZürich</function></tool_call>",
+            "<tool_call>\n<function=\n>",
+        )
+    ),
+    (
+        '<tool_call>\n<function=get_weather>\n<parameter=city>\nZür"ich\n</para',
+        Q,
+        {},
+        [("cut off", "get_weather", '{"city": "Zür\\"ich')],
+    ),
+    (
+        "<tool_call>\n<function=get_weather>\n<parameter=days>\n1",
+        Q,
+        {},
+        [("cut off", "get_weather", '{"days": ')],
+    ),
+    (
+        "<function=get_weather><parameter=city>\n\na\n</parameter>\n<parameter=\n\n</parameter></function>",
+        Q,
+        {},
+        [call("get_weather", city="\na\n</parameter>\n<parameter=\n")],
+    ),
+    # Llama and plain JSON
+    (LLAMA, L, {}, [LLAMA_CALL]),
+    (f"<|python_tag|>{LLAMA}", L, {}, [LLAMA_CALL]),
+    (f"I look. <|python_tag|> {LLAMA}; {LLAMA}", L, {}, [("text", "I look."), LLAMA_CALL, LLAMA_CALL]),
+    (f" {LLAMA}\n{LLAMA}", P, {}, [LLAMA_CALL, LLAMA_CALL]),
+    ('{"type": "function", "function": {"name": "stop", "arguments": {}}}', P, {}, [call("stop")]),
+    *(
+        (text, syntax, {}, [("text", text)])
+        for syntax in (L, P)
+        for text in (
+            '{"temperature": 3}',
+            '{"name": "unknown", "parameters": {}}',
+            '{"name": "stop", "parameters": ',
+            f"For example {LLAMA}",
+            "{ not json }",
+            "{",
+        )
+    ),
+    *(('{"name": "stop", "parameters": {"a": 1', syntax, {}, [("cut off", "stop", '{"a": 1')]) for syntax in (L, P)),
+    ("<|python_tag|>print(1)", L, {}, [("text", "<|python_tag|>print(1)")]),
+    (f"{LLAMA}; and so on", L, {}, [LLAMA_CALL, ("text", "; and so on")]),
+]
+
+
+@pytest.mark.parametrize(("text", "syntax", "how", "expected"), CASES)
+def test_output_is_told_apart_and_streaming_equals_not_streaming(
+    text: str, syntax: ToolSyntax | None, how: dict[str, bool], expected: Told
+) -> None:
+    assert tell([text], syntax, **how) == expected
+    for cut in range(len(text)):
+        assert tell([text[:cut], text[cut:]], syntax, **how) == expected
+    for pieces in random_splits(text, seed=len(text), count=20):
+        assert tell(pieces, syntax, **how) == expected
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *("<think>", "</think>", "\n", " ", "a", "{", "}", '"', "<", ";", "é"),
+        *("<tool_call>", "</tool_call>", "<function=", "stop>", "</function>", "<parameter=x>", "</parameter>"),
+        *(
+            '{"name": "stop", "arguments": {}}',
+            '{"name": "stop", "parameters": {"a": "<"}}',
+            '{"name": "stop", "arguments": {"a": "\\',
+            '"}}',
+            "<|python_tag|>",
+            HERMES,
+            XML,
+        ),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(FRAGMENTS, max_size=12),
+    syntax=st.sampled_from([None, *ToolSyntax]),
+    thinks=st.booleans(),
+    opened=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_text_gives_the_same_events_for_any_split(
+    pieces: list[str], syntax: ToolSyntax | None, thinks: bool, opened: bool, seed: int
+) -> None:
+    text = "".join(pieces)
+    whole = tell([text], syntax, thinks=thinks, opened=opened)
+    for split in (pieces, *random_splits(text, seed, 3)):
+        assert tell(split, syntax, thinks=thinks, opened=opened) == whole
+    if all(kind == "text" for kind, *_ in whole) and not (thinks or opened):
+        assert "".join(told[1] for told in whole) == text
+
+
+def test_an_answer_streams_without_waiting_for_its_end() -> None:
+    reading = parser(H)
+    assert [event.text for event in reading.push("Hello wor")] == ["Hello wor"]  # type: ignore[union-attr]
+    reading = parser(P)
+    assert reading.push('{"temp') == []
+    assert [event.text for event in reading.push('erature": ')] == ['{"temperature":']  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "syntax", "pieces"),
+    [
+        (
+            '<tool_call>{"name": "stop", "arguments": {"a": "one two"}}</tool_call>',
+            H,
+            ["stop", "{", '"', "a", '"', ":", " ", '"', "o", "n", "e"],
+        ),
+        ('{"name": "stop", "parameters": {"a": 1}}', L, ["stop", "{", '"', "a", '"', ":", " ", "1", "}"]),
+        (
+            "<tool_call><function=get_weather><parameter=city>Zür\nich</parameter>",
+            Q,
+            ["get_weather", '{"city": "', "Z", "ü", "r", "\\ni", "c", "h"],
+        ),
+    ],
+)
+def test_arguments_are_told_while_they_are_written(text: str, syntax: ToolSyntax, pieces: list[str]) -> None:
+    reading = parser(syntax)
+    told: list[str] = []
+    for event in (event for character in text for event in reading.push(character)):
+        if isinstance(event, ToolCallStart):
+            told.append(event.name)
+        elif isinstance(event, ToolCallDelta):
+            told.append(event.arguments)
+    assert told[: len(pieces)] == pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("12", {"type": "integer"}, 12),
+        ("12", {"type": "string"}, "12"),
+        ("12", {}, "12"),
+        ("1.5", {"type": "number"}, 1.5),
+        ("1.5", {"type": "integer"}, "1.5"),
+        ("True", {"type": "boolean"}, True),
+        ("None", {"type": ["integer", "null"]}, None),
+        ("[1, 2]", {"type": "array"}, [1, 2]),
+        ("[1, 2", {"type": "array"}, "[1, 2"),
+        ("7", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7),
+        ("2", {"enum": [1, 2]}, 2),
+        ('{"a": 1}', {"$ref": "#/$defs/x"}, {"a": 1}),
+        ("text", {"type": ["string", "integer"]}, "text"),
+    ],
+)
+def test_raw_values_are_typed_by_the_schema(text: str, schema: dict[str, Any], value: Any) -> None:
+    assert typed(text, schema) == value
+    assert type(typed(text, schema)) is type(value)

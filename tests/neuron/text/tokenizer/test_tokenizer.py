@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import threading
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+
+from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
+from cortex.neuron.text.tokenizer.gguf_vocabulary import SPACE
+from cortex.neuron.text.tokenizer.library import LibraryTokenizer
+from cortex.neuron.text.tokenizer.pretokenizers import BY_NAME
+from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
+from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
+
+from ..conftest import CORPUS, local, write_model
+
+TEXTS = (
+    *CORPUS,
+    "",
+    " ",
+    "\n\n  x",
+    "I'M he's WE'LL 12 1234567 ٣٤٥",
+    "ẛ̣ é é न्दी",  # not in normal form C
+    "<|im_start|>user\nhi<|im_end|>\n<think>\nhm</think> x<tool_call>",
+    "a<|im_end|>b <|im_end|> c",
+)
+
+
+def load(path: Path) -> TextTokenizer:
+    return local(LibraryTokenizer.load(path))
+
+
+def from_gguf(metadata: dict[str, Any]) -> TextTokenizer:
+    return local(LibraryTokenizer.from_gguf(metadata))
+
+
+def reference(metadata: dict[str, Any]) -> Tokenizer:
+    """The reference library's own reading of the same metadata."""
+    renames = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    described = {name: metadata[f"tokenizer.{key}"] for key, name in renames.items() if f"tokenizer.{key}" in metadata}
+    return convert_gguf_tokenizer("llama", described)[0]
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "default", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"])
+def test_a_byte_level_gguf_vocabulary_cuts_text_as_the_reference_does(gguf_metadata: dict[str, Any], name: str) -> None:
+    metadata = {**gguf_metadata, "tokenizer.ggml.pre": name}
+    ours = from_gguf(metadata)
+    theirs = reference(metadata)
+    for text in TEXTS:
+        if BY_NAME[name].normal_form_c:
+            text = normalizers.NFC().normalize_str(text)
+        expected = theirs.encode(text, add_special_tokens=False)
+        if BY_NAME[name].whole_words_first:  # the reference does not know this, but its cuts must be ours
+            cuts = LibraryTokenizer.from_gguf(metadata).backend.pre_tokenizer
+            assert cuts.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
+        else:
+            assert ours.encode(text) == expected.ids
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_qwen_text_is_brought_into_normal_form_c(gguf_metadata: dict[str, Any]) -> None:
+    tokenizer = from_gguf({**gguf_metadata, "tokenizer.ggml.pre": "qwen2"})
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
+
+
+def test_smollm_digits_stand_alone(gguf_metadata: dict[str, Any]) -> None:
+    tokenizer = from_gguf({**gguf_metadata, "tokenizer.ggml.pre": "smollm"})
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("1234")] == ["1", "2", "3", "4"]
+
+
+def test_the_same_vocabulary_gives_the_same_ids_from_both_kinds_of_file(
+    backend: Tokenizer, gguf_metadata: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = load(write_model(tmp_path, backend, "chatml"))
+    gguf = from_gguf(gguf_metadata)
+    assert directory.vocab_size == gguf.vocab_size == len(gguf_metadata["tokenizer.ggml.tokens"])
+    assert directory.named_tokens == gguf.named_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert sorted(directory.vocabulary.whole_tokens, key=str) == sorted(gguf.vocabulary.whole_tokens, key=str)
+    assert directory.special_ids == gguf.special_ids
+    for text in TEXTS:
+        assert directory.encode(text) == gguf.encode(text)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> dict[str, Any]:
+    """A SentencePiece vocabulary with byte fallback, as GGUF states it: pieces and scores, no merges."""
+    model = Tokenizer(models.BPE(unk_token="<unk>"))
+    model.normalizer = normalizers.Replace(" ", SPACE)
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, limit_alphabet=60)
+    model.train_from_iterator([text.replace("\n", " ") for text in CORPUS[:2] * 4], trainer)
+    learned = sorted(model.get_vocab(), key=model.token_to_id)
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    merged = sorted(piece for piece in learned if len(piece) > 1)
+    merged.sort(key=model.token_to_id)
+    single = [piece for piece in learned if len(piece) == 1]
+    tokens = pieces + merged + single
+    scores = [0.0] * len(pieces) + [-float(i) for i in range(len(merged))] + [-1e6 - i for i in range(len(single))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(merged) + len(single)),
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+def test_a_sentencepiece_gguf_vocabulary_encodes_as_the_reference_does(sentencepiece: dict[str, Any]) -> None:
+    ours, theirs = from_gguf(sentencepiece), reference(sentencepiece)
+    for text in (*CORPUS, "the lazy dog", "  two  spaces", "x</s> the fox", "😀"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+def test_sentencepiece_keeps_the_space_of_a_continuation_and_spells_bytes(sentencepiece: dict[str, Any]) -> None:
+    tokenizer = from_gguf(sentencepiece)
+    assert tokenizer.decode(tokenizer.encode("the 😀 fox")) == " the 😀 fox"
+    assert tokenizer.encode_document("fox")[0] == 1  # its beginning, which these models expect
+    assert tokenizer.token_bytes(3 + 0xF0) == b"\xf0"
+
+
+def test_a_prefix_space_is_left_out_when_the_file_says_so(sentencepiece: dict[str, Any]) -> None:
+    tokenizer = from_gguf({**sentencepiece, "tokenizer.ggml.add_space_prefix": False})
+    assert tokenizer.decode(tokenizer.encode("fox")) == "fox"
+
+
+def test_beginning_and_end_are_added_to_documents_only_where_the_file_asks(gguf_metadata: dict[str, Any]) -> None:
+    plain = from_gguf(gguf_metadata)
+    assert plain.encode_document("hi") == plain.encode("hi")
+    asked = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    both = from_gguf({**gguf_metadata, **asked})
+    begin, end = both.whole_id("<|im_start|>"), both.whole_id("<|im_end|>")
+    assert both.encode_document("hi") == [begin, *plain.encode("hi"), end]
+    assert both.encode("hi") == plain.encode("hi")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "word"),
+    [
+        ({"tokenizer.ggml.pre": "brand-new"}, TokenizerUnsupported, "brand-new"),
+        ({"tokenizer.ggml.model": "bert"}, TokenizerUnsupported, "bert"),
+        ({"tokenizer.ggml.tokens": []}, TokenizerMissing, "vocabulary"),
+        ({"tokenizer.ggml.merges": ["nopair"]}, TextFileMalformed, "nopair"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_read_is_refused_by_name(
+    gguf_metadata: dict[str, Any], change: dict[str, Any], error: type[Exception], word: str
+) -> None:
+    with pytest.raises(error, match=word):
+        from_gguf({**gguf_metadata, **change})
+
+
+def test_end_tokens_of_a_gguf_are_the_ones_it_names(gguf_metadata: dict[str, Any]) -> None:
+    end, turn = gguf_metadata["tokenizer.ggml.eos_token_id"], 7
+    tokenizer = from_gguf({**gguf_metadata, "tokenizer.ggml.eot_token_id": turn})
+    assert tokenizer.eos_ids == (end, turn)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config": {"eos_token_id": [5, 6]}, "config": {"eos_token_id": 9}}, (5, 6, "<|im_end|>")),
+        ({"generation_config": {}, "config": {"eos_token_id": 9}}, (9, "<|im_end|>")),
+        ({"generation_config": {}, "config": {"text_config": {"eos_token_id": 8}}}, (8, "<|im_end|>")),
+        ({"generation_config": {}}, ("<|im_end|>",)),
+        ({"generation_config": {"eos_token_id": 5}, "tokenizer_config": {}}, (5,)),
+    ],
+)
+def test_end_tokens_come_from_the_models_files_in_order(
+    backend: Tokenizer, tmp_path: Path, files: dict[str, Any], expected: tuple[int | str, ...]
+) -> None:
+    tokenizer = load(write_model(tmp_path, backend, "chatml", **files))
+    assert tokenizer.eos_ids == tuple(backend.token_to_id(i) if isinstance(i, str) else i for i in expected)
+
+
+def test_tokens_that_only_the_config_lists_are_added(backend: Tokenizer, tmp_path: Path) -> None:
+    size = backend.get_vocab_size()
+    config = {"added_tokens_decoder": {str(size): {"content": "<|extra|>", "special": True}}}
+    tokenizer = load(write_model(tmp_path, backend, "chatml", tokenizer_config=config))
+    assert tokenizer.encode("<|extra|>") == [size]
+    assert size in tokenizer.special_ids
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(backend: Tokenizer, tmp_path: Path) -> None:
+    changed = Tokenizer.from_str(backend.to_str())
+    changed.enable_truncation(max_length=4)
+    changed.enable_padding(length=64)
+    tokenizer = load(write_model(tmp_path, changed, "chatml"))
+    assert tokenizer.encode(CORPUS[0]) == backend.encode(CORPUS[0]).ids
+
+
+def test_missing_damaged_and_foreign_files_are_named(backend: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerMissing, match=r"tokenizer\.json"):
+        load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1')
+    with pytest.raises(TextFileMalformed, match=r"tokenizer\.json"):
+        load(tmp_path)
+    word_piece = Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+    word_piece.decoder = decoders.WordPiece()
+    word_piece.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerUnsupported):
+        load(tmp_path)
+    write_model(tmp_path, backend, "chatml")
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(TextFileMalformed, match="tokenizer_config"):
+        load(tmp_path)
+
+
+def test_decoding_equals_the_reference_for_any_ids(backend: Tokenizer, make_model: Any) -> None:
+    tokenizer = make_model("chatml").tokenizer
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = [i * 7919 % tokenizer.vocab_size for i in range(3 * tokenizer.vocab_size)]
+    assert tokenizer.decode(ids) == fast.decode(ids, clean_up_tokenization_spaces=False)
+    assert tokenizer.token_bytes(10**9) == b""
+
+
+def test_added_tokens_are_spelled_as_they_are(backend: Tokenizer, tmp_path: Path) -> None:
+    changed = Tokenizer.from_str(backend.to_str())
+    changed.add_tokens([AddedToken("é ñ", normalized=False)])
+    tokenizer = load(write_model(tmp_path, changed, "chatml"))
+    assert tokenizer.decode(tokenizer.encode("x é ñ")) == "x é ñ"
+
+
+def test_the_demo_models_vocabulary_round_trips(demo_model: Path) -> None:
+    tokenizer = load(demo_model)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [tokenizer.decode([i]) for i in tokenizer.eos_ids] == ["<|im_end|>"]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(backend: Tokenizer) -> None:
+    tokenizer = LibraryTokenizer(backend, {}, ())
+    text = "He said 1234 things, naïve ones. " * 20_000
+    ticks = 0
+    ended = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ended.wait(0.001):
+            ticks += 1
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        for encode in (tokenizer.encode, tokenizer.encoding, tokenizer.encode_document):
+            before = ticks
+            encode(text)
+            assert ticks - before > 3, encode
+    finally:
+        ended.set()
+        ticker.join()
+
+
+def test_ids_with_gaps_are_counted_to_the_last(backend: Tokenizer) -> None:
+    gapped = Tokenizer(models.BPE({"a": 0, "b": 2, "c": 3}, []))
+    assert LibraryTokenizer(gapped, {}, ()).vocab_size == 4
+    assert LibraryTokenizer(backend, {}, ()).vocab_size == 1 + max(backend.get_vocab().values())
+
+
+@pytest.mark.parametrize("normal_form", [False, True])
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+@settings(deadline=None)
+def test_no_text_has_fewer_tokens_than_its_length_tells(
+    gguf_metadata: dict[str, Any], text: str, normal_form: bool
+) -> None:
+    tokenizer = _by_cut(gguf_metadata, "qwen2" if normal_form else "gpt-2")
+    for each in (
+        text,
+        text * 50,
+        unicodedata.normalize("NFD", text),
+        "Ǖ" * 9,
+        unicodedata.normalize("NFD", "ᾂǕ힣" * 40),
+    ):
+        least = tokenizer.least_tokens(each)
+        assert (1 if each else 0) <= least <= len(tokenizer.encode(each))
+
+
+_BY_CUT: dict[str, TextTokenizer] = {}
+
+
+def _by_cut(metadata: dict[str, Any], name: str) -> TextTokenizer:
+    if name not in _BY_CUT:
+        _BY_CUT[name] = from_gguf({**metadata, "tokenizer.ggml.pre": name})
+    return _BY_CUT[name]
+
+
+def test_composing_shortens_no_text_by_more_than_a_third_of_its_characters() -> None:
+    """What the bound on the characters of a token rests on where text is brought into normal form C."""
+    for code in range(0x110000):
+        apart = unicodedata.normalize("NFD", chr(code))
+        if len(apart) > 1 and unicodedata.normalize("NFC", apart) == chr(code):
+            assert len(apart) * 2 <= len(chr(code).encode()) * 3
+
+
+def test_the_length_tells_nothing_where_characters_can_vanish(
+    backend: Tokenizer, sentencepiece: dict[str, Any]
+) -> None:
+    assert from_gguf(sentencepiece).least_tokens("word " * 1000) > 0
+    greedy = Tokenizer.from_str(backend.to_str())
+    greedy.add_tokens([AddedToken("<greedy>", rstrip=True, normalized=False)])
+    stripping = Tokenizer.from_str(backend.to_str())
+    stripping.normalizer = normalizers.Strip()
+    lossy = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    lossy.decoder = decoders.ByteLevel()
+    for changed in (greedy, stripping, lossy):
+        assert local(LibraryTokenizer(changed, {}, ())).least_tokens(" " * 1000) == 0
+
+
+def test_characters_without_a_token_do_not_count(demo_model: Path) -> None:
+    tokenizer = load(demo_model)  # it knows no token for some control characters
+    assert "\x04" in tokenizer.vocabulary.silent_characters
+    for text in ("\x04" * 10_000, "\x04a" * 10_000, "word " * 10_000, "\U000fffff" * 1000):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.least_tokens("\x04" * 10_000) == 0
+    assert tokenizer.least_tokens("word " * 10_000) > 100
+
+
+def test_a_vocabulary_survives_the_way_between_processes(backend: Tokenizer, tmp_path: Path) -> None:
+    vocabulary = load(write_model(tmp_path, backend, "chatml")).vocabulary
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(vocabulary), type=Vocabulary) == vocabulary
+
+
+def test_letters_outside_the_alphabet_of_bytes_are_spelled_as_they_are() -> None:
+    backend = Tokenizer(models.BPE({"Ġa": 0, "\u00ad": 1, "漢": 2, "\n": 3}, []))
+    backend.decoder = decoders.ByteLevel()
+    spelled = LibraryTokenizer(backend, {}, ()).vocabulary.token_bytes
+    assert [spelled(i) for i in range(-1, 5)] == [b"", b" a", "\u00ad".encode(), "漢".encode(), b"\n", b""]

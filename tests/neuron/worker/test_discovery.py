@@ -1,0 +1,132 @@
+import pynvml
+import pytest
+
+from cortex.neuron.worker import discovery
+from cortex.neuron.worker.discovery import discover, read_devices, visible_devices
+from cortex.wire.node import Device
+
+
+def gpu(index: int) -> Device:
+    return Device(index=index, kind="cuda", name="a card", total_bytes=1 << 30, uuid=f"GPU-{index:04d}-abcd")
+
+
+GPUS = (gpu(0), gpu(1), gpu(2))
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("1", [1]),
+        ("2, 0", [2, 0]),
+        ("GPU-0001", [1]),
+        ("GPU-000", []),
+        ("0,9,1", [0]),
+    ],
+)
+def test_cuda_visible_devices(setting, expected):
+    assert [device.index for device in visible_devices(GPUS, setting)] == expected
+
+
+def _failing_init(monkeypatch, code):
+    def init():
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(discovery.pynvml, "nvmlInit", init)
+
+
+def test_without_a_driver_the_cpu_is_the_device_and_nothing_is_wrong(monkeypatch):
+    _failing_init(monkeypatch, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    inventory = discover({})
+    (device,) = inventory.devices
+    assert device.kind == "cpu"
+    assert inventory.driver_problem is None
+    assert 0 < inventory.readings[0].free_bytes <= device.total_bytes
+
+
+def test_a_driver_library_mismatch_is_a_reason_not_a_crash(monkeypatch):
+    _failing_init(monkeypatch, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    inventory = discover({})
+    assert [device.kind for device in inventory.devices] == ["cpu"]
+    assert "reboot" in inventory.driver_problem
+
+
+def test_an_unknown_nvml_error_is_told(monkeypatch):
+    _failing_init(monkeypatch, pynvml.NVML_ERROR_UNKNOWN)
+    assert "nvidia-smi" in discover({}).driver_problem
+
+
+class FakeMemory:
+    total, free = 24 << 30, 20 << 30
+
+
+def _one_gpu(monkeypatch):
+    def unsupported(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name, value in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlSystemGetDriverVersion": lambda: "580.10",
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda handle: FakeMemory,
+        "nvmlDeviceGetUtilizationRates": unsupported,
+        "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (8, 6),
+        "nvmlDeviceGetName": lambda handle: b"NVIDIA GeForce RTX 3060",
+        "nvmlDeviceGetUUID": lambda handle: "GPU-1",
+    }.items():
+        monkeypatch.setattr(discovery.pynvml, name, value)
+
+
+def test_a_gpu_with_missing_sensors_is_still_a_device(monkeypatch):
+    _one_gpu(monkeypatch)
+    inventory = discover({})
+    (device,) = inventory.devices
+    assert (device.kind, device.name, device.compute_capability) == ("cuda", "NVIDIA GeForce RTX 3060", "8.6")
+    assert inventory.driver == "580.10"
+    reading = inventory.readings[0]
+    assert (reading.free_bytes, reading.utilisation, reading.temperature_c) == (20 << 30, None, 61.0)
+
+
+def test_hidden_gpus_leave_the_cpu_and_say_why(monkeypatch):
+    _one_gpu(monkeypatch)
+    inventory = discover({"CUDA_VISIBLE_DEVICES": ""})
+    assert inventory.devices[0].kind == "cpu"
+    assert "CUDA_VISIBLE_DEVICES" in inventory.driver_problem
+
+
+def test_a_driver_that_stops_answering_gives_no_readings(monkeypatch):
+    _failing_init(monkeypatch, pynvml.NVML_ERROR_GPU_IS_LOST)
+    assert read_devices((gpu(0),)) == {}
+
+
+def test_one_sick_gpu_is_left_out_with_a_reason_and_the_others_serve(monkeypatch):
+    _one_gpu(monkeypatch)
+
+    def handle(index):
+        if index == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    inventory = discover({})
+    assert [device.index for device in inventory.devices] == [0, 2]
+    assert "GPU 1 is left out" in inventory.driver_problem
+    assert set(read_devices(GPUS)) == {0, 2}
+
+
+def test_a_gpu_that_shares_the_hosts_memory_has_what_the_host_has(monkeypatch):
+    _one_gpu(monkeypatch)
+
+    def unsupported(handle):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetMemoryInfo", unsupported)
+    (device,) = discover({}).devices
+    assert device.kind == "cuda"
+    assert device.total_bytes == discovery.read_host_memory().total_bytes

@@ -1,0 +1,199 @@
+"""The engine thread's decisions, without a process: jobs in, events out."""
+
+import itertools
+import queue
+
+import faulty_engine
+import pytest
+
+from cortex.neuron.engine.request import EngineRequest, LoadSpec
+from cortex.neuron.worker.address import DeviceAddress
+from cortex.neuron.worker.executor import PREPARE_AFTER_S, DeviceFault, Executor
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.outbox import Outbox
+from cortex.neuron.worker.protocol import (
+    CancelLoad,
+    Exit,
+    Load,
+    Loaded,
+    LoadProgress,
+    ModelBroken,
+    ModelLoadFailed,
+    Outputs,
+    RequestFailed,
+    Submit,
+    Unload,
+    Unloaded,
+)
+
+
+class Turns:
+    """An inbox that gives one batch per turn of the engine thread, so that a test needs no second one."""
+
+    def __init__(self, executor, batches):
+        self._executor = executor
+        self._batches = batches
+        self._given = False
+
+    def get(self, timeout=None):
+        self._given = True
+        return self._batches.pop(0)
+
+    def get_nowait(self):
+        self._given = not self._given
+        if not self._given or self._executor.activity == "load":
+            raise queue.Empty
+        return self._batches.pop(0)
+
+
+def run(*turns, engine="faulty_engine:load"):
+    """Every event of a worker that is given one batch of commands per turn and then leaves."""
+    outbox = Outbox()
+    executor = run.executor = Executor(DeviceAddress("cpu", 0), engine, outbox)
+    for command in itertools.chain(*turns):
+        if isinstance(command, CancelLoad):
+            executor.cancel_load(command.handle)
+    executor.inbox = Turns(executor, [*turns, [Exit()]])
+    executor.run()
+    return outbox.take(0)
+
+
+def load(handle):
+    return Load(handle, LoadSpec(path="nowhere"))
+
+
+def submit(handle, request_id, token=faulty_engine.PLAIN):
+    return Submit(handle, EngineRequest(id=request_id, prompt=(token,), max_tokens=2))
+
+
+def kinds(events):
+    return [type(event) for event in events if not isinstance(event, LoadProgress)]
+
+
+def test_jobs_are_done_in_order():
+    assert kinds(run([load(1), Unload(1)])) == [Loaded, Unloaded]
+
+
+def test_a_request_for_a_model_that_is_gone_fails():
+    events = run([load(1), Unload(1), submit(1, "late")])
+    assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["late"]
+
+
+def test_a_load_that_was_called_off_in_the_queue_never_begins():
+    events = run([load(1), CancelLoad(1)])
+    assert kinds(events) == [ModelLoadFailed]
+    assert events[-1].cancelled
+    assert not run.executor._cancelled_loads
+
+
+def test_calling_off_a_load_that_is_done_leaves_no_trace():
+    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", Outbox())
+    executor.cancel_load(7)
+    executor._execute(CancelLoad(7))
+    assert not executor._cancelled_loads
+
+
+def test_a_device_fault_leaves_the_thread():
+    with pytest.raises(DeviceFault, match="device fault in step: RuntimeError: CUDA error"):
+        run([load(1)], [submit(1, "fatal", faulty_engine.DEVICE_FAULT)], [], [])
+
+
+class Pauses(Turns):
+    """Before each batch that is waited for, as long a silence as the engine thread cares to wait out."""
+
+    def get(self, timeout=None):
+        if timeout is not None and self._batches != [[Exit()]]:
+            self._given = False
+            raise queue.Empty
+        return super().get()
+
+
+def run_with_pauses(monkeypatch, prepare, *turns):
+    """Every event, where idle engines prepare themselves with `prepare`."""
+    monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
+    outbox = Outbox()
+    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", outbox)
+    executor.inbox = Pauses(executor, [*turns, [Exit()]])
+    executor.run()
+    return outbox.take(0)
+
+
+def test_idle_models_prepare_themselves_until_nothing_is_left(monkeypatch):
+    pieces = iter([True, True, True, False])
+    prepared_while_busy = []
+
+    def prepare(engine):
+        prepared_while_busy.append(engine.has_work)
+        return next(pieces)
+
+    events = run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")], [])
+    assert prepared_while_busy == [False] * 4
+    assert any(isinstance(event, Outputs) for event in events)
+
+
+def test_silence_is_waited_for_once_and_not_before_every_piece(monkeypatch):
+    pieces = iter([True, True, False])
+    waits_s = []
+
+    class Silence(Pauses):
+        def get(self, timeout=None):
+            waits_s.append(timeout)
+            return super().get(timeout)
+
+    monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", lambda _engine: next(pieces))
+    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", Outbox())
+    executor.inbox = Silence(executor, [[load(1)], [], [Exit()]])
+    executor.run()
+    assert [wait_s for wait_s in waits_s if wait_s is not None] == [PREPARE_AFTER_S, 0.0, 0.0]
+
+
+def test_nothing_is_prepared_while_commands_keep_coming(monkeypatch):
+    def prepare(_engine):
+        pytest.fail("there was something else to do")
+
+    monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
+    assert kinds(run([load(1)], [submit(1, "a")], [], [])).count(Outputs) > 0
+
+
+def test_a_model_that_cannot_prepare_itself_serves_all_the_same(monkeypatch):
+    def prepare(_engine):
+        raise ValueError("a kernel that does not compile")
+
+    events = run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")], [])
+    assert any(isinstance(event, Outputs) for event in events)
+
+
+def test_a_device_fault_while_preparing_leaves_the_thread(monkeypatch):
+    def prepare(_engine):
+        faulty_engine.misbehave(faulty_engine.DEVICE_FAULT)
+
+    with pytest.raises(DeviceFault, match="device fault in prepare"):
+        run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")])
+
+
+def test_a_model_whose_every_step_fails_is_given_up_and_the_others_are_not():
+    loads = [Load(1, LoadSpec(path="broken")), load(2)]
+    events = run(loads, [submit(1, "a"), submit(2, "b")], *([[]] * 6), engine="faulty_engine:load_broken")
+    assert [event.handle for event in events if isinstance(event, ModelBroken)] == [1]
+    assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["a"]
+    assert any(isinstance(event, Outputs) and event.handle == 2 for event in events)
+
+
+def test_a_bug_ends_only_the_request_at_fault_however_often_it_comes():
+    bugs = [f"bug {number}" for number in range(5)]
+    turns = [[submit(1, bug, faulty_engine.BUG)] for bug in bugs]
+    long = Submit(1, EngineRequest(id="long", prompt=(faulty_engine.PLAIN,), max_tokens=6))
+    events = run([load(1)], [long], *(turn for each in turns for turn in (each, [], [])), *([[]] * 6))
+    failed = [event for event in events if isinstance(event, RequestFailed)]
+    assert [(event.request_id, event.kind) for event in failed] == [(bug, FaultKind.BUG) for bug in bugs]
+    said = [output for event in events if isinstance(event, Outputs) for output in event.outputs]
+    assert [output.finish for output in said if output.request_id == "long"] == [None] * 5 + ["length"]
+    assert not any(isinstance(event, ModelBroken) for event in events)
+
+
+def test_bugs_of_requests_that_are_alone_do_not_break_the_model():
+    turns = [turn for number in range(5) for turn in ([submit(1, f"bug {number}", faulty_engine.BUG)], [], [])]
+    events = run([load(1)], *turns, [submit(1, "well")], [], [])
+    assert sum(isinstance(event, RequestFailed) for event in events) == 5
+    assert not any(isinstance(event, ModelBroken) for event in events)
+    assert events[-1].outputs[-1].finish == "length"

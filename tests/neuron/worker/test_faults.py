@@ -1,0 +1,138 @@
+import errno
+
+import pytest
+import torch
+
+from cortex.neuron.engine.errors import LoadError, NoRoomError, RequestError, StepBlamed
+from cortex.neuron.worker.faults import FaultKind, chain, choose_victims, classify, explain
+
+
+class OutOfMemoryError(RuntimeError):
+    pass
+
+
+class AcceleratorError(RuntimeError):
+    pass
+
+
+ADVICE = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call."
+    "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RequestError("too long"), FaultKind.REQUEST),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), FaultKind.OUT_OF_MEMORY),
+        (MemoryError(), FaultKind.OUT_OF_MEMORY),
+        (NoRoomError("the model needs 8.00 GB on cuda:0 but 2.00 GB can be used"), FaultKind.OUT_OF_MEMORY),
+        (LoadError("this is no model"), FaultKind.BUG),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), FaultKind.OUT_OF_MEMORY),
+        (AcceleratorError("CUDA error: out of memory" + ADVICE), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("CUDA driver error: out of memory"), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("std::bad_alloc"), FaultKind.OUT_OF_MEMORY),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), FaultKind.OUT_OF_MEMORY),
+        (AcceleratorError("CUDA error: an illegal memory access was encountered" + ADVICE), FaultKind.DEVICE),
+        (RuntimeError("CUDA error: device-side assert triggered" + ADVICE), FaultKind.DEVICE),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), FaultKind.DEVICE),
+        (RuntimeError("CUDA error: unspecified launch failure"), FaultKind.DEVICE),
+        (RuntimeError("CUDA error: unknown error"), FaultKind.DEVICE),
+        (RuntimeError("CUDA driver error: unknown error"), FaultKind.DEVICE),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), FaultKind.DEVICE),
+        (RuntimeError("NCCL error: unhandled system error"), FaultKind.DEVICE),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), FaultKind.DEVICE),
+        (AcceleratorError("CUDA error: invalid argument" + ADVICE), FaultKind.BUG),
+        (RuntimeError("CUDA error: no kernel image is available for execution on the device" + ADVICE), FaultKind.BUG),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), FaultKind.BUG),
+        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), FaultKind.BUG),
+        (RuntimeError("CUDA error: device kernel image is invalid" + ADVICE), FaultKind.BUG),
+        (RuntimeError("CUDA driver error: invalid argument"), FaultKind.BUG),
+        (KeyError("weight"), FaultKind.BUG),
+    ],
+)
+def test_kind_of_fault(error, kind):
+    assert classify(error) is kind
+
+
+def test_torch_itself_without_memory_is_out_of_memory():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 46)
+    assert classify(raised.value) is FaultKind.OUT_OF_MEMORY
+
+
+def _raised(outer, inner, *, explicit):
+    try:
+        try:
+            raise inner
+        except Exception as caught:
+            if explicit:
+                raise outer from caught
+            raise outer  # noqa: B904 - the implicit context is the point
+    except type(outer) as error:
+        return error
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_the_telling_exception_may_be_deep_in_the_chain(explicit):
+    inner = RuntimeError("CUDA error: an illegal memory access was encountered")
+    error = _raised(ValueError("step failed"), inner, explicit=explicit)
+    assert classify(error) is FaultKind.DEVICE
+    assert explain(error) == (
+        "ValueError: step failed ← RuntimeError: CUDA error: an illegal memory access was encountered"
+    )
+
+
+def test_a_device_fault_outweighs_an_out_of_memory_in_the_same_chain():
+    error = _raised(
+        OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: misaligned address"), explicit=True
+    )
+    assert classify(error) is FaultKind.DEVICE
+
+
+def test_members_of_groups_are_looked_at():
+    group = ExceptionGroup("two", [KeyError("x"), MemoryError()])
+    assert classify(group) is FaultKind.OUT_OF_MEMORY
+
+
+def test_a_cycle_of_causes_ends():
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert len(list(chain(first))) == 2
+
+
+def test_suppressed_context_does_not_count():
+    error = ValueError("clean")
+    error.__context__ = RuntimeError("CUDA error: unknown error")
+    error.__suppress_context__ = True
+    assert classify(error) is FaultKind.BUG
+
+
+@pytest.mark.parametrize(
+    ("kind", "live", "blamed", "victims"),
+    [
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": False, "newer": False}, None, ["newer"]),
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": False, "newer": False}, "old", ["newer"]),
+        (FaultKind.OUT_OF_MEMORY, {"old": True, "new": True}, None, ["new"]),
+        (FaultKind.OUT_OF_MEMORY, {}, None, []),
+        (FaultKind.BUG, {"old": True, "new": False}, None, ["old", "new"]),
+        (FaultKind.BUG, {"old": True, "new": False}, "old", ["old"]),
+        (FaultKind.REQUEST, {"old": True, "new": False}, "new", ["new"]),
+        (FaultKind.BUG, {"old": True}, "ended already", []),
+    ],
+)
+def test_who_pays_for_a_failed_step(kind, live, blamed, victims):
+    assert choose_victims(kind, live, blamed) == victims
+
+
+def test_a_blamed_request_is_a_bug_unless_its_cause_is_graver():
+    for cause, kind in (
+        (OverflowError("int too big to convert"), FaultKind.BUG),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), FaultKind.DEVICE),
+        (MemoryError(), FaultKind.OUT_OF_MEMORY),
+    ):
+        error = StepBlamed("named CUDA error: by its client")
+        error.__cause__ = cause
+        assert classify(error) is kind

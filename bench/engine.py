@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,8 +27,10 @@ from cortex.neuron.engine.memory.device import numeric_format
 from cortex.neuron.engine.memory.kv_cache import page_bytes
 from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
-from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
 from shapes import SHAPES
 from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, told
 
@@ -48,14 +50,44 @@ CPU_SCENARIOS = ("prefill-512", "decode-1", "decode-4")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def random_engine(shape: str, device: torch.device, max_num_seqs: int) -> Engine:
+class Everything(Mapping[str, Layout]):
+    """Every matrix in the layout that a recipe gives it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def __getitem__(self, name: str) -> Layout:
+        return self._recipe.layout_of(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def packing(quant: str | None) -> PackingOffer:
+    if quant is None:
+        return NOTHING_PACKED
+    recipe = recipe_of(quant)
+    if recipe is None:
+        raise SystemExit(f"--quant {quant} is not known; choose one of {', '.join(RECIPES)}")
+    return PackingOffer(Everything(recipe))
+
+
+def random_engine(shape: str, device: torch.device, max_num_seqs: int, quant: str | None) -> Engine:
     def fill(parameters: Parameters) -> None:
+        for packed in parameters.packed_bindings:
+            for first in range(0, packed.num_rows, 4096):
+                rows = min(4096, packed.num_rows - first)
+                numbers = torch.randn(rows, packed.matrix.inputs, device=device) * packed.matrix.inputs**-0.5
+                packed.matrix.put_numbers(packed.first_row + first, numbers)
         for binding in parameters.bindings:
             view = binding.destination
             view.normal_(1.0, 0.1) if view.dim() == 1 else view.normal_(0.0, view.shape[-1] ** -0.5)
 
     spec = LoadSpec(path="", max_num_seqs=max_num_seqs)
-    return Engine(build_model(SHAPES[shape], spec, device, fill), spec)
+    return Engine(build_model(SHAPES[shape], spec, device, fill, packing=packing(quant)), spec)
 
 
 def synchronise(device: torch.device) -> None:
@@ -101,7 +133,12 @@ class Bench:
     def _embedding_bytes(self) -> int:
         """The embedding is looked up, not read through."""
         model = self.engine._runner.model
-        return 0 if model.config.tied else model.embedding.weight.numel() * model.embedding.weight.element_size()
+        if model.config.tied:
+            return 0
+        tensors = [model.embedding.weight]
+        if model.embedding.packed is not None:
+            tensors += [tensor for matrix in model.embedding.packed for tensor in matrix.tensors]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def _unread_form_bytes(self, rows: int) -> int:
         """Of matrices that are kept dense and in four bits, the form that so many rows do not read."""
@@ -126,9 +163,12 @@ class Bench:
         seconds = self.workloads.prefill_s(tokens)
         model = self.engine._runner.model
         config = model.config
+        matrices = {id(binding.matrix): binding.matrix for binding in model.parameters.packed_bindings}.values()
+        packed_bytes = sum(matrix.layout.num_bytes(matrix.outputs, matrix.inputs) for matrix in matrices)
         dense_bytes = self.engine.info.weight_bytes - self._idle_expert_bytes(1) - self._unread_form_bytes(tokens)
         ends = config.vocab * config.hidden * (1 if config.tied else 2)
-        dense = dense_bytes / model.parameters.dtype.itemsize - ends
+        dense = (dense_bytes - packed_bytes) / model.parameters.dtype.itemsize - ends
+        dense += sum(matrix.outputs * matrix.inputs for matrix in matrices)
         attention = 2 * tokens * config.heads * config.head_dim * len(model.attentions)
         flops = tokens * (2 * dense + attention)
         return {
@@ -205,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--checkpoint", type=Path, help="a model's files, instead of random weights")
+    parser.add_argument("--quant", help="quantise random weights: q4, q5, q6 or q8, in any spelling")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}; on a CPU {','.join(CPU_SCENARIOS)}")
     parser.add_argument("--max-num-seqs", type=int, default=256)
@@ -220,7 +261,7 @@ def main() -> None:
     if arguments.checkpoint is not None:
         engine = loaded_engine(arguments.checkpoint, device, arguments.max_num_seqs)
     else:
-        engine = random_engine(arguments.model, device, arguments.max_num_seqs)
+        engine = random_engine(arguments.model, device, arguments.max_num_seqs, arguments.quant)
     synchronise(device)
     built = time.perf_counter()
     engine.warm_up()
@@ -229,7 +270,8 @@ def main() -> None:
         pass
     name = torch.cuda.get_device_name() if is_gpu else f"CPU, {torch.get_num_threads()} threads"
     model = arguments.checkpoint.name if arguments.checkpoint is not None else arguments.model
-    print(f"{name}, torch {torch.__version__}, {model}, {engine.info.dtype}")
+    print(f"{name}, torch {torch.__version__}, {model}, {arguments.quant or engine.info.dtype}")
+    print(f"weights: {engine.info.weight_bytes / 1e9:.2f} GB")
     print(f"limits: {limits['bytes/s'] / 1e12:.3f} TB/s, {limits['flop/s'] / 1e12:.2f} TFLOP/s")
     print(
         f"built in {built - start:.1f} s, warmed up in {warm - built:.1f} s, "

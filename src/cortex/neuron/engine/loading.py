@@ -18,15 +18,20 @@ from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.products.four_bit import rows_worth_it
 from cortex.neuron.kernels.products.four_bit_size import ROW_BLOCK
-from cortex.neuron.layers.parameters import NO_FOUR_BITS, FourBitOffer, Parameters
+from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, SCALED_COLUMNS, Layout
+from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
+from cortex.neuron.layers.parameters import NO_FOUR_BITS, NOTHING_PACKED, FourBitOffer, PackingOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import family_of
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
-from cortex.neuron.weights.gguf.quants import QUANTISATIONS
+from cortex.neuron.weights.gguf.types import GROUPED_BITS
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.neuron.weights.transfer import Placement, group_runs, load_into
+from cortex.neuron.weights.transfer import PackedPlacement, Placement, group_runs, load_into
+
+QUANTISABLE = frozenset({"F32", "F16", "BF16"})
+"""Formats that `quant` applies to."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, bytes in all)."""
@@ -55,8 +60,16 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
             Placement(binding.source, binding.destination, transform=binding.transform)
             for binding in parameters.bindings_from(checkpoint.tensors)
         ]
+        packed = [
+            PackedPlacement(binding.source, binding.matrix, binding.first_row, binding.num_rows)
+            for binding in parameters.packed_bindings
+        ]
         load_into(
-            checkpoint, placements, progress=lambda done, total: progress("read", done, total), cancelled=cancelled
+            checkpoint,
+            placements,
+            packed,
+            progress=lambda done, total: progress("read", done, total),
+            cancelled=cancelled,
         )
         for binding in parameters.four_bit_bindings:
             if cancelled():
@@ -66,7 +79,14 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
         progress("place", 0, 0)
 
     try:
-        return build_model(checkpoint.config, spec, device, fill, four_bit_offer(checkpoint.tensors, spec, device))
+        return build_model(
+            checkpoint.config,
+            spec,
+            device,
+            fill,
+            four_bit_offer(checkpoint.tensors, spec, device),
+            packing_offer(checkpoint.tensors, spec, device),
+        )
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
     except Cancelled as error:
@@ -81,9 +101,34 @@ def four_bit_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: to
     """What a checkpoint and a CPU make of a second form of quantised matrices; nothing for who asked for a dtype."""
     if device.type != "cpu" or spec.dtype != "auto":
         return NO_FOUR_BITS
-    formats = {name: QUANTISATIONS.get(info.dtype) for name, info in tensors.items() if len(info.shape) == 2}
-    bits = {name: found.bits for name, found in formats.items() if found is not None and found.groups is not None}
+    bits = {
+        name: GROUPED_BITS[info.dtype]
+        for name, info in tensors.items()
+        if len(info.shape) == 2 and info.dtype in GROUPED_BITS
+    }
     return FourBitOffer(bits, rows_worth_it(numeric_format(spec.dtype, device))) if bits else NO_FOUR_BITS
+
+
+def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> PackingOffer:
+    """Which of a checkpoint's matrices are kept quantised on a GPU: those that are stored so, unless another dtype was
+    asked for, and those that the operator wants quantised.
+
+    Raises LoadError where `quant` is no known spelling.
+    """
+    recipe = None
+    if spec.quant is not None and (recipe := recipe_of(spec.quant)) is None:
+        raise LoadError(f"quant {spec.quant!r} is not known; choose one of {', '.join(RECIPES)}")
+    if device.type != "cuda" or spec.dtype not in ("auto", "bfloat16"):
+        return NOTHING_PACKED
+    layouts: dict[str, Layout] = {}
+    for name, info in tensors.items():
+        if len(info.shape) != 2:
+            continue
+        if info.dtype in GGML_LAYOUTS:
+            layouts[name] = GGML_LAYOUTS[info.dtype]
+        elif recipe is not None and info.dtype in QUANTISABLE and info.shape[1] % SCALED_COLUMNS == 0:
+            layouts[name] = recipe.layout_of(name)
+    return PackingOffer(layouts)
 
 
 def build_model(
@@ -92,11 +137,12 @@ def build_model(
     device: torch.device,
     fill: Callable[[Parameters], None],
     four_bits: FourBitOffer = NO_FOUR_BITS,
+    packing: PackingOffer = NOTHING_PACKED,
 ) -> LoadedModel:
     """Sizes the model, refuses what does not fit, allocates it, has `fill` give it its weights, and adds the pages."""
     family = family_of(config)
     dtype = numeric_format(spec.dtype, device)
-    sized = family(config, Parameters(torch.device("meta"), dtype, four_bits), num_positions=1)
+    sized = family(config, Parameters(torch.device("meta"), dtype, four_bits, packing), num_positions=1)
     sizes = _sizes(sized, spec, dtype)
     have_bytes = usable_bytes(spec.min_free_bytes, device)
     have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
@@ -105,7 +151,7 @@ def build_model(
     plan = plan_memory(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
     if plan.num_pages < MIN_PAGES:
         raise _no_room(sizes, spec, device, have_bytes - plan.slots.num_bytes)
-    parameters = Parameters(device, dtype, four_bits)
+    parameters = Parameters(device, dtype, four_bits, packing)
     model = family(config, parameters, num_positions=plan.context_tokens)
     fill(parameters)
     return LoadedModel(

@@ -108,6 +108,8 @@ class LoadSpec:
 
     path: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quant: str | None = None
+    """How dense matrices are quantised as they are loaded (a spelling that `recipe_of` knows); None: they are not."""
     context_tokens: int | None = None
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None

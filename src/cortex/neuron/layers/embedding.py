@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.quantised.product import packed_rows
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.packed import PackedProjections
 from cortex.neuron.layers.parameters import Parameters
 
 NEAR = 2.0**-6
@@ -19,10 +21,13 @@ MOST_NEAR = 64
 class Embedding:
     def __init__(self, parameters: Parameters, vocab: int, size: int, source: str) -> None:
         self.source = source
-        self.weight = parameters.load(source, vocab, size)
+        self.packed = parameters.packed({source: vocab}, size)
+        self.weight = parameters.load(source, vocab, size) if self.packed is None else parameters.empty(0, size)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: [tokens] → [tokens, size]"""
+        if self.packed is not None:
+            return packed_rows(self.packed[0], tokens, self.weight.dtype)
         return F.embedding(tokens, self.weight)
 
 
@@ -34,7 +39,10 @@ class Head(Linear):
             super().__init__(parameters, size, {source: vocab})
         else:
             self.inputs, self.splits, self.weight, self.bias = size, [vocab], tied.weight, None
-            self.four_bit = parameters.four_bit_matrix({tied.source: vocab}, size)
+            self.packed = None if tied.packed is None else PackedProjections(tied.packed)
+            self.four_bit = None
+            if self.packed is None:
+                self.four_bit = parameters.four_bit_matrix({tied.source: vocab}, size)
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]
@@ -43,7 +51,7 @@ class Head(Linear):
         float32: otherwise the same prompt is answered one way when it is new and another way when it is cached.
         """
         logits = self(hidden, norm=norm)
-        if logits.is_cuda or logits.dtype == torch.float32:
+        if logits.is_cuda or logits.dtype == torch.float32 or self.packed is not None:
             return logits
         logits = logits.float()
         highest = logits.amax(-1, keepdim=True)

@@ -1,5 +1,6 @@
-"""Matrices. A linear layer knows which rows of which checkpoint tensors it holds, and how they are stored: dense in the
-model's dtype, and on a CPU that is faster that way also in the four bits of a quantised checkpoint, for few rows.
+"""Matrices. A linear layer knows which rows of which checkpoint tensors it holds, and how they are stored: packed, as
+the checkpoint quantises them (`packed.py`), or dense in the model's dtype. A CPU that is faster that way also keeps the
+four bits of a quantised checkpoint, for small batches.
 
 Several projections of the same input are one matrix here (q, k and v; gate and up): one read of the input, one launch.
 The norm before a matrix and the addition after it are arguments rather than layers of their own, so that the
@@ -18,6 +19,7 @@ from cortex.neuron.kernels.products.four_bit import dense_product
 from cortex.neuron.kernels.products.matvec import beats_library, gated_matvec, matvec
 from cortex.neuron.kernels.silu import silu_mul
 from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.packed import PackedProjections
 from cortex.neuron.layers.parameters import Parameters
 
 
@@ -40,21 +42,26 @@ class Linear:
         arrange = arrange or {}
         self.inputs = inputs
         self.splits = list(outputs.values())
-        self.weight = parameters.empty(sum(self.splits), inputs)  # [out, in]
+        sources = {f"{prefix}.weight": rows for prefix, rows in outputs.items()}
+        matrices = None if arrange else parameters.packed(sources, inputs)
+        self.packed = None if matrices is None else PackedProjections(matrices)
+        self.weight = parameters.empty(0 if self.packed else sum(self.splits), inputs)  # [out, in]
         self.bias = parameters.empty(sum(self.splits)) if bias else None
         self.four_bit = None
-        if not arrange:
-            sources = {f"{prefix}.weight": rows for prefix, rows in outputs.items()}
+        if not arrange and self.packed is None:
             self.four_bit = parameters.four_bit_matrix(sources, inputs)
         row = 0
         for prefix, rows in outputs.items():
-            parameters.bind(f"{prefix}.weight", self.weight[row : row + rows], arrange.get(prefix))
+            if self.packed is None:
+                parameters.bind(f"{prefix}.weight", self.weight[row : row + rows], arrange.get(prefix))
             if self.bias is not None:
                 parameters.bind(f"{prefix}.bias", self.bias[row : row + rows], arrange.get(prefix))
             row += rows
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         """x: [tokens, in] → [tokens, out]. `residual` may be overwritten: use the result in its place."""
+        if self.packed is not None:
+            return self.packed(x, self.bias, norm, residual)
         if has_kernels(x) and beats_library(*x.shape):
             return matvec(x, self.weight, self.bias, norm.weight if norm else None, norm.eps if norm else 0.0, residual)
         if norm is not None:
@@ -84,6 +91,7 @@ class GatedLinear:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        if has_kernels(x) and beats_library(*x.shape) and self.gate_up.bias is None:
+        is_plain = self.gate_up.bias is None and self.gate_up.packed is None
+        if is_plain and has_kernels(x) and beats_library(*x.shape):
             return gated_matvec(x, self.gate_up.weight, norm.weight, norm.eps)
         return silu_mul(self.gate_up(x, norm=norm))

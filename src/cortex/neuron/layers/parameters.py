@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.products.four_bit import FourBitMatrix
 from cortex.neuron.kernels.products.four_bit_size import GROUP, ROW_BLOCK
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +55,44 @@ class FourBitBinding:
     first_row: int
 
 
+@dataclass(frozen=True, slots=True)
+class PackingOffer:
+    """Which tensors of a checkpoint are kept packed, by name, and in which layout."""
+
+    layouts: Mapping[str, Layout]
+
+
+NOTHING_PACKED = PackingOffer({})
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBinding:
+    """A tensor of the checkpoint that fills rows of a packed matrix from `first_row` on."""
+
+    source: str
+    matrix: PackedMatrix
+    first_row: int
+    num_rows: int
+
+
 class Parameters:
     """Allocates a model's tensors on one device and keeps the list of what fills them."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, four_bits: FourBitOffer = NO_FOUR_BITS) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        four_bits: FourBitOffer = NO_FOUR_BITS,
+        packing: PackingOffer = NOTHING_PACKED,
+    ) -> None:
         self.device = device
         self.dtype = dtype
         self.bindings: list[Binding] = []
         self.four_bit_bindings: list[FourBitBinding] = []
+        self.packed_bindings: list[PackedBinding] = []
         self.num_bytes = 0
         self._four_bits = four_bits
+        self._packing = packing
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for a parameter, contents undefined until its bindings are loaded."""
@@ -115,7 +147,29 @@ class Parameters:
             first_row += rows
         return matrix
 
+    def packed(self, sources: Mapping[str, int], inputs: int) -> list[PackedMatrix] | None:
+        """Matrices for the rows of `sources` (name → rows), in order, as the checkpoint's formats are packed.
+
+        None where one of them is not: then all of them are dense.
+        """
+        layouts = [self._packing.layouts.get(source) for source in sources]
+        if None in layouts:
+            return None
+        matrices: list[PackedMatrix] = []
+        for layout, members in groupby(zip(sources.items(), layouts, strict=True), key=itemgetter(1)):
+            rows = {source: count for (source, count), _ in members}
+            assert layout is not None
+            matrix = empty_matrix(layout, sum(rows.values()), inputs, self.device)
+            self.num_bytes += layout.num_bytes(matrix.outputs, inputs)
+            matrices.append(matrix)
+            first_row = 0
+            for source, count in rows.items():
+                self.packed_bindings.append(PackedBinding(source, matrix, first_row, count))
+                first_row += count
+        return matrices
+
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory behind all parameters, each piece once however many tensors share it."""
         destinations = [part.destination for binding in self.bindings for part in (binding, *binding.parts)]
+        destinations += [tensor for binding in self.packed_bindings for tensor in binding.matrix.tensors]
         return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in destinations}.values())

@@ -60,13 +60,13 @@ def decode(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
 
 
 def decode_groups(stored: StoredTensor, raw: torch.Tensor) -> quants.Groups:
-    """Whole groups of rows of a matrix as `[rows, row's groups, 32]`, without turning them into numbers.
+    """Whole groups of rows of a matrix as `[rows, row's groups, group]`, without turning them into numbers.
 
-    Raises Unsupported where its format is not made of such groups.
+    Raises Unsupported where its format is not a quantised one.
     """
     quantisation = quants.QUANTISATIONS.get(stored.format)
-    if quantisation is None or quantisation.groups is None:
-        raise Unsupported(f"{stored.file.path}: weights in {stored.format} have no groups of 32")
+    if quantisation is None:
+        raise Unsupported(f"{stored.file.path}: weights in {stored.format} are not quantised in groups")
     groups = quantisation.groups(raw.view(-1, quantisation.block_bytes))
     row_groups = stored.shape[1] // groups.q.shape[-1]
     q, scale, minimum = (part.view(-1, row_groups, part.shape[-1]) for part in (groups.q, groups.scale, groups.minimum))

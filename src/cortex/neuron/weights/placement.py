@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
 from cortex.neuron.weights.checkpoint import Checkpoint
-from cortex.neuron.weights.decode import decode
+from cortex.neuron.weights.decode import DENSE, decode, decode_groups
 from cortex.neuron.weights.errors import TensorMissing
 from cortex.neuron.weights.stored import StoredTensor
 
@@ -33,6 +33,34 @@ class Placement:
     destination: torch.Tensor
     select: tuple[slice, ...] = ()
     transform: Transform | None = None
+
+
+class RowSink(Protocol):
+    """A quantised matrix in memory, as it is filled."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def inputs(self) -> int: ...
+
+    def put(self, first_row: int, code: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> None:
+        """Rows of `scale · code + minimum`. code: [rows, inputs] uint8; the others: [rows, groups] float32"""
+        ...
+
+    def put_numbers(self, first_row: int, numbers: torch.Tensor) -> None:
+        """Dense rows, which are quantised here. numbers: [rows, inputs]"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlacement:
+    """One tensor of the checkpoint, quantised or dense, and the rows of a packed matrix that it fills."""
+
+    name: str
+    matrix: RowSink
+    first_row: int
+    num_rows: int
 
 
 class Target:
@@ -93,11 +121,34 @@ class Target:
         return range(first_group, last_group, step)
 
 
+class PackedTarget:
+    """Where the rows of a tensor that stays quantised are put as they come, in any order."""
+
+    def __init__(self, placement: PackedPlacement, stored: StoredTensor) -> None:
+        self.stored = stored
+        self._placement = placement
+
+    def settle(self, piece: WeightPiece, raw: torch.Tensor) -> None:
+        """Repack or quantise the piece's bytes, which are on the matrix's device."""
+        first_row = self._placement.first_row + piece.start_group * self.stored.group_rows
+        if self.stored.format in DENSE:
+            self._placement.matrix.put_numbers(first_row, decode(self.stored, raw))
+            return
+        groups = decode_groups(self.stored, raw)
+        self._placement.matrix.put(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        """What must be read."""
+        step = max(1, _PIECE_BYTES // self.stored.group_bytes)
+        count = self.stored.num_groups
+        return (WeightPiece(self, start, min(step, count - start)) for start in range(0, count, step))
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
     """A run of whole groups of one tensor, small enough for a buffer."""
 
-    target: Target
+    target: Target | PackedTarget
     start_group: int
     num_groups: int
 
@@ -121,6 +172,18 @@ def checked(checkpoint: Checkpoint, placement: Placement) -> StoredTensor:
     if placement.transform is None and selected != wanted:
         raise TensorMissing(
             f"{checkpoint.path}: {placement.name} gives the shape {selected}, the model needs {wanted}; "
+            "is this the model its config describes?"
+        )
+    return stored
+
+
+def checked_packed(checkpoint: Checkpoint, placement: PackedPlacement) -> StoredTensor:
+    """The tensor that `placement` names, once it is known to have the matrix's shape; raises TensorMissing."""
+    stored = checkpoint.stored(placement.name)
+    wanted = (placement.num_rows, placement.matrix.inputs)
+    if stored.shape != wanted:
+        raise TensorMissing(
+            f"{checkpoint.path}: {placement.name} has the shape {stored.shape}, the model needs {wanted}; "
             "is this the model its config describes?"
         )
     return stored

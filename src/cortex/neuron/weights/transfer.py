@@ -15,10 +15,18 @@ from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.decode import decode_groups, mapped_bytes
 from cortex.neuron.weights.errors import Cancelled
 from cortex.neuron.weights.gguf.quants import Groups
-from cortex.neuron.weights.placement import Placement, Target, WeightPiece, checked
+from cortex.neuron.weights.placement import (
+    PackedPlacement,
+    PackedTarget,
+    Placement,
+    Target,
+    WeightPiece,
+    checked,
+    checked_packed,
+)
 from cortex.neuron.weights.staging import staged
 
-__all__ = ["Placement", "Progress", "group_runs", "load_into"]
+__all__ = ["PackedPlacement", "Placement", "Progress", "group_runs", "load_into"]
 
 _RUN_NUMBERS: Final = 1 << 20
 
@@ -29,6 +37,7 @@ Progress = Callable[[int, int], None]
 def load_into(
     checkpoint: Checkpoint,
     placements: Sequence[Placement],
+    packed: Sequence[PackedPlacement] = (),
     *,
     progress: Progress,
     cancelled: Callable[[], bool],
@@ -39,10 +48,14 @@ def load_into(
     read, and Cancelled within a tenth of a second after `cancelled()` turns true; then destinations hold garbage.
     When it returns, everything is on the device.
     """
-    targets = [Target(placement, checked(checkpoint, placement)) for placement in placements]
+    targets: list[Target | PackedTarget] = [
+        *(Target(placement, checked(checkpoint, placement)) for placement in placements),
+        *(PackedTarget(placement, checked_packed(checkpoint, placement)) for placement in packed),
+    ]
     pieces = [piece for target in targets for piece in target.pieces()]
     total_bytes = sum(piece.num_bytes for piece in pieces)
     devices = {placement.destination.device for placement in placements}
+    devices |= {placement.matrix.device for placement in packed}
     if len(devices) > 1:
         raise ValueError(f"destinations on several devices: {sorted(map(str, devices))}")
     progress(0, total_bytes)

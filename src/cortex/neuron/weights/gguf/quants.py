@@ -1,6 +1,6 @@
-"""Quantised blocks to float32, as torch operations over many blocks at once, on any device.
+"""Quantised blocks to codes and scales, and to float32, as torch operations over many blocks at once, on any device.
 
-Every function takes blocks as uint8 `[blocks, block_bytes]` and returns float32 `[blocks, block_elements]`.
+Every function takes blocks as uint8 `[blocks, block_bytes]` and returns their groups of 16 or 32 numbers.
 Small letters follow the format's own: d is a block's scale, m its minimum, q the quantised numbers.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cortex.neuron.weights.gguf.types import GROUPED_BITS, GGMLType
+from cortex.neuron.weights.gguf.types import GGMLType
 
 _LOW_NIBBLES: Final = 0x0F0F0F0F
 _IQ4_LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -22,31 +22,32 @@ _IQ4_LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Numbers as `scale · q + minimum`, with one scale and one minimum for every 32 of them."""
+    """Numbers as `scale · q + minimum`, with one scale and one minimum for every 16 or 32 of them."""
 
     q: Tensor
-    """[..., 32] uint8"""
+    """[..., group] uint8"""
     scale: Tensor
     """[..., 1] float32"""
     minimum: Tensor
     """[..., 1] float32"""
 
     def numbers(self) -> Tensor:
-        """[..., 32] float32"""
+        """[..., group] float32"""
         return self.q.float().mul_(self.scale).add_(self.minimum)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """One block format and its way back to numbers."""
+    """One block format."""
 
     block_elements: int
     block_bytes: int
-    dequantise: Callable[[Tensor], Tensor]
-    groups: Callable[[Tensor], Groups] | None = None
-    """The same numbers in groups of 32, where the format is made of such groups: q is [groups, 32]."""
-    bits: int = 0
-    """Of a group's q."""
+    groups: Callable[[Tensor], Groups]
+    """Its blocks as groups: q is [groups, 16 or 32]."""
+
+    def dequantise(self, blocks: Tensor) -> Tensor:
+        """float32 [blocks, block_elements], as the format's definition has it to the last bit."""
+        return self.groups(blocks).numbers().view(-1, self.block_elements)
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
@@ -91,14 +92,15 @@ def _fifth_bits(packed: Tensor) -> Tensor:
     return (_bits(packed).transpose(-1, -2).reshape(-1, 32)) << 4
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
+def _q5_0(blocks: Tensor) -> Groups:
     q = _nibbles(blocks[:, 6:]).view(-1, 32) | _fifth_bits(blocks[:, 2:6])
-    return q.float().sub_(16).mul_(_halves(blocks, 0))
+    d = _halves(blocks, 0)
+    return Groups(q, d, d * -16)
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
+def _q5_1(blocks: Tensor) -> Groups:
     q = _nibbles(blocks[:, 8:]).view(-1, 32) | _fifth_bits(blocks[:, 4:8])
-    return q.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+    return Groups(q, _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Groups:
@@ -107,25 +109,25 @@ def _q8_0(blocks: Tensor) -> Groups:
     return Groups(blocks[:, 2:] ^ 0x80, d, d * -128)
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
+def _q2_k(blocks: Tensor) -> Groups:
     """16 runs of 16 numbers, each run with a 4-bit scale and a 4-bit minimum."""
     scales, packed = blocks[:, :16], blocks[:, 16:80]
     d, m = _halves(blocks, 80), _halves(blocks, 82)
-    q = _bit_pairs(packed.reshape(-1, 2, 32)).view(-1, 16, 16).float()
+    q = _bit_pairs(packed.reshape(-1, 2, 32)).view(-1, 16)
     run_scale = d * (scales & 0x0F).float()
     run_minimum = m * (scales >> 4).float()
-    return q.mul_(run_scale.unsqueeze(-1)).sub_(run_minimum.unsqueeze(-1)).view(-1, 256)
+    return Groups(q, run_scale.view(-1, 1), run_minimum.view(-1, 1).neg_())
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
+def _q3_k(blocks: Tensor) -> Groups:
     """16 runs of 16 numbers with 6-bit signed scales; the numbers' third bits lie in a mask of their own."""
     mask, packed, scales = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
     low = _nibbles(scales[:, :8]).view(-1, 16)
     high = _bit_pairs(scales[:, 8:]).view(-1, 16)
-    run_scale = _halves(blocks, 108) * (low | (high << 4)).float().sub_(32)
+    run_scale = (_halves(blocks, 108) * (low | (high << 4)).float().sub_(32)).view(-1, 1)
     # Bit i of the mask belongs to the i-th run of 32; where it is not set, 4 is taken off.
     q = _bit_pairs(packed.reshape(-1, 2, 32)).view(-1, 8, 32) | (_bits(mask) << 2)
-    return q.float().sub_(4).view(-1, 16, 16).mul_(run_scale.unsqueeze(-1)).view(-1, 256)
+    return Groups(q.view(-1, 16), run_scale, run_scale * -4)
 
 
 def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,67 +146,57 @@ def _q4_k(blocks: Tensor) -> Groups:
     return Groups(q, run_scale.view(-1, 1), run_minimum.view(-1, 1).neg_())
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Tensor) -> Groups:
     """Like Q4_K, with the fifth bits of run i in bit i of 32 more bytes."""
     scales, minimums = _six_bit_scales(blocks[:, 4:16])
     run_scale, run_minimum = _halves(blocks, 0) * scales, _halves(blocks, 2) * minimums
     q = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | (_bits(blocks[:, 16:48]) << 4)
-    return q.float().mul_(run_scale.unsqueeze(-1)).sub_(run_minimum.unsqueeze(-1)).view(-1, 256)
+    return Groups(q.view(-1, 32), run_scale.view(-1, 1), run_minimum.view(-1, 1).neg_())
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor) -> Groups:
     """16 runs of 16 numbers with 8-bit scales; two halves of 128, each 4 bits here and 2 bits there."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
     high = _bit_pairs(blocks[:, 128:192].reshape(-1, 2, 32))
-    run_scale = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    q = (low | (high << 4)).view(-1, 16, 16)
-    return q.float().sub_(32).mul_(run_scale.unsqueeze(-1)).view(-1, 256)
+    run_scale = (_halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()).view(-1, 1)
+    return Groups((low | (high << 4)).view(-1, 16), run_scale, run_scale * -32)
 
 
 @lru_cache
 def _iq4_levels(device: torch.device) -> Tensor:
-    return torch.tensor(_IQ4_LEVELS, dtype=torch.float32, device=device)
+    """The sixteen levels, as codes of eight bits with 128 for 0."""
+    return torch.tensor(_IQ4_LEVELS, dtype=torch.int16, device=device).add_(128).to(torch.uint8)
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
+def _iq4_nl(blocks: Tensor) -> Groups:
     q = _nibbles(blocks[:, 2:]).view(-1, 32)
-    return _iq4_levels(blocks.device)[q.int()].mul_(_halves(blocks, 0))
+    d = _halves(blocks, 0)
+    return Groups(_iq4_levels(blocks.device)[q.int()], d, d * -128)
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
+def _iq4_xs(blocks: Tensor) -> Groups:
     """8 runs of 32 numbers with 6-bit signed scales: 4 bits in bytes 4–7, 2 bits in bytes 2–3."""
     low = _nibbles(blocks[:, 4:8]).transpose(-1, -2).reshape(-1, 8)
     high = _bit_pairs(blocks[:, 2:4]).transpose(-1, -2).reshape(-1, 8)
-    run_scale = _halves(blocks, 0) * (low | (high << 4)).float().sub_(32)
-    q = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).view(-1, 8, 32)
-    return _iq4_levels(blocks.device)[q.int()].mul_(run_scale.unsqueeze(-1)).view(-1, 256)
-
-
-def _grouped(kind: GGMLType, groups: Callable[[Tensor], Groups]) -> Quantisation:
-    def dequantise(blocks: Tensor) -> Tensor:
-        return groups(blocks).numbers().view(-1, kind.block_elements)
-
-    return Quantisation(kind.block_elements, kind.block_bytes, dequantise, groups, GROUPED_BITS[kind.name])
+    run_scale = (_halves(blocks, 0) * (low | (high << 4)).float().sub_(32)).view(-1, 1)
+    q = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).view(-1, 32)
+    return Groups(_iq4_levels(blocks.device)[q.int()], run_scale, run_scale * -128)
 
 
 QUANTISATIONS: Final[dict[str, Quantisation]] = {
-    kind.name: Quantisation(kind.block_elements, kind.block_bytes, dequantise)
-    for kind, dequantise in {
+    kind.name: Quantisation(kind.block_elements, kind.block_bytes, groups)
+    for kind, groups in {
+        GGMLType.Q4_0: _q4_0,
+        GGMLType.Q4_1: _q4_1,
         GGMLType.Q5_0: _q5_0,
         GGMLType.Q5_1: _q5_1,
+        GGMLType.Q8_0: _q8_0,
         GGMLType.Q2_K: _q2_k,
         GGMLType.Q3_K: _q3_k,
+        GGMLType.Q4_K: _q4_k,
         GGMLType.Q5_K: _q5_k,
         GGMLType.Q6_K: _q6_k,
         GGMLType.IQ4_NL: _iq4_nl,
         GGMLType.IQ4_XS: _iq4_xs,
     }.items()
-} | {
-    kind.name: _grouped(kind, groups)
-    for kind, groups in (
-        (GGMLType.Q4_0, _q4_0),
-        (GGMLType.Q4_1, _q4_1),
-        (GGMLType.Q4_K, _q4_k),
-        (GGMLType.Q8_0, _q8_0),
-    )
 }

@@ -1,0 +1,77 @@
+"""How a quantised matrix lies in a device's memory, and how many bytes it takes. Needs no torch.
+
+Every format becomes one of a few layouts: unsigned codes in one or two bit planes, and bfloat16 scales per group of
+columns. A weight is `scale · code + minimum`, or `scale · (code - zero)` where a group has no minimum of its own.
+
+The unit is eight columns of one row: 32 bits of a 4-bit plane, 16 bits of a 2-bit plane, 8 bits of a 1-bit plane. A
+chunk is 128 columns, sixteen units. Which columns share a unit follows from the operand that tensor cores read: unit
+4·t + v of a chunk holds, in the slot h·4 + j1·2 + j0, column 32·v + 16·j1 + 8·j0 + 2·t + h. So a thread's 16-byte load
+unpacks in registers to the very fragment it has to supply, and nothing passes through shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+UNIT: Final = 8
+CHUNK: Final = 128
+SCALED_COLUMNS: Final = 32
+"""Columns that one 32-bit word of scales serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The shape of codes and scales. Hashable: kernels are compiled for each."""
+
+    low_bits: int
+    """4 or 2: the plane with the codes' low bits."""
+    high_bits: int
+    """0, 1, 2 or 4: the plane with the bits above those; 0: there is none."""
+    group: int = 32
+    """Columns that share a scale: 32 or 16."""
+    zero: int | None = None
+    """The code that stands for 0; None: each group has a minimum. Only with groups of 16."""
+
+    @property
+    def bits(self) -> int:
+        return self.low_bits + self.high_bits
+
+    @property
+    def scale_words(self) -> int:
+        """32-bit words of scales per 32 columns: scale and minimum, or two scales, or two of the former."""
+        return 2 if self.group == 16 and self.zero is None else 1
+
+    def num_bytes(self, outputs: int, inputs: int) -> int:
+        """Of a matrix with `outputs` rows and `inputs` columns."""
+        columns = padded(inputs)
+        return outputs * (columns * self.bits // 8 + columns // SCALED_COLUMNS * self.scale_words * 4)
+
+
+def padded(inputs: int) -> int:
+    """Columns that are stored: whole chunks."""
+    return -(-inputs // CHUNK) * CHUNK
+
+
+Q2 = Layout(2, 0, group=16)
+Q3 = Layout(2, 1, group=16, zero=4)
+Q4 = Layout(4, 0)
+Q5 = Layout(4, 1)
+Q6 = Layout(4, 2, group=16, zero=32)
+Q8 = Layout(4, 4)
+
+GGML_LAYOUTS: Final = {
+    "Q2_K": Q2,
+    "Q3_K": Q3,
+    "Q4_0": Q4,
+    "Q4_1": Q4,
+    "Q4_K": Q4,
+    "Q5_0": Q5,
+    "Q5_1": Q5,
+    "Q5_K": Q5,
+    "Q6_K": Q6,
+    "Q8_0": Q8,
+    "IQ4_NL": Q8,
+    "IQ4_XS": Q8,
+}
+"""Of each quantised type of a GGUF file. The IQ4 types have uneven levels: they are stored as 8-bit integers."""

@@ -1,0 +1,125 @@
+"""From codes and scales to a packed matrix, and back: plain torch, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.quantised.layout import SCALED_COLUMNS, UNIT, Layout, padded
+from cortex.neuron.kernels.quantised.quantise import quantised
+
+_PLANE_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """[outputs, inputs] in the layout's planes. The tensors are allocated once and filled by `put`."""
+
+    layout: Layout
+    outputs: int
+    inputs: int
+    low: Tensor
+    """[outputs, units]"""
+    high: Tensor | None
+    """[outputs, units]"""
+    scales: Tensor
+    """[outputs, columns / 32 · scale words] int32, two bfloat16 numbers each"""
+    counters: Tensor
+    """[outputs] int32, all 0 between products: which parts of a sum are done"""
+
+    @property
+    def device(self) -> torch.device:
+        return self.low.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What holds the weights."""
+        return (self.low, self.scales) if self.high is None else (self.low, self.high, self.scales)
+
+    def put(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
+        """Fill rows from `first_row` on with `scale · code + minimum`.
+
+        code: [rows, inputs] uint8; scale and minimum: [rows, inputs / group] float32. Where the layout has a zero, the
+        minimum must be `-zero · scale`: it is not stored.
+        """
+        layout, rows = self.layout, slice(first_row, first_row + len(code))
+        columns = self.low.shape[1] * UNIT
+        units = _units(_pad(code, columns))
+        self.low[rows] = _plane(units & ((1 << layout.low_bits) - 1), layout.low_bits)
+        if self.high is not None:
+            self.high[rows] = _plane(units >> layout.low_bits, layout.high_bits)
+        groups = columns // layout.group
+        scale, minimum = _pad(scale, groups).bfloat16(), _pad(minimum, groups).bfloat16()
+        pairs = scale.view(-1, groups // 2, 2) if layout.zero is not None else torch.stack((scale, minimum), -1)
+        self.scales[rows] = pairs.contiguous().view(torch.int32).view(len(scale), -1)
+
+    def put_numbers(self, first_row: int, numbers: Tensor) -> None:
+        """Quantise dense rows and fill rows from `first_row` on with them. numbers: [rows, inputs]"""
+        self.put(first_row, *quantised(numbers, self.layout))
+
+
+def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device) -> PackedMatrix:
+    """Memory for a matrix, contents undefined until `put` has filled all rows."""
+    columns = padded(inputs)
+
+    def plane(bits: int) -> Tensor:
+        return torch.empty(outputs, columns // UNIT, dtype=_PLANE_TYPES[bits], device=device)
+
+    return PackedMatrix(
+        layout,
+        outputs,
+        inputs,
+        plane(layout.low_bits),
+        plane(layout.high_bits) if layout.high_bits else None,
+        torch.empty(outputs, columns // SCALED_COLUMNS * layout.scale_words, dtype=torch.int32, device=device),
+        torch.zeros(outputs, dtype=torch.int32, device=device),
+    )
+
+
+def unpacked(matrix: PackedMatrix, rows: Tensor | slice = slice(None)) -> Tensor:
+    """The rows' weights in float32, exactly as products see them before they round to bfloat16. → [rows, inputs]"""
+    layout = matrix.layout
+    code = _codes(matrix.low[rows], layout.low_bits)
+    if matrix.high is not None:
+        code |= _codes(matrix.high[rows], layout.high_bits) << layout.low_bits
+    scales = matrix.scales[rows].contiguous().view(torch.bfloat16).float()
+    grouped = code.view(len(code), -1, layout.group).float()
+    if layout.zero is not None:
+        numbers = (grouped - layout.zero) * scales[..., None]
+    else:
+        numbers = grouped * scales[:, 0::2, None] + scales[:, 1::2, None]
+    return numbers.view(len(code), -1)[:, : matrix.inputs]
+
+
+def _pad(tensor: Tensor, columns: int) -> Tensor:
+    missing = columns - tensor.shape[1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _units(code: Tensor) -> Tensor:
+    """[rows, columns] → [rows, units, 8], the slots of a unit last."""
+    chunks = code.view(len(code), -1, 4, 2, 2, 4, 2)  # chunk, v, j1, j0, t, h
+    return chunks.permute(0, 1, 5, 2, 6, 3, 4).reshape(len(code), -1, UNIT)  # chunk, t, v, (h, j1, j0)
+
+
+def _columns(units: Tensor) -> Tensor:
+    """The inverse of `_units`."""
+    slots = units.view(len(units), -1, 4, 4, 2, 2, 2)  # chunk, t, v, h, j1, j0
+    return slots.permute(0, 1, 3, 5, 6, 2, 4).reshape(len(units), -1)
+
+
+def _plane(units: Tensor, bits: int) -> Tensor:
+    """[rows, units, 8] of numbers of `bits` bits → [rows, units] words."""
+    word = torch.zeros(units.shape[:2], dtype=torch.int32, device=units.device)
+    for slot in range(UNIT):
+        word |= units[..., slot].int() << (slot * bits)
+    return word.to(_PLANE_TYPES[bits])
+
+
+def _codes(plane: Tensor, bits: int) -> Tensor:
+    """[rows, units] words → [rows, columns] uint8."""
+    shifts = torch.arange(0, UNIT * bits, bits, dtype=torch.int32, device=plane.device)
+    units = (plane.int()[..., None] >> shifts) & ((1 << bits) - 1)
+    return _columns(units.to(torch.uint8))

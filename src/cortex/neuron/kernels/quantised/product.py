@@ -1,0 +1,348 @@
+"""Products with packed matrices.
+
+Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them in registers into the left operand of a
+tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),
+so that every processor has work: the program that finishes last adds the parts in a fixed order.
+
+Large batches: a stretch of the matrix is unpacked into a scratch buffer that stays in the L2 cache, and the library
+multiplies with that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import (
+    INTERPRETED,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_kernels,
+    jit,
+    launch_options,
+    num_processors,
+    tl,
+    triton,
+)
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.packing import PackedMatrix, unpacked
+from cortex.neuron.kernels.quantised.unpack import unpack_ptx, unpack_units
+
+MAX_SMALL_ROWS = 64
+"""With more rows the library is faster, by measurements."""
+_SCRATCH_BYTES = 32 << 20
+
+
+class Tiles(NamedTuple):
+    """How a product is cut into programs."""
+
+    outputs: int
+    chunks: int
+    """Of 128 columns, at a time."""
+    warps: int
+    stages: int
+    split: int
+    """Programs that share the columns of one row."""
+
+
+def packed_product(
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """out = x Wᵀ + bias + residual. x: [rows, inputs]; out and residual: [rows, outputs], maybe columns of more.
+
+    `out` may be `residual` itself.
+    """
+    if not has_kernels(x):
+        out.copy_(packed_product_reference(x, matrix, bias, residual))
+    elif len(x) <= MAX_SMALL_ROWS:
+        _small_batch(x, matrix, out, bias, residual)
+    else:
+        _large_batch(x, matrix, out, bias, residual)
+
+
+def packed_product_reference(x: Tensor, matrix: PackedMatrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    y = F.linear(x.float(), unpacked(matrix), None if bias is None else bias.float())
+    return (y if residual is None else y + residual.float()).to(x.dtype)
+
+
+def packed_rows(matrix: PackedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix's rows of these numbers, as an embedding looks them up. rows: [tokens] → [tokens, inputs]"""
+    if not has_kernels(rows):
+        return unpacked(matrix, rows).to(dtype)
+    out = torch.empty(len(rows), matrix.inputs, dtype=dtype, device=rows.device)
+    _dequantise(matrix, rows, 0, len(rows), out)
+    return out
+
+
+def dequantise(matrix: PackedMatrix, first_row: int, num_rows: int, out: Tensor) -> None:
+    """A stretch of the matrix's rows. out: [num_rows, inputs], contiguous"""
+    _dequantise(matrix, None, first_row, num_rows, out)
+
+
+def _dequantise(matrix: PackedMatrix, rows: Tensor | None, first_row: int, num_rows: int, out: Tensor) -> None:
+    block_out, warps = 16, 1
+    _dequantise_kernel[(triton.cdiv(num_rows, block_out), matrix.low.shape[1] // 16)](
+        matrix.low,
+        matrix.low if matrix.high is None else matrix.high,
+        matrix.scales,
+        rows,
+        out,
+        first_row,
+        num_rows,
+        GATHER=rows is not None,
+        INPUTS=matrix.inputs,
+        CHUNKS=matrix.low.shape[1] // 16,
+        BLOCK_OUT=block_out,
+        WARPS=warps,
+        num_warps=warps,
+        **_layout_options(matrix.layout),
+    )
+
+
+def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    stretch = max(256, _SCRATCH_BYTES // (2 * matrix.inputs) // 256 * 256)
+    scratch = torch.empty(min(stretch, matrix.outputs), matrix.inputs, dtype=x.dtype, device=x.device)
+    for start in range(0, matrix.outputs, stretch):
+        end = min(start + stretch, matrix.outputs)
+        weight = scratch[: end - start]
+        dequantise(matrix, start, end - start, weight)
+        part = out[:, start:end]
+        if residual is not None:
+            torch.addmm(residual[:, start:end], x, weight.t(), out=part)
+        else:
+            torch.mm(x, weight.t(), out=part)
+    if bias is not None:
+        out.add_(bias)
+
+
+def _small_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    rows, inputs = x.shape
+    tiles = small_batch_tiles(rows, matrix.low.shape[1] // 16, matrix.outputs, num_processors(x.device))
+    partial = out
+    if tiles.split > 1:
+        partial = torch.empty(tiles.split * rows * matrix.outputs, dtype=torch.float32, device=x.device)
+    _small_batch_kernel[(triton.cdiv(matrix.outputs, tiles.outputs), tiles.split)](
+        x,
+        matrix.low,
+        matrix.low if matrix.high is None else matrix.high,
+        matrix.scales,
+        bias,
+        residual,
+        out,
+        partial,
+        matrix.counters,
+        rows,
+        matrix.outputs,
+        out.stride(0),
+        0 if residual is None else residual.stride(0),
+        INPUTS=inputs,
+        CHUNKS=matrix.low.shape[1] // 16,
+        ROWS=max(16, triton.next_power_of_2(rows)),
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        BLOCK_OUT=tiles.outputs,
+        BLOCK_CHUNKS=tiles.chunks,
+        WARPS=tiles.warps,
+        SPLIT=tiles.split,
+        STAGES=tiles.stages,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **_layout_options(matrix.layout),
+        **launch_options(x.device),
+    )
+
+
+def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int) -> Tiles:
+    """The fastest of a sweep on Hopper."""
+    if rows > 32 and outputs >= 128 * processors:
+        return Tiles(128, 1, warps=4, stages=4, split=1)
+    programs = -(-outputs // 64)
+    split = 1
+    while programs * split < 4 * processors and split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
+        split *= 2
+    return Tiles(64, 1, warps=4, stages=5, split=split)
+
+
+def _layout_options(layout: Layout) -> dict[str, object]:
+    return {
+        "LOW_BITS": layout.low_bits,
+        "HIGH_BITS": layout.high_bits,
+        "GROUP": layout.group,
+        "ZERO": -1 if layout.zero is None else layout.zero,
+        "SCALE_WORDS": layout.scale_words,
+        "PTX": "" if INTERPRETED else unpack_ptx(layout),
+    }
+
+
+@jit
+def _operand(
+    low,
+    high,
+    scales,
+    row,
+    start,
+    CHUNKS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Weights of matrix rows `row` in BLOCK_CHUNKS chunks from `start` on. → [BLOCK_OUT, 128 · BLOCK_CHUNKS] bfloat16
+
+    The rows come out in another order (`_operand_row`): a warp loads eight rows at a time and multiplies sixteen.
+    """
+    unit = tl.arange(0, BLOCK_CHUNKS * 16)
+    where = row[:, None] * (CHUNKS * 16) + start * 16 + unit[None, :]
+    word = tl.load(low + where).to(tl.int32)
+    above = word
+    if HIGH_BITS > 0:
+        above = tl.load(high + where).to(tl.int32)
+    group = (unit // 16) * 4 + unit % 4
+    scale = scales + (row[:, None] * (CHUNKS * 4) + start * 4 + group[None, :]) * SCALE_WORDS
+    scale_0 = tl.load(scale)
+    scale_1 = scale_0
+    if SCALE_WORDS == 2:
+        scale_1 = tl.load(scale + 1)
+    weights = unpack_units(word, above, scale_0, scale_1, LOW_BITS, HIGH_BITS, GROUP, ZERO, PTX)
+    repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
+    weights = tl.reshape(weights, (repeats, WARPS, 8, BLOCK_CHUNKS, 4, 4, 2, 2, 2))  # …, chunk, t, v, h, j0, j1
+    weights = tl.permute(weights, (1, 0, 2, 3, 5, 8, 7, 4, 6))  # …, chunk, v, j1, j0, t, h
+    return tl.reshape(weights, (BLOCK_OUT, BLOCK_CHUNKS * 128))
+
+
+@jit
+def _operand_row(BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
+    """Which of the loaded rows each row of the operand is."""
+    repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
+    loaded = tl.reshape(tl.arange(0, BLOCK_OUT), (repeats, WARPS, 8))
+    return tl.reshape(tl.permute(loaded, (1, 0, 2)), (BLOCK_OUT,))
+
+
+@jit(do_not_specialize=["rows"])
+def _small_batch_kernel(
+    x,
+    low,
+    high,
+    scales,
+    bias,
+    residual,
+    out,
+    partial,
+    counters,
+    rows,
+    outputs,
+    out_stride,
+    residual_stride,
+    INPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per BLOCK_OUT rows of the matrix and one of SPLIT stretches of its columns, all rows of x."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    block = tl.program_id(0)
+    part = tl.program_id(1)
+    loaded = tl.minimum(block * BLOCK_OUT + tl.arange(0, BLOCK_OUT), outputs - 1).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    row_inside = row < rows
+    per_part: tl.constexpr = CHUNKS // SPLIT
+    column = tl.arange(0, BLOCK_CHUNKS * 128)
+    source = x + row[None, :] * INPUTS + column[:, None]
+    total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    for start in tl.range(part * per_part, (part + 1) * per_part, BLOCK_CHUNKS, num_stages=STAGES):
+        weights = _operand(
+            low, high, scales, loaded, start,
+            CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, SCALE_WORDS, PTX,
+        )  # fmt: skip
+        if INPUTS % (BLOCK_CHUNKS * 128) == 0:
+            inside = row_inside[None, :]
+        else:
+            inside = row_inside[None, :] & (start * 128 + column < INPUTS)[:, None]
+        values = tl.load(source + start * 128, mask=inside, other=0.0)  # [in, rows]
+        total = tl.dot(weights.to(values.dtype), values, total)
+    output = block * BLOCK_OUT + _operand_row(BLOCK_OUT, WARPS)
+    inside = (output < outputs)[:, None] & row_inside[None, :]
+    is_last = True
+    if SPLIT > 1:
+        place = row[None, :] * outputs + output[:, None]
+        tl.store(partial + part * rows * outputs + place, total, mask=inside)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLIT - 1
+        if is_last:
+            total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+            for other in tl.static_range(SPLIT):
+                stretch = partial + other * rows * outputs
+                total += tl.load(stretch + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(counters + block, 0)
+    if is_last:
+        if BIAS:
+            total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        if RESIDUAL:
+            before = residual + row[None, :] * residual_stride + output[:, None]
+            total += tl.load(before, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row[None, :] * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit(do_not_specialize=["first_row", "num_rows"])
+def _dequantise_kernel(
+    low,
+    high,
+    scales,
+    rows,
+    out,
+    first_row,
+    num_rows,
+    GATHER: tl.constexpr,
+    INPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    WARPS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """One program per BLOCK_OUT rows and one chunk of 128 columns. GATHER: those that `rows` names."""
+    block = tl.program_id(0) * BLOCK_OUT
+    chunk = tl.program_id(1)
+    loaded = tl.minimum(block + tl.arange(0, BLOCK_OUT), num_rows - 1).to(tl.int64)
+    loaded = tl.load(rows + loaded).to(tl.int64) if GATHER else first_row + loaded
+    weights = _operand(
+        low, high, scales, loaded, chunk,
+        CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, SCALE_WORDS, PTX,
+    )  # fmt: skip
+    output = block + _operand_row(BLOCK_OUT, WARPS)
+    column = chunk * 128 + tl.arange(0, 128)
+    inside = (output < num_rows)[:, None] & (column < INPUTS)[None, :]
+    tl.store(
+        out + output.to(tl.int64)[:, None] * INPUTS + column[None, :], weights.to(out.dtype.element_ty), mask=inside
+    )

@@ -1,0 +1,42 @@
+"""What `quant` may say about dense weights that are quantised as they are loaded. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from cortex.neuron.kernels.quantised.layout import Q4, Q5, Q6, Q8, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Layouts for a model's matrices."""
+
+    name: str
+    matrices: Layout
+    ends: Layout
+    """Of the embedding and the output head, where few bits cost the most quality."""
+
+    def layout_of(self, tensor: str) -> Layout:
+        """By the tensor's name in the checkpoint."""
+        return self.ends if "embed_tokens" in tensor or tensor.startswith("lm_head") else self.matrices
+
+
+RECIPES: Final = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("q4_k", Q4, Q6),
+        Recipe("q5_k", Q5, Q6),
+        Recipe("q6_k", Q6, Q6),
+        Recipe("q8_0", Q8, Q8),
+    )
+}
+_BY_BITS: Final = {4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
+_SPELLING: Final = re.compile(r"(?:q|int)?([4568])(?:_?bits?|_?[01k])?(?:_?(?:xs|s|m|l|xl))?")
+
+
+def recipe_of(quant: str) -> Recipe | None:
+    """The recipe that a spelling means (`q4`, `Q4_K_M`, `q6k`, `int8`, …); None when there is none."""
+    match = _SPELLING.fullmatch(quant.strip().lower().replace("-", "_"))
+    return RECIPES[_BY_BITS[int(match[1])]] if match else None

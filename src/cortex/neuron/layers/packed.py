@@ -1,0 +1,42 @@
+"""Projections of one input whose weights stay quantised in memory. Each may be in a format of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.quantised.one_row import one_row_product
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
+from cortex.neuron.kernels.quantised.product import packed_product
+from cortex.neuron.layers.norm import RMSNorm
+
+
+class PackedProjections:
+    """`y = norm(x) Wᵀ + b + residual` over matrices that lie below one another."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
+        self.matrices = matrices
+        self.outputs = sum(matrix.outputs for matrix in matrices)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
+        """x: [tokens, in] → [tokens, out]"""
+        fuses_norm = len(x) == 1 and has_kernels(x)
+        if norm is not None and not fuses_norm:
+            x = norm(x)
+        x = x.contiguous()
+        out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
+        first = 0
+        for matrix in self.matrices:
+            rows = slice(first, first + matrix.outputs)
+            first += matrix.outputs
+            part_bias = None if bias is None else bias[rows]
+            part_residual = None if residual is None else residual[:, rows]
+            if fuses_norm:
+                weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+                one_row_product(x, matrix, out[:, rows], part_bias, weight, eps, part_residual)
+            else:
+                packed_product(x, matrix, out[:, rows], part_bias, part_residual)
+        return out

@@ -1,0 +1,127 @@
+"""Packed matrices: what is packed comes back, and products agree with the dequantised matrix."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from cortex.neuron.kernels.jit import INTERPRETED
+from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.one_row import one_row_product
+from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
+from cortex.neuron.kernels.quantised.product import (
+    dequantise,
+    packed_product,
+    packed_product_reference,
+    packed_rows,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter multiplies no bfloat16
+LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8]
+
+
+class Codes(NamedTuple):
+    code: torch.Tensor
+    scale: torch.Tensor
+    minimum: torch.Tensor
+
+
+def random_codes(layout: Layout, rows: int, columns: int) -> Codes:
+    groups = columns // layout.group
+    code = torch.randint(0, 1 << layout.bits, (rows, columns), dtype=torch.uint8, device=DEVICE)
+    scale = (torch.randn(rows, groups, device=DEVICE) / (1 << layout.bits)).bfloat16().float()
+    minimum = (torch.randn(rows, groups, device=DEVICE)).bfloat16().float()
+    if layout.zero is not None:
+        minimum = -layout.zero * scale
+    return Codes(code, scale, minimum)
+
+
+def dense(codes: Codes, layout: Layout) -> torch.Tensor:
+    grouped = codes.code.view(len(codes.code), -1, layout.group).float()
+    return (grouped * codes.scale[..., None] + codes.minimum[..., None]).flatten(1)
+
+
+def random_matrix(layout: Layout, outputs: int, inputs: int) -> PackedMatrix:
+    matrix = empty_matrix(layout, outputs, inputs, DEVICE)
+    matrix.put(0, *random_codes(layout, outputs, inputs))
+    return matrix
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize("inputs", [32, 128, 160, 384])
+def test_unpacked_matrix_equals_codes_times_scales(layout: Layout, inputs: int) -> None:
+    codes = random_codes(layout, 24, inputs)
+    matrix = empty_matrix(layout, 24, inputs, DEVICE)
+    matrix.put(0, *(part[:16] for part in codes))
+    matrix.put(16, *(part[16:] for part in codes))
+    torch.testing.assert_close(unpacked(matrix), dense(codes, layout), rtol=1e-6, atol=1e-6)
+    rows = torch.tensor([5, 17, 5], device=DEVICE)
+    torch.testing.assert_close(unpacked(matrix, rows), unpacked(matrix)[rows], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+def test_num_bytes_is_what_the_tensors_take(layout: Layout) -> None:
+    matrix = empty_matrix(layout, 48, 160, DEVICE)
+    assert layout.num_bytes(48, 160) == sum(tensor.numel() * tensor.element_size() for tensor in matrix.tensors)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 160), (96, 512)])
+def test_dequantised_rows_equal_the_reference(layout: Layout, outputs: int, inputs: int) -> None:
+    matrix = random_matrix(layout, outputs, inputs)
+    out = torch.full((outputs - 7, inputs), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    dequantise(matrix, 3, outputs - 7, out)
+    torch.testing.assert_close(out, unpacked(matrix)[3:-4].bfloat16(), rtol=0.01, atol=1e-3)
+    tokens = torch.randint(0, outputs, (19,), device=DEVICE)
+    looked_up = packed_rows(matrix, tokens, torch.bfloat16)
+    torch.testing.assert_close(looked_up, unpacked(matrix)[tokens].bfloat16(), rtol=0.01, atol=1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize("rows", [1, 3, 17, 70])
+@pytest.mark.parametrize(("outputs", "inputs"), [(72, 160), (130, 1024)])
+def test_product_agrees_with_the_dequantised_matrix(layout: Layout, rows: int, outputs: int, inputs: int) -> None:
+    matrix = random_matrix(layout, outputs, inputs)
+    x = torch.randn(rows, inputs, device=DEVICE).to(KIND)
+    bias = torch.randn(outputs, device=DEVICE).to(KIND)
+    residual = torch.randn(rows, outputs, device=DEVICE).to(KIND)
+    wide = torch.full((rows, outputs + 24), torch.nan, dtype=KIND, device=DEVICE)
+    for _ in range(2):  # the second finds the counters as the first left them
+        packed_product(x, matrix, wide[:, 8 : 8 + outputs], bias, residual)
+        torch.testing.assert_close(
+            wide[:, 8 : 8 + outputs].float(),
+            packed_product_reference(x, matrix, bias, residual).float(),
+            rtol=0.02,
+            atol=0.02 * inputs**0.5,
+        )
+    assert wide[:, :8].isnan().all()
+    assert wide[:, 8 + outputs :].isnan().all()
+    assert not matrix.counters.any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize(("outputs", "inputs"), [(72, 160), (21, 1024), (40, 2560), (16, 12288)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_one_row_agrees_with_the_dequantised_matrix(layout: Layout, outputs: int, inputs: int, has_norm: bool) -> None:
+    matrix = random_matrix(layout, outputs, inputs)
+    x = torch.randn(1, inputs, device=DEVICE).to(KIND)
+    norm_weight = torch.rand(inputs, device=DEVICE).to(KIND) if has_norm else None
+    bias = torch.randn(outputs, device=DEVICE).to(KIND)
+    residual = torch.randn(1, outputs, device=DEVICE).to(KIND)
+    out = torch.full((1, outputs), torch.nan, dtype=KIND, device=DEVICE)
+    one_row_product(x, matrix, out, bias, norm_weight, 1e-6, residual)
+    value = x.float()
+    if norm_weight is not None:
+        value = torch.nn.functional.rms_norm(value, (inputs,), norm_weight.float(), 1e-6)
+    expected = value @ unpacked(matrix).t() + bias.float() + residual.float()
+    torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=2e-3 * inputs**0.5)

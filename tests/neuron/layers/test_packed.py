@@ -1,0 +1,108 @@
+"""Layers over packed weights give what layers over the same weights in dense form give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
+from cortex.neuron.layers.embedding import Embedding, Head
+from cortex.neuron.layers.linear import GatedLinear, Linear
+from cortex.neuron.layers.norm import RMSNorm
+from cortex.neuron.layers.parameters import PackingOffer, Parameters
+
+CPU = torch.device("cpu")
+INPUTS = 160
+
+
+def filled(layouts_by_name: Mapping[str, Layout]) -> Parameters:
+    return Parameters(CPU, torch.float32, packing=PackingOffer(layouts_by_name))
+
+
+def fill(parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Random weights everywhere; the packed ones by name, as they came out of quantisation."""
+    torch.manual_seed(0)
+    dense: dict[str, torch.Tensor] = {}
+    for binding in parameters.bindings:
+        binding.destination.normal_()
+    for binding in parameters.packed_bindings:
+        rows = slice(binding.first_row, binding.first_row + binding.num_rows)
+        binding.matrix.put_numbers(binding.first_row, torch.randn(binding.num_rows, binding.matrix.inputs))
+        dense[binding.source] = unpacked(binding.matrix)[rows]
+    return dense
+
+
+def test_projections_of_mixed_formats_equal_the_dense_product() -> None:
+    parameters = filled({"q.weight": layouts.Q4, "k.weight": layouts.Q4, "v.weight": layouts.Q6})
+    norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
+    linear = Linear(parameters, INPUTS, {"q": 48, "k": 16, "v": 16}, bias=True)
+    dense = fill(parameters)
+    assert linear.packed is not None
+    assert [matrix.outputs for matrix in linear.packed.matrices] == [64, 16]
+    x, residual = torch.randn(3, INPUTS), torch.randn(3, 80)
+    weight = torch.cat([dense[f"{name}.weight"] for name in "qkv"])
+    expected = torch.nn.functional.linear(norm(x), weight, linear.bias) + residual
+    torch.testing.assert_close(linear(x, norm=norm, residual=residual.clone()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_projection_that_is_not_offered_makes_all_of_them_dense() -> None:
+    linear = Linear(filled({"q.weight": layouts.Q4}), INPUTS, {"q": 48, "k": 16})
+    assert linear.packed is None
+    assert linear.weight.shape == (64, INPUTS)
+
+
+def test_gated_projections_equal_the_dense_product() -> None:
+    parameters = filled({"gate.weight": layouts.Q5, "up.weight": layouts.Q8})
+    norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
+    gated = GatedLinear(parameters, INPUTS, 32, "gate", "up")
+    dense = fill(parameters)
+    x = torch.randn(2, INPUTS)
+    gate, up = (torch.nn.functional.linear(norm(x), dense[f"{name}.weight"]) for name in ("gate", "up"))
+    torch.testing.assert_close(gated(x, norm=norm), torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-3)
+
+
+def test_tied_head_multiplies_with_the_packed_embedding() -> None:
+    parameters = filled({"embed.weight": layouts.Q8})
+    norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
+    embedding = Embedding(parameters, 40, INPUTS, "embed.weight")
+    head = Head(parameters, 40, INPUTS, "lm_head", embedding)
+    weight = fill(parameters)["embed.weight"]
+    tokens = torch.tensor([3, 39, 3])
+    torch.testing.assert_close(embedding(tokens), weight[tokens], rtol=0, atol=0)
+    hidden = torch.randn(2, INPUTS)
+    torch.testing.assert_close(head.logits(hidden, norm), norm(hidden) @ weight.t(), rtol=1e-4, atol=1e-3)
+    assert parameters.num_bytes == layouts.Q8.num_bytes(40, INPUTS) + INPUTS * 4
+
+
+def test_storages_hold_packed_weights_once() -> None:
+    parameters = filled({"q.weight": layouts.Q6, "k.weight": layouts.Q6})
+    Linear(parameters, INPUTS, {"q": 32, "k": 16})
+    total = sum(storage.nbytes() for storage in parameters.storages())
+    assert total == layouts.Q6.num_bytes(48, INPUTS)
+
+
+def formats() -> Iterator[tuple[Layout, float]]:
+    """Each layout and the relative error that its bits allow for normally distributed weights."""
+    yield from zip(
+        (layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8),
+        (0.35, 0.22, 0.09, 0.045, 0.025, 0.007),
+        strict=True,
+    )
+
+
+@pytest.mark.parametrize(("layout", "bound"), formats(), ids=lambda value: f"{getattr(value, 'bits', value)}")
+def test_quantisation_error_is_what_the_bits_allow(layout: Layout, bound: float) -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(64, 256)
+    numbers[0] = 0.0
+    numbers[1] = 0.25
+    matrix = empty_matrix(layout, 64, 256, CPU)
+    matrix.put_numbers(0, numbers)
+    error = (unpacked(matrix) - numbers).norm() / numbers.norm()
+    assert bound / 4 < error < bound
+    assert not unpacked(matrix)[0].any()
+    assert unpacked(matrix).isfinite().all()

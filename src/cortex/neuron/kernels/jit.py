@@ -38,6 +38,11 @@ def _leave(function: Any = None, **_: Any) -> Any:
 jit: Callable[..., Any] = triton.jit if TRITON else _leave
 
 
+def constant(value: Any) -> Any:
+    """A module's value that kernels may read."""
+    return tl.constexpr(value) if TRITON else value
+
+
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels run where `x` lives: on a GPU, or anywhere under Triton's interpreter, as their tests do."""
     return x.is_cuda or INTERPRETED
@@ -62,6 +67,7 @@ def num_processors(device: torch.device) -> int:
 
 __all__ = [
     "TRITON",
+    "constant",
     "gdc_launch_dependents",
     "gdc_wait",
     "has_kernels",

@@ -91,7 +91,9 @@ class GatedLinear:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm) -> Tensor:
         """x: [tokens, in] → [tokens, out]"""
-        is_plain = self.gate_up.bias is None and self.gate_up.packed is None
-        if is_plain and has_kernels(x) and beats_library(*x.shape):
+        packed = self.gate_up.packed
+        if packed is not None and self.gate_up.bias is None and (out := packed.gated(x, norm)) is not None:
+            return out
+        if packed is None and self.gate_up.bias is None and has_kernels(x) and beats_library(*x.shape):
             return gated_matvec(x, self.gate_up.weight, norm.weight, norm.eps)
         return silu_mul(self.gate_up(x, norm=norm))

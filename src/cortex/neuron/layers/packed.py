@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import has_kernels
-from cortex.neuron.kernels.quantised.one_row import one_row_product
+from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.product import packed_product
 from cortex.neuron.layers.norm import RMSNorm
@@ -39,4 +39,12 @@ class PackedProjections:
                 one_row_product(x, matrix, out[:, rows], part_bias, weight, eps, part_residual)
             else:
                 packed_product(x, matrix, out[:, rows], part_bias, part_residual)
+        return out
+
+    def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` in one pass; None where there is none: several rows, or two formats."""
+        if len(x) != 1 or len(self.matrices) != 1 or not has_kernels(x):
+            return None
+        out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)
+        gated_one_row_product(x.contiguous(), self.matrices[0], out, norm.weight, norm.eps)
         return out

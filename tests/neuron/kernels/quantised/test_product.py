@@ -10,7 +10,7 @@ import torch
 from cortex.neuron.kernels.jit import INTERPRETED
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.one_row import one_row_product
+from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix, unpacked
 from cortex.neuron.kernels.quantised.product import (
     dequantise,
@@ -125,3 +125,17 @@ def test_one_row_agrees_with_the_dequantised_matrix(layout: Layout, outputs: int
         value = torch.nn.functional.rms_norm(value, (inputs,), norm_weight.float(), 1e-6)
     expected = value @ unpacked(matrix).t() + bias.float() + residual.float()
     torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=2e-3 * inputs**0.5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", [layouts.Q4, layouts.Q6, layouts.Q8], ids=lambda layout: f"{layout.bits}bit")
+@pytest.mark.parametrize(("outputs", "inputs"), [(36, 160), (10, 1024)])
+def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, outputs: int, inputs: int) -> None:
+    matrix = random_matrix(layout, 2 * outputs, inputs)
+    x = torch.randn(1, inputs, device=DEVICE).to(KIND)
+    norm_weight = torch.rand(inputs, device=DEVICE).to(KIND)
+    out = torch.full((1, outputs), torch.nan, dtype=KIND, device=DEVICE)
+    gated_one_row_product(x, matrix, out, norm_weight, 1e-6)
+    value = torch.nn.functional.rms_norm(x.float(), (inputs,), norm_weight.float(), 1e-6)
+    gate, up = (value @ unpacked(matrix).t()).chunk(2, dim=-1)
+    torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=4e-3 * inputs)

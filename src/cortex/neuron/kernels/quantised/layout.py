@@ -3,10 +3,11 @@
 Every format becomes one of a few layouts: unsigned codes in one or two bit planes, and bfloat16 scales per group of
 columns. A weight is `scale · code + minimum`, or `scale · (code - zero)` where a group has no minimum of its own.
 
-The unit is eight columns of one row: 32 bits of a 4-bit plane, 16 bits of a 2-bit plane, 8 bits of a 1-bit plane. A
-chunk is 128 columns, sixteen units. Which columns share a unit follows from the operand that tensor cores read: unit
-4·t + v of a chunk holds, in the slot h·4 + j1·2 + j0, column 32·v + 16·j1 + 8·j0 + 2·t + h. So a thread's 16-byte load
-unpacks in registers to the very fragment it has to supply, and nothing passes through shared memory.
+The unit is eight columns of one row: 32 bits of a 4-bit plane, 16 bits of a 2-bit plane, 8 bits of a 1-bit plane. Codes
+of eight bits take two planes of 32 bits. A chunk is 128 columns, sixteen units. Which columns share a unit follows from
+the operand that tensor cores read: unit 4·t + v of a chunk holds, in the slot h·4 + j1·2 + j0, column
+32·v + 16·j1 + 8·j0 + 2·t + h. So a thread's 16-byte load unpacks in registers to the very fragment it has to supply,
+and nothing passes through shared memory.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Layout:
     """The shape of codes and scales. Hashable: kernels are compiled for each."""
 
     low_bits: int
-    """4 or 2: the plane with the codes' low bits."""
-    high_bits: int
-    """0, 1, 2 or 4: the plane with the bits above those; 0: there is none."""
+    """8, 4 or 2: the plane with the codes' low bits. 8: both planes hold whole codes, of even and of odd j."""
+    high_bits: int = 0
+    """0, 1 or 2: the plane with the bits above those."""
     group: int = 32
     """Columns that share a scale: 32 or 16."""
     zero: int | None = None
@@ -53,12 +54,12 @@ def padded(inputs: int) -> int:
     return -(-inputs // CHUNK) * CHUNK
 
 
-Q2 = Layout(2, 0, group=16)
+Q2 = Layout(2, group=16)
 Q3 = Layout(2, 1, group=16, zero=4)
-Q4 = Layout(4, 0)
+Q4 = Layout(4)
 Q5 = Layout(4, 1)
 Q6 = Layout(4, 2, group=16, zero=32)
-Q8 = Layout(4, 4)
+Q8 = Layout(8)
 
 GGML_LAYOUTS: Final = {
     "Q2_K": Q2,

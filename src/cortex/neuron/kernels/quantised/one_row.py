@@ -1,7 +1,7 @@
 """A packed matrix times one vector: what a single stream's decode step is made of.
 
 Its time goes into the bytes of the matrix and, close behind, into the instructions that unpack it. So codes are not
-converted to numbers: a code OR-ed into the mantissa of 1.0 is 1 + code · 2⁻ᵏ, which is multiplied as it stands, and the
+converted to numbers: a code put into the mantissa of 1.0 is 1 + code · 2⁻¹⁵, which is multiplied as it stands, and the
 sum of the ones is subtracted once per unit. The norm before and the addition after are part of the same pass.
 """
 
@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.jit import (
+    INTERPRETED,
+    constant,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch_options,
+    tl,
+    triton,
+)
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 
 
@@ -43,19 +52,38 @@ def one_row_product(
     residual: Tensor | None,
 ) -> None:
     """out = norm(x) Wᵀ + bias + residual. x: [1, inputs]; out and residual: [1, outputs]"""
+    _launch(x, matrix, out, bias, norm_weight, eps, residual, gated=False)
+
+
+def gated_one_row_product(x: Tensor, gate_up: PackedMatrix, out: Tensor, norm_weight: Tensor, eps: float) -> None:
+    """out = silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [1, inputs]; gate_up: [2 · outputs, inputs]; out: [1, outputs]"""
+    _launch(x, gate_up, out, None, norm_weight, eps, None, gated=True)
+
+
+def _launch(
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    *,
+    gated: bool,
+) -> None:
     layout, chunks = matrix.layout, matrix.low.shape[1] // 16
     tiles = one_row_tiles(chunks, matrix.outputs)
     paired = x.dtype == torch.bfloat16
     _one_row_kernel[(triton.cdiv(matrix.outputs, tiles.outputs),)](
         x.view(torch.int32) if paired else x,
         matrix.low,
-        matrix.low if matrix.high is None else matrix.high,
+        matrix.high,
         matrix.scales,
         bias,
         norm_weight if norm_weight is None or not paired else norm_weight.view(torch.int32),
         residual,
         out,
-        matrix.outputs,
+        matrix.outputs // 2 if gated else matrix.outputs,
         eps,
         INPUTS=matrix.inputs,
         CHUNKS=chunks,
@@ -63,6 +91,7 @@ def one_row_product(
         BIAS=bias is not None,
         NORM=norm_weight is not None,
         RESIDUAL=residual is not None,
+        GATED=gated,
         LOW_BITS=layout.low_bits,
         HIGH_BITS=layout.high_bits,
         GROUP=layout.group,
@@ -76,9 +105,8 @@ def one_row_product(
     )
 
 
-_FIELD_PTX = "{{\n .reg .b32 one;\n mov.b32 one, 0x3F800000;\n lop3.b32 $0, $1, {mask:#x}, one, 0xEA;\n}}\n"
-_HIGH_FIELD = tl.constexpr(_FIELD_PTX.format(mask=0xF0000)) if tl is not None else ""
-_LOW_FIELD = tl.constexpr(_FIELD_PTX.format(mask=0xF000)) if tl is not None else ""
+_CODE_PTX = "prmt.b32 $0, $1, $2, 0x76{byte}4;"
+_CODE_0, _CODE_1, _CODE_2, _CODE_3 = (constant(_CODE_PTX.format(byte=byte)) for byte in range(4))
 
 
 @jit
@@ -99,6 +127,7 @@ def _one_row_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -109,17 +138,32 @@ def _one_row_kernel(
     PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per BLOCK_OUT rows of the matrix. The first tile is on its way before the vector is there."""
+    """One program per BLOCK_OUT rows of the matrix. The first tile is on its way before the vector is there.
+
+    GATED: the matrix has twice `outputs` rows, the gate's first; a program takes as many of either.
+    """
     if OVERLAP:
         gdc_launch_dependents()
-    row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    one = 0x3F800000 + (
+        outputs >> 30
+    )  # computed, so that it stays in a register: a constant would be fetched each time
+    if GATED:
+        half: tl.constexpr = BLOCK_OUT // 2
+        tile = tl.arange(0, BLOCK_OUT)
+        line = tl.minimum(tl.program_id(0) * half + tile % half, outputs - 1) + tile // half * outputs
+        row = tl.program_id(0) * half + tl.arange(0, half)
+    else:
+        row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        line = tl.minimum(row, outputs - 1)
     row_inside = row < outputs
-    line = tl.minimum(row, outputs - 1).to(tl.int64)[:, None]
+    line = line.to(tl.int64)[:, None]
     unit = tl.arange(0, BLOCK_CHUNKS * 16)[None, :]
     where = line * (CHUNKS * 16) + unit
     scale = scales + (line * (CHUNKS * 4) + (unit // 16) * 4 + unit % 4) * SCALE_WORDS
     whole: tl.constexpr = CHUNKS % BLOCK_CHUNKS == 0
-    word, above, scale_0, scale_1 = _units(low, high, scale, where, unit, 0, CHUNKS, HIGH_BITS, SCALE_WORDS, whole)
+    word, above, scale_0, scale_1 = _units(
+        low, high, scale, where, unit, 0, CHUNKS, LOW_BITS, HIGH_BITS, SCALE_WORDS, whole
+    )
     if OVERLAP:
         gdc_wait()
     total = tl.zeros((BLOCK_OUT, BLOCK_CHUNKS * 16), tl.float32)
@@ -128,7 +172,7 @@ def _one_row_kernel(
         if start + BLOCK_CHUNKS < CHUNKS:
             next_word, next_above, next_0, next_1 = _units(
                 low, high, scale, where, unit, start + BLOCK_CHUNKS,
-                CHUNKS, HIGH_BITS, SCALE_WORDS, whole,
+                CHUNKS, LOW_BITS, HIGH_BITS, SCALE_WORDS, whole,
             )  # fmt: skip
         a0, a1, a2, a3, b0, b1, b2, b3 = _values(x, start, INPUTS, PAIRED, BLOCK_CHUNKS)
         if NORM:
@@ -136,34 +180,34 @@ def _one_row_kernel(
             w0, w1, w2, w3, v0, v1, v2, v3 = _values(norm_weight, start, INPUTS, PAIRED, BLOCK_CHUNKS)
             a0, a1, a2, a3 = a0 * w0, a1 * w1, a2 * w2, a3 * w3
             b0, b1, b2, b3 = b0 * v0, b1 * v1, b2 * v2, b3 * v3
-        if LOW_BITS == 4:
-            first, second = _nibbles(word, a0, a1, a2, a3, b0, b1, b2, b3, PTX)
-        else:
-            first, second = _fields(word, a0, a1, a2, a3, b0, b1, b2, b3, LOW_BITS)
-        if HIGH_BITS == 4:
-            high_first, high_second = _nibbles(above, a0, a1, a2, a3, b0, b1, b2, b3, PTX)
-            first += high_first * 16.0
-            second += high_second * 16.0
-        elif HIGH_BITS > 0:
-            high_first, high_second = _fields(above, a0, a1, a2, a3, b0, b1, b2, b3, HIGH_BITS)
-            first += high_first * (1 << LOW_BITS)
-            second += high_second * (1 << LOW_BITS)
+        even, odd = _code_bytes(word, above, LOW_BITS, HIGH_BITS)
+        first = _code(even, one, 0, PTX) * a0[None, :] - (a0 + b0 + a1 + b1)[None, :]
+        first += _code(even, one, 2, PTX) * b0[None, :]
+        first += _code(odd, one, 0, PTX) * a1[None, :]
+        first += _code(odd, one, 2, PTX) * b1[None, :]
+        second = _code(even, one, 1, PTX) * a2[None, :] - (a2 + b2 + a3 + b3)[None, :]
+        second += _code(even, one, 3, PTX) * b2[None, :]
+        second += _code(odd, one, 1, PTX) * a3[None, :]
+        second += _code(odd, one, 3, PTX) * b3[None, :]
         sum_first = (a0 + b0 + a1 + b1)[None, :]
         sum_second = (a2 + b2 + a3 + b3)[None, :]
         if ZERO >= 0:
-            total += _low_half(scale_0) * (first - sum_first * ZERO) + _high_half(scale_0) * (
-                second - sum_second * ZERO
-            )
+            total += _low_half(scale_0) * (first * 32768.0 - sum_first * ZERO)
+            total += _high_half(scale_0) * (second * 32768.0 - sum_second * ZERO)
         elif GROUP == 32:
-            total += _low_half(scale_0) * (first + second) + _high_half(scale_0) * (sum_first + sum_second)
+            total += _low_half(scale_0) * ((first + second) * 32768.0)
+            total += _high_half(scale_0) * (sum_first + sum_second)
         else:
-            total += _low_half(scale_0) * first + _high_half(scale_0) * sum_first
-            total += _low_half(scale_1) * second + _high_half(scale_1) * sum_second
+            total += _low_half(scale_0) * (first * 32768.0) + _high_half(scale_0) * sum_first
+            total += _low_half(scale_1) * (second * 32768.0) + _high_half(scale_1) * sum_second
         if start + BLOCK_CHUNKS < CHUNKS:
             word, above, scale_0, scale_1 = next_word, next_above, next_0, next_1
     y = tl.sum(total, 1)
     if NORM:
         y *= tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_OUT // 2)), (1, 0)))
+        y = gate * tl.sigmoid(gate) * up
     if BIAS:
         y += tl.load(bias + row, mask=row_inside, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -180,6 +224,7 @@ def _units(
     unit,
     start,
     CHUNKS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -193,7 +238,7 @@ def _units(
         other = 0
     word = tl.load(low + where + start * 16, mask=inside, other=other, eviction_policy="evict_first").to(tl.int32)
     above = word
-    if HIGH_BITS > 0:
+    if HIGH_BITS > 0 or LOW_BITS == 8:
         above = tl.load(high + where + start * 16, mask=inside, other=other, eviction_policy="evict_first").to(tl.int32)
     scale_0 = tl.load(scale + start * 4 * SCALE_WORDS, mask=inside, other=other, eviction_policy="evict_first")
     scale_1 = scale_0
@@ -228,50 +273,40 @@ def _by_slot(pairs, BLOCK_CHUNKS: tl.constexpr):
 
 
 @jit
-def _nibbles(word, a0, a1, a2, a3, b0, b1, b2, b3, PTX: tl.constexpr):
-    """Σ code · value over the slots of a 4-bit plane, for the first 16 columns of a group (j = 0, 1) and the others."""
-    up = word << 8
-    down = word >> 8
-    first = _high_field(word << 16, PTX) * a0[None, :] - (a0 + b0)[None, :]
-    first += _high_field(word, PTX) * b0[None, :]
-    first_low = _low_field(up, PTX) * a1[None, :] - (a1 + b1)[None, :]
-    first_low += _low_field(down, PTX) * b1[None, :]
-    second = _high_field(up, PTX) * a2[None, :] - (a2 + b2)[None, :]
-    second += _high_field(down, PTX) * b2[None, :]
-    second_low = _low_field(word, PTX) * a3[None, :] - (a3 + b3)[None, :]
-    second_low += _low_field(word >> 16, PTX) * b3[None, :]
-    return first * 128.0 + first_low * 2048.0, second * 128.0 + second_low * 2048.0
+def _code_bytes(low, high, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr):
+    """The codes of a unit as bytes: slots j = 0, 2 and j = 1, 3. Bytes 0 and 1 are of h = 0, bytes 2 and 3 of h = 1."""
+    if LOW_BITS == 8:
+        even, odd = low, high
+    elif LOW_BITS == 4:
+        even, odd = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F
+    else:
+        both = _spread(low & 0xFF, (low >> 8) & 0xFF)
+        even = (both & 0x00030003) | ((both >> 4) & 0x03000300)
+        odd = ((both >> 2) & 0x00030003) | ((both >> 6) & 0x03000300)
+    if HIGH_BITS == 2:
+        both = _spread(high & 0xFF, (high >> 8) & 0xFF)
+        even |= ((both & 0x00030003) | ((both >> 4) & 0x03000300)) << LOW_BITS
+        odd |= (((both >> 2) & 0x00030003) | ((both >> 6) & 0x03000300)) << LOW_BITS
+    elif HIGH_BITS == 1:
+        both = _spread(high & 0x0F, (high >> 4) & 0x0F)
+        even |= ((both & 0x00010001) | ((both >> 2) & 0x01000100)) << LOW_BITS
+        odd |= (((both >> 1) & 0x00010001) | ((both >> 3) & 0x01000100)) << LOW_BITS
+    return even, odd
 
 
 @jit
-def _fields(word, a0, a1, a2, a3, b0, b1, b2, b3, BITS: tl.constexpr):
-    """The same for a plane of one or two bits."""
-    first = _field(word, 0, BITS) * a0[None, :] + _field(word, 1, BITS) * a1[None, :]
-    first += _field(word, 4, BITS) * b0[None, :] + _field(word, 5, BITS) * b1[None, :]
-    second = _field(word, 2, BITS) * a2[None, :] + _field(word, 3, BITS) * a3[None, :]
-    second += _field(word, 6, BITS) * b2[None, :] + _field(word, 7, BITS) * b3[None, :]
-    return first, second
+def _spread(first, second):
+    """Bytes first, first, second, second."""
+    return first * 0x0101 + second * 0x01010000
 
 
 @jit
-def _field(word, SLOT: tl.constexpr, BITS: tl.constexpr):
-    return ((word >> (SLOT * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-
-
-@jit
-def _high_field(word, PTX: tl.constexpr):
-    """1 + (bits 16–19) / 128"""
+def _code(codes, one, BYTE: tl.constexpr, PTX: tl.constexpr):
+    """1 + code · 2⁻¹⁵. `one`: the bits of 1.0"""
     if PTX:
-        return tl.inline_asm_elementwise(_HIGH_FIELD, "=r,r", [word], dtype=tl.float32, is_pure=True, pack=1)
-    return ((word & 0xF0000) | 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@jit
-def _low_field(word, PTX: tl.constexpr):
-    """1 + (bits 12–15) / 2048"""
-    if PTX:
-        return tl.inline_asm_elementwise(_LOW_FIELD, "=r,r", [word], dtype=tl.float32, is_pure=True, pack=1)
-    return ((word & 0xF000) | 0x3F800000).to(tl.float32, bitcast=True)
+        asm: tl.constexpr = _CODE_0 if BYTE == 0 else _CODE_1 if BYTE == 1 else _CODE_2 if BYTE == 2 else _CODE_3
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [codes, one], dtype=tl.float32, is_pure=True, pack=1)
+    return ((((codes >> (BYTE * 8)) & 0xFF) << 8) | one).to(tl.float32, bitcast=True)
 
 
 @jit

@@ -10,7 +10,7 @@ from torch import Tensor
 from cortex.neuron.kernels.quantised.layout import SCALED_COLUMNS, UNIT, Layout, padded
 from cortex.neuron.kernels.quantised.quantise import quantised
 
-_PLANE_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_PLANE_TYPES = {0: torch.uint8, 1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class PackedMatrix:
     inputs: int
     low: Tensor
     """[outputs, units]"""
-    high: Tensor | None
-    """[outputs, units]"""
+    high: Tensor
+    """[outputs, units]; empty where the layout has one plane"""
     scales: Tensor
     """[outputs, columns / 32 · scale words] int32, two bfloat16 numbers each"""
     counters: Tensor
@@ -36,7 +36,7 @@ class PackedMatrix:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What holds the weights."""
-        return (self.low, self.scales) if self.high is None else (self.low, self.high, self.scales)
+        return self.low, self.high, self.scales
 
     def put(self, first_row: int, code: Tensor, scale: Tensor, minimum: Tensor) -> None:
         """Fill rows from `first_row` on with `scale · code + minimum`.
@@ -47,9 +47,12 @@ class PackedMatrix:
         layout, rows = self.layout, slice(first_row, first_row + len(code))
         columns = self.low.shape[1] * UNIT
         units = _units(_pad(code, columns))
-        self.low[rows] = _plane(units & ((1 << layout.low_bits) - 1), layout.low_bits)
-        if self.high is not None:
-            self.high[rows] = _plane(units >> layout.low_bits, layout.high_bits)
+        if layout.low_bits == 8:
+            self.low[rows], self.high[rows] = (_byte_plane(units[..., odd::2]) for odd in (0, 1))
+        else:
+            self.low[rows] = _plane(units & ((1 << layout.low_bits) - 1), layout.low_bits)
+            if layout.high_bits:
+                self.high[rows] = _plane(units >> layout.low_bits, layout.high_bits)
         groups = columns // layout.group
         scale, minimum = _pad(scale, groups).bfloat16(), _pad(minimum, groups).bfloat16()
         pairs = scale.view(-1, groups // 2, 2) if layout.zero is not None else torch.stack((scale, minimum), -1)
@@ -65,14 +68,14 @@ def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device
     columns = padded(inputs)
 
     def plane(bits: int) -> Tensor:
-        return torch.empty(outputs, columns // UNIT, dtype=_PLANE_TYPES[bits], device=device)
+        return torch.empty(outputs, columns // UNIT if bits else 0, dtype=_PLANE_TYPES[bits], device=device)
 
     return PackedMatrix(
         layout,
         outputs,
         inputs,
         plane(layout.low_bits),
-        plane(layout.high_bits) if layout.high_bits else None,
+        plane(8 if layout.low_bits == 8 else layout.high_bits),
         torch.empty(outputs, columns // SCALED_COLUMNS * layout.scale_words, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
     )
@@ -81,9 +84,13 @@ def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device
 def unpacked(matrix: PackedMatrix, rows: Tensor | slice = slice(None)) -> Tensor:
     """The rows' weights in float32, exactly as products see them before they round to bfloat16. → [rows, inputs]"""
     layout = matrix.layout
-    code = _codes(matrix.low[rows], layout.low_bits)
-    if matrix.high is not None:
-        code |= _codes(matrix.high[rows], layout.high_bits) << layout.low_bits
+    low, high = matrix.low[rows], matrix.high[rows]
+    if layout.low_bits == 8:
+        code = _columns(torch.stack((_bytes(low), _bytes(high)), -1).flatten(2))
+    else:
+        code = _codes(low, layout.low_bits)
+        if layout.high_bits:
+            code |= _codes(high, layout.high_bits) << layout.low_bits
     scales = matrix.scales[rows].contiguous().view(torch.bfloat16).float()
     grouped = code.view(len(code), -1, layout.group).float()
     if layout.zero is not None:
@@ -116,6 +123,16 @@ def _plane(units: Tensor, bits: int) -> Tensor:
     for slot in range(UNIT):
         word |= units[..., slot].int() << (slot * bits)
     return word.to(_PLANE_TYPES[bits])
+
+
+def _byte_plane(slots: Tensor) -> Tensor:
+    """[rows, units, 4] codes of eight bits, by h and half of j → [rows, units] words"""
+    return slots.contiguous().view(torch.int32)[..., 0]
+
+
+def _bytes(plane: Tensor) -> Tensor:
+    """The inverse of `_byte_plane`."""
+    return plane.contiguous().view(torch.uint8).view(*plane.shape, 4)
 
 
 def _codes(plane: Tensor, bits: int) -> Tensor:

@@ -90,7 +90,7 @@ def _dequantise(matrix: PackedMatrix, rows: Tensor | None, first_row: int, num_r
     block_out, warps = 16, 1
     _dequantise_kernel[(triton.cdiv(num_rows, block_out), matrix.low.shape[1] // 16)](
         matrix.low,
-        matrix.low if matrix.high is None else matrix.high,
+        matrix.high,
         matrix.scales,
         rows,
         out,
@@ -131,7 +131,7 @@ def _small_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
     _small_batch_kernel[(triton.cdiv(matrix.outputs, tiles.outputs), tiles.split)](
         x,
         matrix.low,
-        matrix.low if matrix.high is None else matrix.high,
+        matrix.high,
         matrix.scales,
         bias,
         residual,
@@ -207,7 +207,7 @@ def _operand(
     where = row[:, None] * (CHUNKS * 16) + start * 16 + unit[None, :]
     word = tl.load(low + where).to(tl.int32)
     above = word
-    if HIGH_BITS > 0:
+    if HIGH_BITS > 0 or LOW_BITS == 8:
         above = tl.load(high + where).to(tl.int32)
     group = (unit // 16) * 4 + unit % 4
     scale = scales + (row[:, None] * (CHUNKS * 4) + start * 4 + group[None, :]) * SCALE_WORDS

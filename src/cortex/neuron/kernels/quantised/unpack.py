@@ -42,6 +42,8 @@ def unpack_ptx(layout: Layout) -> str:
 
 def _low(layout: Layout) -> list[str]:
     """p_j = two times 128 + the low bits of slots j and 4 + j."""
+    if layout.low_bits == 8:
+        return _bytes()
     if layout.low_bits == 4:
         source, lines, mask = "$8", [], 0x000F000F
     else:
@@ -52,21 +54,27 @@ def _low(layout: Layout) -> list[str]:
     return lines
 
 
+def _bytes() -> list[str]:
+    """p_j = the codes themselves: 128 + a code of eight bits would not be exact, so its halves are put together."""
+    lines = [f"mov.b32 offset, {bfloat16_pair(-128.0):#x};", f"mov.b32 s0, {bfloat16_pair(16.0):#x};"]
+    for j in range(4):
+        source, shift = ("$8", "$9")[j % 2], 8 * (j // 2)
+        lines += [
+            f"shr.b32 moved, {source}, {shift};",
+            f"lop3.b32 p{j}, moved, 0x000F000F, magic, 0xEA;",
+            f"shr.b32 moved, {source}, {shift + 4};",
+            "lop3.b32 high, moved, 0x000F000F, magic, 0xEA;",
+            "add.bf16x2 high, high, offset;",
+            f"add.bf16x2 p{j}, p{j}, offset;",
+            f"fma.rn.bf16x2 p{j}, high, s0, p{j};",
+        ]
+    return lines
+
+
 def _high(layout: Layout) -> list[str]:
-    """The high bits into p_j; eight-bit codes are put together as numbers, since 128 + code would not be exact."""
+    """The high bits into p_j."""
     if layout.high_bits == 0:
         return []
-    if layout.high_bits == 4:
-        lines = [f"mov.b32 offset, {bfloat16_pair(-128.0):#x};", f"mov.b32 s0, {bfloat16_pair(16.0):#x};"]
-        for j in range(4):
-            lines += [
-                f"shr.b32 moved, $9, {4 * j};",
-                "lop3.b32 high, moved, 0x000F000F, magic, 0xEA;",
-                "add.bf16x2 high, high, offset;",
-                f"add.bf16x2 p{j}, p{j}, offset;",
-                f"fma.rn.bf16x2 p{j}, high, s0, p{j};",
-            ]
-        return lines
     if layout.high_bits == 2:
         lines = ["prmt.b32 spread, $9, 0, 0x4140;"]
     else:
@@ -82,7 +90,7 @@ def _high(layout: Layout) -> list[str]:
 def _scaled(layout: Layout) -> list[str]:
     """p_j becomes the weights: codes without their offset, scaled, plus the minimum where there is one."""
     lines = []
-    if layout.high_bits != 4:
+    if layout.low_bits != 8:
         lines.append(f"mov.b32 offset, {bfloat16_pair(-128.0 - (layout.zero or 0)):#x};")
         lines += [f"add.bf16x2 p{j}, p{j}, offset;" for j in range(4)]
     low, high = "0x1010", "0x3232"
@@ -143,8 +151,13 @@ def _slots(
     """The weights of slots J and 4 + J."""
     low_mask: tl.constexpr = (1 << LOW_BITS) - 1
     high_mask: tl.constexpr = (1 << HIGH_BITS) - 1
-    code_a = (low >> (LOW_BITS * J)) & low_mask
-    code_b = (low >> (LOW_BITS * (J + 4))) & low_mask
+    if LOW_BITS == 8:
+        codes = low if J % 2 == 0 else high
+        code_a = (codes >> (J // 2 * 8)) & 0xFF
+        code_b = (codes >> (J // 2 * 8 + 16)) & 0xFF
+    else:
+        code_a = (low >> (LOW_BITS * J)) & low_mask
+        code_b = (low >> (LOW_BITS * (J + 4))) & low_mask
     if HIGH_BITS > 0:
         code_a |= ((high >> (HIGH_BITS * J)) & high_mask) << LOW_BITS
         code_b |= ((high >> (HIGH_BITS * (J + 4))) & high_mask) << LOW_BITS

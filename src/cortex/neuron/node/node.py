@@ -32,12 +32,12 @@ from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
 from cortex.neuron.text.model import TextModel, capabilities_of
 from cortex.neuron.tokenizer_process.client import TokenizerClient
-from cortex.neuron.worker.address import DeviceAddress
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, read_devices
 from cortex.neuron.worker.factory import ENGINE, WorkerFactory
+from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
-from cortex.neuron.worker.watchdog import Patience
 from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
     Capabilities,
@@ -70,7 +70,7 @@ class Parts:
     open_text: Callable[[Path], TextSource] = TokenizerClient
     capabilities_of: Callable[[Path], Capabilities] = capabilities_of
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
-    patience: Patience | None = None
+    timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
 
 
@@ -78,7 +78,9 @@ class Node:
     """Made by `start`, ended by `close`; everything else in between, on the same loop."""
 
     def __init__(self, config: NeuronConfig, inventory: Inventory, parts: Parts) -> None:
-        patience = parts.patience or Patience(step_s=config.limits.step_timeout_s, load_s=config.limits.load_timeout_s)
+        timeouts = parts.timeouts or WorkerTimeouts(
+            step_s=config.limits.step_timeout_s, load_s=config.limits.load_timeout_s
+        )
         self.discovery = _discovery(config, inventory)
         self._config = config
         self._parts = parts
@@ -87,7 +89,7 @@ class Node:
         self._readings = dict(inventory.readings)
         self._worker_factory = WorkerFactory(parts.engine)
         self._supervisors = {
-            device.index: WorkerSupervisor(DeviceAddress.of(device), self._worker_factory, patience=patience)
+            device.index: WorkerSupervisor(DeviceAddress.of(device), self._worker_factory, timeouts=timeouts)
             for device in inventory.devices
         }
         self._library = Library(config)

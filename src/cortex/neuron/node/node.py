@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import cortex
-from cortex.neuron.config import NeuronConfig
+from cortex.neuron.config import HARNESSES, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.controller import ModelController
@@ -81,7 +81,7 @@ class Node:
         timeouts = parts.timeouts or WorkerTimeouts(
             step_s=config.limits.step_timeout_s, load_s=config.limits.load_timeout_s
         )
-        self.discovery = _discovery(config, inventory)
+        self.discovery = _discovery(inventory)
         self._config = config
         self._parts = parts
         self._started_s = time.monotonic()
@@ -348,7 +348,7 @@ class Node:
         return await asyncio.to_thread(self._parts.find_local, model.source, self._library.cache, model.quant)
 
 
-def _discovery(config: NeuronConfig, inventory: Inventory) -> Discovery:
+def _discovery(inventory: Inventory) -> Discovery:
     return Discovery(
         host=socket.gethostname(),
         os=f"{platform.system()} {platform.release()}",
@@ -356,5 +356,5 @@ def _discovery(config: NeuronConfig, inventory: Inventory) -> Discovery:
         devices=inventory.devices,
         driver=inventory.driver,
         driver_problem=inventory.driver_problem,
-        harnesses=tuple(harness.name for harness in config.harnesses),
+        harnesses=HARNESSES,
     )

@@ -116,7 +116,7 @@ def test_skips_a_failed_gpu_with_a_reason_and_keeps_the_others(monkeypatch):
     monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetHandleByIndex", handle)
     inventory = discover({})
     assert [device.index for device in inventory.devices] == [0, 2]
-    assert "GPU 1 is left out" in inventory.driver_problem
+    assert "GPU 1 is not used" in inventory.driver_problem
     assert set(read_devices(GPUS)) == {0, 2}
 
 

@@ -104,13 +104,16 @@ async def test_workers_die_with_the_fork_server_which_is_replaced():
 
 
 async def test_kills_a_fork_server_whose_import_hangs(tmp_path, monkeypatch):
-    (tmp_path / "endless_engine.py").write_text("import time\ntime.sleep(3600)\n")
+    importing = tmp_path / "importing"
+    (tmp_path / "endless_engine.py").write_text(f"import time\nopen({str(importing)!r}, 'w')\ntime.sleep(3600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     async with worker_factory("endless_engine:load") as made:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             handle = await made.fork(CPU, theirs)
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(WAIT_S):
+                while not importing.exists():
+                    await asyncio.sleep(0.01)
             assert handle.process_id is None
             handle.kill()
             assert await asyncio.wait_for(handle.exited, WAIT_S) == -signal.SIGKILL

@@ -212,12 +212,9 @@ class Executor:
                 _LoadTurns(self, handle),
                 lambda: handle in self._cancelled_loads,
             )
-        except LoadCancelled as error:
-            self._load_failed(handle, FaultKind.REQUEST, str(error), error, cancelled=True)
-        except NoRoomError as error:
-            self._load_failed(handle, FaultKind.OUT_OF_MEMORY, str(error), error)
-        except LoadError as error:
-            self._load_failed(handle, FaultKind.REQUEST, str(error), error)
+        except (LoadCancelled, LoadError) as error:
+            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, NoRoomError) else FaultKind.REQUEST
+            self._load_failed(handle, kind, str(error), error)
         except Exception as error:
             kind = raise_device_fault(error, "load")
             log.error("loading %s failed: %s", command.spec.path, explain(error), exc_info=error)
@@ -228,11 +225,9 @@ class Executor:
         finally:
             self._cancelled_loads.discard(handle)
 
-    def _load_failed(
-        self, handle: int, kind: FaultKind, message: str, error: Exception, *, cancelled: bool = False
-    ) -> None:
+    def _load_failed(self, handle: int, kind: FaultKind, message: str, error: Exception) -> None:
         self._free_memory_of(error)
-        self._emit(ModelLoadFailed(handle, kind, message, cancelled))
+        self._emit(ModelLoadFailed(handle, kind, message, cancelled=isinstance(error, LoadCancelled)))
 
     def load_progressed(self, progress: LoadProgress | None) -> None:
         """The load is alive. `progress` is reported to the daemon if there is any."""

@@ -1,4 +1,4 @@
-"""One worker process of a device as the daemon sees it: its channel, its watchdog, and the certainty of its end."""
+"""One worker process of a device as the daemon sees it: its calls, its watchdog, and the certainty of its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cortex.ipc.channel import LoopChannel
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
-from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event, Exit, Faulted, Report
+from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event, Exit, Faulted, Memory, Reply, Report
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,13 @@ class ProgressWatch:
         return f"no progress in '{self.activity}' for {silent_s:.0f} s with work pending (limit {limit_s:.0f} s)"
 
 
+class WorkerLost(Exception):
+    """The worker ended before its reply; the message says why."""
+
+
 class WorkerProcess:
-    """Belongs to the loop that spawned it. `on_lost` is called exactly once, whatever ends the process."""
+    """Belongs to the loop that spawned it. `on_event` gets every event, replies included. `on_lost` is called exactly
+    once, whatever ends the process."""
 
     def __init__(
         self,
@@ -94,14 +99,15 @@ class WorkerProcess:
         *,
         on_event: Callable[[Event], None],
         on_lost: Callable[[str], None],
-        has_pending_work: Callable[[], bool],
+        has_live_requests: Callable[[], bool],
     ) -> None:
         self._device = device
         self._timeouts = timeouts
         self._on_event = on_event
         self._on_lost = on_lost
-        self._has_pending_work = has_pending_work
+        self._has_live_requests = has_live_requests
         self._channel: LoopChannel[Event] = LoopChannel(Event, self._received, self._channel_closed)
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._process: WorkerHandle | None = None
         self._reason: str | None = None
         self._reaper: asyncio.Task[None] | None = None
@@ -130,6 +136,15 @@ class WorkerProcess:
         """Raises Unsendable."""
         self._channel.send(command)
 
+    def call(self, number: int, command: Command) -> asyncio.Future[Reply]:
+        """Sends a command that has a reply. `number` is its handle or query number, which has no other call pending.
+
+        Raises Unsendable; the reply raises WorkerLost.
+        """
+        self._channel.send(command)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        return reply
+
     def kill(self, reason: str) -> None:
         """Kills the process; `on_lost` follows with `reason`. Idempotent."""
         self._reason = self._reason or reason
@@ -153,6 +168,11 @@ class WorkerProcess:
         if isinstance(event, Report):
             self._watch = self._watch.reported(event.activity, event.progress, _now_s())
         self._on_event(event)
+        if isinstance(event, Reply):
+            number = event.query if isinstance(event, Memory) else event.handle
+            reply = self._replies.pop(number, None)
+            if reply is not None and not reply.done():
+                reply.set_result(event)
 
     def _channel_closed(self, reason: str) -> None:
         # Either the process is exiting and can be reaped in a moment, or its stream was corrupt. It is unusable.
@@ -169,13 +189,17 @@ class WorkerProcess:
         self._channel.close()
         reason = self._reason or _describe_exit(return_code)
         log.info("worker %s ended: %s", process.process_id, reason)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(WorkerLost(reason))
+                reply.exception()  # marks it as retrieved: a cancelled caller does not do so
         self._on_lost(reason)
 
     async def _keep_watch(self) -> None:
         interval_s = min(_WATCH_INTERVAL_S, self._timeouts.shortest_s / 4)
         while True:
             await asyncio.sleep(interval_s)
-            if not self._has_pending_work():
+            if not self._replies and not self._has_live_requests():
                 self._watch = self._watch.without_work(_now_s())
             elif (verdict := self._watch.verdict(_now_s(), self._timeouts)) is not None:
                 log.error("killing the worker of %s: %s", self._device.thread_name, verdict)

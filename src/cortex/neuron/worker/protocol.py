@@ -224,23 +224,8 @@ class Faulted(ProtocolMessage, frozen=True, tag="faulted"):
     message: str
 
 
-Event = (
-    Hello
-    | LoadProgress
-    | Loaded
-    | ModelLoadFailed
-    | Outputs
-    | RequestFailed
-    | ModelBroken
-    | Unloaded
-    | Slept
-    | SleepFailed
-    | Woken
-    | WakeFailed
-    | Memory
-    | Report
-    | Faulted
-)
+Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory
+Event = Reply | Hello | LoadProgress | Outputs | RequestFailed | ModelBroken | Report | Faulted
 
 
 # Between the daemon and the fork server, one message per packet

@@ -19,7 +19,7 @@ from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats,
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
-from cortex.neuron.worker.process import WorkerProcess, WorkerTimeouts
+from cortex.neuron.worker.process import WorkerLost, WorkerProcess, WorkerTimeouts
 from cortex.neuron.worker.protocol import (
     Cancel,
     CancelLoad,
@@ -36,6 +36,7 @@ from cortex.neuron.worker.protocol import (
     ModelLoadFailed,
     Outputs,
     QueryMemory,
+    Reply,
     Report,
     RequestFailed,
     Sleep,
@@ -49,16 +50,13 @@ from cortex.neuron.worker.protocol import (
     Woken,
 )
 
+__all__ = ["Damaged", "LoadRejected", "ModelSink", "Resident", "SleepRejected", "WorkerLost", "WorkerSupervisor"]
+
 log = logging.getLogger(__name__)
 
 RECLAIM_INTERVAL_S = 0.05
 
-Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory
 WorkerState = Literal["none", "starting", "running", "faulted"]
-
-
-class WorkerLost(Exception):
-    """The worker ended before its reply; the message says why."""
 
 
 class LoadRejected(Exception):
@@ -122,8 +120,6 @@ class WorkerSupervisor:
         self._worker: WorkerProcess | None = None
         self._spawning = asyncio.Lock()
         self._models: dict[int, _Model] = {}
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
-        """By handle or query number. A model has at most one call pending."""
         self._numbers = itertools.count(1)
         """Handles and query numbers, never reused."""
 
@@ -145,11 +141,10 @@ class WorkerSupervisor:
         worker = await self._ensure_worker()
         handle = next(self._numbers)
         try:
-            worker.send(Load(handle, spec))
+            reply = worker.call(handle, Load(handle, spec))
         except Unsendable as error:
             raise LoadRejected(FaultKind.REQUEST, f"the load cannot be sent to the engine: {error}") from error
         self._models[handle] = _Model(sink)
-        reply = self._expect_reply(handle)
         try:
             loaded = await asyncio.shield(reply)
         except asyncio.CancelledError:
@@ -239,12 +234,7 @@ class WorkerSupervisor:
         is_lost = not isinstance(command, QueryMemory) and number not in self._models
         if self._worker is None or is_lost:
             raise WorkerLost("the worker that held the model has ended" if is_lost else "the device has no worker")
-        self._worker.send(command)
-        return await self._expect_reply(number)
-
-    def _expect_reply(self, number: int) -> asyncio.Future[Reply]:
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
-        return reply
+        return await self._worker.call(number, command)
 
     # Requests
 
@@ -291,7 +281,7 @@ class WorkerSupervisor:
                     self._timeouts,
                     on_event=self._on_event,
                     on_lost=self._on_worker_lost,
-                    has_pending_work=self._has_pending_work,
+                    has_live_requests=self._has_live_requests,
                 )
                 try:
                     await worker.spawn(self._worker_factory)
@@ -301,8 +291,8 @@ class WorkerSupervisor:
                 self._worker = worker
             return self._worker
 
-    def _has_pending_work(self) -> bool:
-        return bool(self._replies) or any(model.live for model in self._models.values())
+    def _has_live_requests(self) -> bool:
+        return any(model.live for model in self._models.values())
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -312,10 +302,15 @@ class WorkerSupervisor:
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
                         model.sink.on_stats(stats)
-            case Loaded() | ModelLoadFailed() | Unloaded() | Slept() | SleepFailed() | Woken() | WakeFailed():
-                self._on_model_reply(event)
-            case Memory():
-                self._resolve(event.query, event)
+            case Loaded():
+                self._models[event.handle].is_loaded = True
+            case ModelLoadFailed() | WakeFailed(damaged=True):
+                self._models.pop(event.handle, None)
+            case Unloaded():
+                self._models.pop(event.handle, None)
+                self.freed_at_s = _now_s()
+            case Slept():
+                self.freed_at_s = _now_s()
             case Outputs() | RequestFailed() | LoadProgress() | ModelBroken():
                 if (model := self._models.get(event.handle)) is not None:
                     self._on_model_event(model, event)
@@ -334,33 +329,12 @@ class WorkerSupervisor:
                 del self._models[event.handle]
                 model.sink.on_lost(event.message)
 
-    def _on_model_reply(
-        self, reply: Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed
-    ) -> None:
-        match reply:
-            case Loaded():
-                self._models[reply.handle].is_loaded = True
-            case ModelLoadFailed() | Unloaded() | WakeFailed(damaged=True):
-                self._models.pop(reply.handle, None)
-        if isinstance(reply, Unloaded | Slept):
-            self.freed_at_s = _now_s()
-        self._resolve(reply.handle, reply)
-
-    def _resolve(self, number: int, reply: Reply) -> None:
-        if (expected := self._replies.pop(number, None)) is not None and not expected.done():
-            expected.set_result(reply)
-
     def _on_worker_lost(self, reason: str) -> None:
-        """Fails every pending call and notifies every loaded model, once."""
+        """Notifies every loaded model, once. Pending calls raise WorkerLost on their own."""
         self._worker = None
         self.freed_at_s = _now_s()
         models, self._models = self._models, {}
-        replies, self._replies = self._replies, {}
         self.state = "faulted" if models else "none"
-        for reply in replies.values():
-            if not reply.done():
-                reply.set_exception(WorkerLost(reason))
-                reply.exception()  # marks it as retrieved: a caller that was cancelled does not
         for model in models.values():
             if model.is_loaded:
                 model.sink.on_lost(reason)

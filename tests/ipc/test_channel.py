@@ -1,11 +1,20 @@
 import asyncio
+import itertools
 import socket
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.ipc.channel import MAX_FRAME_BYTES, ChannelError, FrameDecoder, LoopChannel, Unsendable, encode_frame
+from cortex.ipc.channel import (
+    MAX_FRAME_BYTES,
+    BlockingChannel,
+    ChannelError,
+    FrameDecoder,
+    LoopChannel,
+    Unsendable,
+    encode_frame,
+)
 from cortex.neuron.engine.request import (
     EngineInfo,
     EngineRequest,
@@ -16,6 +25,10 @@ from cortex.neuron.engine.request import (
     TokenLogprobs,
 )
 from cortex.neuron.worker.protocol import Cancel, Command, Event, Load, Loaded, MemoryReading, Outputs, Report, Submit
+
+WAIT_S = 30.0
+OVERSIZED_FRAME = (MAX_FRAME_BYTES + 1).to_bytes(4, "little")
+DAMAGED_FRAME = b"\x02\x00\x00\x00\xc1\xc1"
 
 requests = st.builds(
     EngineRequest,
@@ -37,17 +50,20 @@ commands = st.one_of(
 )
 
 
-@given(st.lists(st.lists(commands, max_size=5), max_size=5), st.integers(1, 7))
-def test_frames_survive_any_cut_of_the_stream(batches, piece_bytes):
+@given(st.lists(st.lists(commands, max_size=5), max_size=5), st.lists(st.integers(1, 60), min_size=1, max_size=9))
+def test_decodes_the_same_batches_however_the_stream_is_split(batches, chunk_sizes):
     stream = b"".join(encode_frame(batch) for batch in batches)
     decoder: FrameDecoder[Command] = FrameDecoder(Command)
-    received = []
-    for start in range(0, len(stream), piece_bytes):
-        received.extend(decoder.feed(stream[start : start + piece_bytes]))
+    received, start = [], 0
+    for chunk_bytes in itertools.cycle(chunk_sizes):
+        if start >= len(stream):
+            break
+        received.extend(decoder.feed(stream[start : start + chunk_bytes]))
+        start += chunk_bytes
     assert received == batches
 
 
-def test_the_engines_values_cross_unchanged():
+def test_engine_values_are_unchanged_after_encoding_and_decoding():
     info = EngineInfo("llama", "bfloat16", 4096, 32000, 10, 20, 16, 64, ("no vision",))
     memory = MemoryReading(100, 50, 25)
     events = [
@@ -59,16 +75,75 @@ def test_the_engines_values_cross_unchanged():
     assert list(decoder.feed(encode_frame(events))) == [events]
 
 
-def test_an_absurd_length_is_refused_before_it_is_awaited():
+def test_decoder_rejects_a_length_over_the_limit_before_its_body_arrives():
     decoder: FrameDecoder[Event] = FrameDecoder(Event)
     with pytest.raises(ChannelError, match="limit"):
-        list(decoder.feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little")))
+        list(decoder.feed(OVERSIZED_FRAME))
 
 
-def test_what_does_not_decode_is_an_error():
+def test_decoder_rejects_a_body_that_does_not_decode():
     decoder: FrameDecoder[Event] = FrameDecoder(Event)
     with pytest.raises(ChannelError, match="does not decode"):
-        list(decoder.feed(b"\x02\x00\x00\x00\xc1\xc1"))
+        list(decoder.feed(DAMAGED_FRAME))
+
+
+@pytest.mark.parametrize("frame", [OVERSIZED_FRAME, DAMAGED_FRAME], ids=["oversized", "damaged"])
+def test_blocking_channel_raises_on_an_invalid_frame_after_the_valid_ones(frame):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(encode_frame([Cancel(1, "valid")]) + frame)
+        batches = BlockingChannel[Command](ours, Command).receive()
+        assert next(batches) == [Cancel(1, "valid")]
+        with pytest.raises(ChannelError):
+            next(batches)
+
+
+class LoopEnd:
+    """A `LoopChannel` on one end of a socket pair, and everything it reports."""
+
+    def __init__(self):
+        self.received, self.closed = [], asyncio.get_running_loop().create_future()
+        self.channel = LoopChannel(Command, self.received.append, self.closed.set_result)
+        ours, self.other = socket.socketpair()
+        self._ours = ours
+
+    async def __aenter__(self):
+        await self.channel.attach(self._ours)
+        return self
+
+    async def __aexit__(self, *_):
+        self.channel.close()
+        self.other.close()
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"), [(OVERSIZED_FRAME, "limit"), (DAMAGED_FRAME, "does not decode")], ids=["oversized", "damaged"]
+)
+async def test_loop_channel_closes_on_an_invalid_frame_and_reports_why(frame, reason):
+    async with LoopEnd() as end:
+        end.other.sendall(encode_frame([Cancel(1, "valid")]) + frame)
+        assert reason in await asyncio.wait_for(end.closed, WAIT_S)
+        assert end.received == [Cancel(1, "valid")]
+        end.other.settimeout(WAIT_S)
+        assert end.other.recv(1) == b""
+
+
+async def test_loop_channel_reports_once_that_the_other_side_closed_and_then_sends_nothing():
+    async with LoopEnd() as end:
+        end.other.close()
+        assert "closed" in await asyncio.wait_for(end.closed, WAIT_S)
+        end.channel.send(Cancel(1, "late"))
+
+
+async def test_loop_channel_sends_all_messages_of_one_iteration_in_one_frame_before_it_closes():
+    async with LoopEnd() as end:
+        sent = [Cancel(1, str(number)) for number in range(3)]
+        for message in sent:
+            end.channel.send(message)
+        end.channel.close()
+        decoder: FrameDecoder[Command] = FrameDecoder(Command)
+        frames = await asyncio.to_thread(lambda: list(decoder.feed(end.other.recv(1 << 16))))
+        assert frames == [sent]
 
 
 @pytest.mark.parametrize(
@@ -80,18 +155,12 @@ def test_what_does_not_decode_is_an_error():
     ],
     ids=["number", "text", "size"],
 )
-async def test_a_command_that_cannot_be_sent_spoils_no_other(bad):
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        channel = LoopChannel(Event, on_event=lambda event: None, on_closed=lambda reason: None)
-        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
-        good = [Cancel(1, "before"), Cancel(1, "after")]
-        channel.send(good[0])
+async def test_message_that_cannot_be_sent_does_not_affect_the_others(bad):
+    async with LoopEnd() as end:
+        end.channel.send(Cancel(1, "before"))
         with pytest.raises(Unsendable):
-            channel.send(Submit(1, bad))
-        channel.send(good[1])
+            end.channel.send(Submit(1, bad))
+        end.channel.send(Cancel(1, "after"))
         decoder: FrameDecoder[Command] = FrameDecoder(Command)
-        frames = await asyncio.to_thread(lambda: list(decoder.feed(theirs.recv(1 << 16))))
-        assert frames == [good]
-        channel.close()
+        frames = await asyncio.to_thread(lambda: list(decoder.feed(end.other.recv(1 << 16))))
+        assert frames == [[Cancel(1, "before"), Cancel(1, "after")]]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cortex.neuron.config import NeuronConfig, load
+from cortex.neuron.config import HARNESSES, NeuronConfig, load
 from cortex.settings import SettingsError
 
 EXAMPLE = """
@@ -32,13 +32,13 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_without_a_file_everything_has_a_default():
+def test_every_key_has_a_default():
     config = load(None, {})
     assert config == NeuronConfig()
     assert (config.address.host, config.address.port) == ("0.0.0.0", 13131)
 
 
-def test_a_whole_file(tmp_path):
+def test_reads_a_file_and_overrides_from_the_environment(tmp_path):
     config = load(write(tmp_path, EXAMPLE), {"NEURON_LIMITS__MAX_QUEUE": "9"})
     assert config.address == "0.0.0.0:14000"
     assert config.harness.torch.hf_cache == Path("/models/hub")
@@ -47,14 +47,22 @@ def test_a_whole_file(tmp_path):
     assert config.models[0].source == "/models/little.gguf"
 
 
+@pytest.mark.parametrize("name", HARNESSES)
+def test_accepts_every_name_of_the_engine(tmp_path, name):
+    text = f"[[harnesses]]\nname = '{name}'\n[[models]]\nid = 'a'\nharness = '{name}'\n"
+    config = load(write(tmp_path, text), {})
+    assert (config.harnesses[0].name, config.models[0].harness) == (name, name)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[limits]\nmax_qeue = 3", "max_queue"),
         ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
         ("[[default_models]]\nmodel_id = 'a'\nharness = 'vllm'", "harness"),
+        ("[[harnesses]]\nname = 'vllm'", "name"),
     ],
 )
-def test_a_mistake_is_refused_with_a_hint(tmp_path, text, message):
+def test_rejects_a_mistake_with_a_hint(tmp_path, text, message):
     with pytest.raises(SettingsError, match=message):
         load(write(tmp_path, text), {})

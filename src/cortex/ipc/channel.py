@@ -1,7 +1,8 @@
-"""Frames on a Unix socket pair: a four-byte length, then one msgpack array of messages.
+"""Messages between two processes over a Unix stream socket.
 
-A frame carries whatever had gathered since the last one, so that traffic batches itself under load:
-many jobs one way, all outputs of a step the other way.
+A frame is a four-byte length and one msgpack array of messages. It carries everything that was queued since the
+previous frame, so messages are batched under load. A frame that is longer than `MAX_FRAME_BYTES` or does not decode
+ends its connection, so neither side ever buffers more than that.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""Far above any honest frame; a length beyond it means that the stream is out of step."""
+"""Far above any valid frame: a longer one means that the stream is corrupt."""
 
-_SPARE_BYTES = 16
-"""Room for what a frame has around its messages."""
+_ARRAY_HEADER_BYTES = 16
+"""Upper bound of what a frame holds besides its messages."""
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -27,34 +28,37 @@ T = TypeVar("T")
 
 
 class ChannelError(Exception):
-    """The other side sent bytes that are no frame; the channel cannot be used any further."""
+    """The other side sent bytes that are not a valid message; the connection must be closed."""
 
 
 class Unsendable(Exception):
-    """A message that no frame can carry; the channel is as good as before."""
+    """The message cannot be encoded or is too large; the channel is still usable."""
 
 
 def encode_frame(messages: Sequence[msgspec.Struct] | Sequence[msgspec.Raw]) -> bytes:
-    """One frame that carries `messages` in order."""
+    """One frame with `messages` in order. Raises Unsendable."""
     frame = bytearray(_LENGTH.size)
-    _encoder.encode_into(list(messages), frame, _LENGTH.size)
+    try:
+        _encoder.encode_into(list(messages), frame, _LENGTH.size)
+    except (OverflowError, ValueError) as error:  # a number beyond 64 bits, text that is not Unicode
+        raise Unsendable(f"the message cannot be encoded: {error}") from error
     body_bytes = len(frame) - _LENGTH.size
     if body_bytes > MAX_FRAME_BYTES:
-        raise ChannelError(f"a frame of {body_bytes} bytes is over the limit of {MAX_FRAME_BYTES}")
+        raise Unsendable(f"the message has {body_bytes} bytes, the limit is {MAX_FRAME_BYTES}; send less")
     _LENGTH.pack_into(frame, 0, body_bytes)
     return bytes(frame)
 
 
 class FrameDecoder(Generic[T]):
-    """Bytes in, batches of messages out; keeps the unfinished frame between calls."""
+    """Turns bytes into batches of messages; keeps the incomplete frame between calls."""
 
     def __init__(self, message_type: Any) -> None:
-        """`message_type` is the union `T` itself, which type checkers cannot take as `type[T]`."""
+        """`message_type` is the union `T` itself, which type checkers do not accept as `type[T]`."""
         self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[message_type])
         self._buffer = bytearray()
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[list[T]]:
-        """The frames that `data` completes. Raises ChannelError on what is no frame."""
+        """The frames that `data` completes. Raises ChannelError, after which the decoder must not be used."""
         self._buffer += data
         start = 0
         try:
@@ -77,45 +81,50 @@ class FrameDecoder(Generic[T]):
 
 
 class BlockingChannel(Generic[T]):
-    """An end whose owner may wait: `receive` belongs to one thread, `send` to one, perhaps another."""
+    """An end for threads. One thread may call `receive` and one, perhaps another, `send`."""
 
     def __init__(self, connection: socket.socket, message_type: Any) -> None:
-        """`message_type` is the union `T` of what is received, which type checkers cannot take as `type[T]`."""
+        """`message_type` is the union `T` of received messages, as in `FrameDecoder`."""
         self._connection = connection
         self._decoder: FrameDecoder[T] = FrameDecoder(message_type)
 
     def receive(self) -> Iterator[list[T]]:
-        """Batches of messages until the other side closes its end or dies."""
+        """Batches of messages until the other side closes its end or dies. Raises ChannelError or OSError."""
         while data := self._connection.recv(1 << 20):
             yield from self._decoder.feed(data)
 
     def send(self, messages: Sequence[msgspec.Struct]) -> None:
-        """Raises ChannelError for messages that no frame can carry, OSError when there is nobody any more."""
+        """Blocks until the frame is written. Raises Unsendable, or OSError when the other side is gone."""
         self._connection.sendall(encode_frame(messages))
 
 
 class LoopChannel(asyncio.Protocol, Generic[T]):
-    """The daemon's end. Commands sent within one turn of the loop leave in one frame."""
+    """An end on an event loop. Messages sent within one iteration of the loop leave in one frame."""
 
-    def __init__(self, event_type: Any, on_event: Callable[[T], None], on_closed: Callable[[str], None]) -> None:
-        """`event_type` is the union `T` itself, which type checkers cannot take as `type[T]`."""
-        self._on_event = on_event
+    def __init__(self, message_type: Any, on_message: Callable[[T], None], on_closed: Callable[[str], None]) -> None:
+        """`on_closed` is called once, with the reason. `message_type` is the union `T`, as in `FrameDecoder`."""
+        self._on_message = on_message
         self._on_closed = on_closed
-        self._decoder: FrameDecoder[T] = FrameDecoder(event_type)
+        self._decoder: FrameDecoder[T] = FrameDecoder(message_type)
         self._transport: asyncio.Transport | None = None
         self._unsent: list[msgspec.Raw] = []
         self._unsent_bytes = 0
         self._problem: str | None = None
 
-    def send(self, command: msgspec.Struct) -> None:
-        """Queues `command` for this turn's frame; dropped when the channel is closed, whose owner was told.
+    async def attach(self, connection: socket.socket) -> None:
+        """Takes `connection` over. Messages are received from now on."""
+        connection.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
-        Raises Unsendable: encoded here and not with the frame, so that one bad command spoils no other.
+    def send(self, message: msgspec.Struct) -> None:
+        """Queues `message` for the next frame; does nothing once the channel is closed.
+
+        Raises Unsendable: each message is encoded here, so that an invalid one does not affect the others.
         """
         if self._transport is None:
             return
-        encoded = _encode(command)
-        if self._unsent_bytes + len(encoded) > MAX_FRAME_BYTES - _SPARE_BYTES:
+        encoded = _encode(message)
+        if self._unsent_bytes + len(encoded) > MAX_FRAME_BYTES - _ARRAY_HEADER_BYTES:
             self._flush()
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -123,6 +132,7 @@ class LoopChannel(asyncio.Protocol, Generic[T]):
         self._unsent_bytes += len(encoded)
 
     def close(self) -> None:
+        """Closes the connection after everything sent so far."""
         if self._transport is not None:
             self._flush()
             self._transport.close()
@@ -133,15 +143,17 @@ class LoopChannel(asyncio.Protocol, Generic[T]):
         self._unsent.clear()
         self._unsent_bytes = 0
 
+    # Called by the transport
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # By contract, not by class: the transports of uvloop do not derive from asyncio's.
+        # A cast, not isinstance: the transports of uvloop do not derive from asyncio's.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:
-            for events in self._decoder.feed(data):
-                for event in events:
-                    self._on_event(event)
+            for messages in self._decoder.feed(data):
+                for message in messages:
+                    self._on_message(message)
         except ChannelError as error:
             self._problem = str(error)
             if self._transport is not None:
@@ -150,14 +162,14 @@ class LoopChannel(asyncio.Protocol, Generic[T]):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._flush()
-        self._on_closed(self._problem or (str(exc) if exc else "the worker closed its channel"))
+        self._on_closed(self._problem or (str(exc) if exc else "the other side closed the channel"))
 
 
-def _encode(command: msgspec.Struct) -> bytes:
+def _encode(message: msgspec.Struct) -> bytes:
     try:
-        encoded = _encoder.encode(command)
-    except (OverflowError, ValueError) as error:  # a number beyond 64 bits, text that is not Unicode
-        raise Unsendable(f"this cannot be told to the engine: {error}") from error
-    if len(encoded) > MAX_FRAME_BYTES - _SPARE_BYTES:
-        raise Unsendable(f"{len(encoded)} bytes are more than a request may have on its way to the engine; send less")
+        encoded = _encoder.encode(message)
+    except (OverflowError, ValueError) as error:
+        raise Unsendable(f"the message cannot be encoded: {error}") from error
+    if len(encoded) > MAX_FRAME_BYTES - _ARRAY_HEADER_BYTES:
+        raise Unsendable(f"the message has {len(encoded)} bytes, the limit is {MAX_FRAME_BYTES}; send less")
     return encoded

@@ -1,1 +1,1 @@
-"""The node daemon: discovers the host's devices and runs models on them in-process."""
+"""The node daemon: discovers the host's devices and runs models on them."""

@@ -1,4 +1,4 @@
-"""`python -m cortex.neuron --config FILE`: the daemon in the foreground."""
+"""`python -m cortex.neuron --config FILE`: runs the daemon in the foreground."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cortex.settings import SettingsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; one line on standard error says what is behind it."""
+    """Returns the exit code; an error is one line on standard error."""
     parser = argparse.ArgumentParser(prog="python -m cortex.neuron", description="One node of a cortex fleet.")
-    parser.add_argument("--config", type=Path, help="a neuron.toml; defaults and the environment when absent")
+    parser.add_argument("--config", type=Path, help="a neuron.toml; without it, defaults and the environment")
     options = parser.parse_args(arguments)
     try:
         settings = config.load(options.config)

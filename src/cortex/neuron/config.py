@@ -1,7 +1,7 @@
-"""What an operator may set on a node: the types of `neuron.toml`.
+"""The configuration of a node: the types of `neuron.toml`.
 
-Every field has a default that works on one machine; the reference page and the example file are made
-from these types. Environment: `NEURON_KEY`, `NEURON_SECTION__KEY`, such as `NEURON_LIMITS__MAX_QUEUE`.
+Every field has a default that works on one machine. The reference page and the example file are generated from these
+types. Environment variables override the file: `NEURON_KEY`, `NEURON_SECTION__KEY`, such as `NEURON_LIMITS__MAX_QUEUE`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,29 @@ Megabytes = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
-class HarnessEntry(Section, frozen=True):
-    """A way to run models that this node offers."""
+Harness = Literal["torch", "candle"]
+HARNESSES: tuple[Harness, ...] = ("torch", "candle")
+"""The names of the built-in engine, which is the only one; `candle` is its old name."""
 
-    name: Literal["torch"] = "torch"
+
+class HarnessEntry(Section, frozen=True):
+    """Has no effect: every node runs models with the built-in engine."""
+
+    name: Harness = "torch"
+    """`torch` or its old name `candle`."""
 
 
 class TorchHarness(Section, frozen=True):
-    """The native engine."""
+    """The built-in engine."""
 
     hf_cache: Path | None = None
-    """Where hub models are kept. Absent: `HF_HUB_CACHE`, then `$HF_HOME/hub`, then `~/.cache/huggingface/hub`."""
+    """The directory of hub models. Absent: `HF_HUB_CACHE`, then `$HF_HOME/hub`, then `~/.cache/huggingface/hub`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Numbers the model computes with; `auto` takes what the device is fast at."""
+    """The data type that models compute with; `auto` is the fastest one of the device."""
 
 
 class HarnessSettings(Section, frozen=True):
-    """Settings of each harness, under its name."""
+    """Settings of the engine, under its name."""
 
     torch: TorchHarness = TorchHarness()
 
@@ -48,59 +54,61 @@ class Limits(Section, frozen=True):
     """How much of the machine requests may use."""
 
     prefill_chunk_tokens: Count | None = None
-    """Prompt tokens in one step; smaller keeps running streams smoother. Absent: what suits the device."""
+    """Maximum prompt tokens in one step; a smaller value keeps running streams smoother. Absent: by device."""
     max_prompt_tokens: Count | None = None
-    """Longer prompts are refused with 413 even where the model would take them."""
+    """Longer prompts are rejected with 413 even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256
-    """Device memory that stays free whatever happens."""
+    """Device memory that is always kept free."""
     parked_mb: Megabytes | None = None
-    """Host memory for the weights of sleeping models; over it, the one unused for longest is unloaded. 0: none sleeps.
-    Absent: half of what the host has left on a node with GPUs, 0 on one without, where sleep gains nothing."""
+    """Host memory for the weights of sleeping models; over it, the least recently used one is unloaded. 0: no sleep.
+    Absent: half of the host's free memory on a node with GPUs, 0 on a node without, where sleep frees nothing."""
     max_num_seqs: Count = 256
-    """Requests that one model works on at once."""
+    """Maximum requests that one model runs at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512
-    """Requests that may wait for one model; the next one is refused with 503 and an honest `Retry-After`."""
+    """Maximum requests that wait for one model; the next one is rejected with 503 and an estimated `Retry-After`."""
     step_timeout_s: Seconds = 120.0
-    """A device with work that makes no step for this long is treated as faulted."""
+    """A device that has work and completes no step for this long is treated as faulted."""
     load_timeout_s: Seconds = 300.0
-    """A load that makes no progress for this long is given up, and its worker with it."""
+    """A load without progress for this long fails, and its worker is replaced."""
 
 
 class ModelEntry(Section, frozen=True):
-    """A model this node can be asked for; models in the hub cache need no entry."""
+    """A model that this node serves; models in the hub cache need no entry."""
 
     id: str
-    """The name clients use."""
+    """The model's name in requests."""
     source: str | None = None
     """Hub id, directory or GGUF file; the id itself when absent."""
-    harness: Literal["torch"] = "torch"
+    harness: Harness = "torch"
+    """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
-    """Which of a repository's GGUF files to take, such as `Q4_K_M`; nothing is quantised at load."""
+    """Which GGUF file of a repository to load, such as `Q4_K_M`; weights are never quantised at load."""
     context_tokens: Count | None = None
-    """Longest sequence to offer; the model's own limit when absent."""
+    """Maximum sequence length; the model's own limit when absent."""
     memory_mb: Count | None = None
-    """Ceiling for weights and cache together. Absent: the weights and a cache for a few full contexts."""
+    """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     devices: tuple[int, ...] = ()
-    """Device indices it may use; the node picks when absent."""
+    """Indices of the devices it may use; the node chooses when absent."""
 
 
 class DefaultModel(Section, frozen=True):
-    """A model loaded at start, in the background, in the order of the file."""
+    """A model that is loaded at start, in the background, in the order of the file."""
 
     model_id: str
     source: str | None = None
     """Hub id, directory or GGUF file; the id itself when absent."""
-    harness: Literal["torch"] = "torch"
+    harness: Harness = "torch"
+    """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
-    """Which of a repository's GGUF files to take, such as `Q4_K_M`; nothing is quantised at load."""
+    """Which GGUF file of a repository to load, such as `Q4_K_M`; weights are never quantised at load."""
     tensor_parallel: Count = 1
-    """Devices the model is spread over."""
+    """Number of devices that the model is spread over."""
     devices: tuple[int, ...] = ()
-    """Device indices it may use; the node picks when absent."""
+    """Indices of the devices it may use; the node chooses when absent."""
     context_tokens: Count | None = None
-    """Longest sequence to offer; the model's own limit when absent."""
+    """Maximum sequence length; the model's own limit when absent."""
     memory_mb: Count | None = None
-    """Ceiling for weights and cache together. Absent: the weights and a cache for a few full contexts."""
+    """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
 
 
 class NeuronConfig(Section, frozen=True):
@@ -109,20 +117,20 @@ class NeuronConfig(Section, frozen=True):
     listen: Listen = Listen("0.0.0.0:13131")
     """Address of the node's API."""
     port: Port | None = None
-    """Shorthand: the port of `listen`."""
+    """Overrides the port of `listen`."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
-    """How long running answers may take to end after SIGTERM, and by default before an unload."""
+    """How long running responses may take to end after SIGTERM, and by default before an unload."""
     keepalive_s: Seconds = 2.0
-    """A streaming client that waits hears something at least this often, through queue, load and prompt."""
+    """Interval of keepalives to a waiting streaming client, during queueing, load and prefill."""
     max_body_mb: Count = 64
-    """Larger request bodies are refused with 413."""
+    """Larger request bodies are rejected with 413."""
     strip_billing_header: bool = True
     """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
-    For clients that come straight to this node; a gateway decides for those that go through it."""
+    Applies to clients that connect to this node directly; a gateway decides for its own clients."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least that is logged."""
+    """The lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
-    """`json` for collectors."""
+    """`json` for log collectors."""
     telemetry: TelemetrySection = TelemetrySection()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
@@ -136,11 +144,11 @@ class NeuronConfig(Section, frozen=True):
             ("default_models", [entry.model_id for entry in self.default_models]),
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
-                raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one of them")
+                raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
 
     @property
     def address(self) -> Listen:
-        """Where to listen, `port` included."""
+        """`listen` with `port` applied."""
         if self.port is None:
             return self.listen
         host = f"[{self.listen.host}]" if ":" in self.listen.host else self.listen.host
@@ -148,5 +156,5 @@ class NeuronConfig(Section, frozen=True):
 
 
 def load(path: Path | None, env: Mapping[str, str] = os.environ) -> NeuronConfig:
-    """`neuron.toml` at `path`, or the defaults, under the environment's overrides. Raises SettingsError."""
+    """Reads `path`, or the defaults without one, and applies the environment. Raises SettingsError."""
     return settings.load(NeuronConfig, path, env_prefix="NEURON_", env=env)

@@ -1,4 +1,4 @@
-"""Running the daemon to its end, as a program does."""
+"""Runs the daemon as a program: event loop and exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cortex.neuron.config import NeuronConfig
 
 
 def serve(config: NeuronConfig) -> int:
-    """Blocks until a signal ends the daemon. The exit code: OK when it ended as told, NO_ROOM without its address."""
+    """Blocks until a signal ends the daemon. Returns OK, or NO_ROOM when the address cannot be bound."""
     try:
         uvloop.run(server.serve(config))
     except server.CannotListen as problem:

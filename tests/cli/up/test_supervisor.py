@@ -1,4 +1,4 @@
-"""Children live and die together, whatever ends them."""
+"""Real child processes, and everything that ends them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def python(code: str) -> list[str]:
 def wait_for_text(path: Path, text: str) -> None:
     deadline = time.monotonic() + 30
     while text not in (path.read_text() if path.exists() else ""):
-        assert time.monotonic() < deadline, f"{path} never said {text!r}"
+        assert time.monotonic() < deadline, f"{path} never contained {text!r}"
         time.sleep(0.02)
 
 
@@ -43,14 +43,14 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_leaving_the_block_ends_every_child(tmp_path: Path) -> None:
+def test_leaving_the_block_terminates_every_child(tmp_path: Path) -> None:
     with ProcessSupervisor(grace_s=5) as supervisor:
         children = [supervisor.start(name, python(PLAIN), tmp_path / name, os.environ) for name in ("a", "b")]
         assert supervisor.wait(0.05)
     assert all(child.process.returncode == -signal.SIGTERM for child in children)
 
 
-def test_a_child_that_ignores_sigterm_is_killed_within_the_grace(tmp_path: Path) -> None:
+def test_kills_a_child_that_ignores_sigterm_after_the_grace_period(tmp_path: Path) -> None:
     started = time.monotonic()
     with ProcessSupervisor(grace_s=0.3) as supervisor:
         child = supervisor.start("a", python(STUBBORN), tmp_path / "a", os.environ)
@@ -59,7 +59,7 @@ def test_a_child_that_ignores_sigterm_is_killed_within_the_grace(tmp_path: Path)
     assert time.monotonic() - started < 30
 
 
-def test_a_grandchild_in_the_group_does_not_survive(tmp_path: Path) -> None:
+def test_kills_grandchildren_in_the_process_group(tmp_path: Path) -> None:
     code = f"""
         import subprocess, sys
         inner = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}])
@@ -74,7 +74,7 @@ def test_a_grandchild_in_the_group_does_not_survive(tmp_path: Path) -> None:
     wait_until_gone(grandchild)
 
 
-def test_a_child_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
+def test_reports_a_child_that_exited_with_its_last_log_line(tmp_path: Path) -> None:
     with ProcessSupervisor(grace_s=5) as supervisor:
         other = supervisor.start("other", python(PLAIN), tmp_path / "other", os.environ)
         supervisor.start("broken", python("import sys; print('port taken'); sys.exit(3)"), tmp_path / "b", os.environ)
@@ -82,12 +82,12 @@ def test_a_child_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> No
             supervisor.wait(10)
     assert death.value.child.name == "broken"
     assert death.value.child.process.returncode == 3
-    assert death.value.child.last_words() == ["port taken"]
+    assert death.value.child.last_lines() == ["port taken"]
     assert other.process.returncode is not None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_only_asks_to_stop_and_handlers_come_back(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_only_requests_a_stop_and_handlers_are_restored(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with ProcessSupervisor(grace_s=5) as supervisor:
         supervisor.start("a", python(PLAIN), tmp_path / "a", os.environ)
@@ -96,7 +96,7 @@ def test_a_signal_only_asks_to_stop_and_handlers_come_back(tmp_path: Path, numbe
     assert signal.getsignal(number) is before
 
 
-def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+def test_second_signal_skips_the_grace_period(tmp_path: Path) -> None:
     started = time.monotonic()
     with ProcessSupervisor(grace_s=60) as supervisor:
         supervisor.start("a", python(STUBBORN), tmp_path / "a", os.environ)
@@ -106,7 +106,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     assert time.monotonic() - started < 50
 
 
-def test_killing_the_supervisor_itself_leaves_no_child(tmp_path: Path) -> None:
+def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     code = f"""
         import os, sys
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""Several processes' metrics as one."""
+"""The metrics of several processes, added up."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,18 +26,18 @@ def values(exposition: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     }
 
 
-def test_series_are_added_up_and_gauges_stay():
+def test_adds_up_counters_and_histograms_and_keeps_gauges():
     gauge = GaugeSample("cortex_node_up", 1.0, node="n")
     whole = values(merged([counted(3, gauge), counted(4), counted(0)]))
     assert whole == values(counted(7, gauge))
 
 
-def test_every_name_has_its_help_and_type_once():
+def test_each_metric_has_help_and_type_once():
     text = merged([counted(1), counted(2)]).decode()
     headers = [line for line in text.splitlines() if line.startswith("#")]
     assert len(headers) == len(set(headers))
 
 
-def test_what_only_one_process_has_seen_is_there():
+def test_keeps_series_that_only_one_process_has():
     assert values(merged([counted(0), counted(2)])) == values(counted(2))
     assert merged([b"", counted(2)]) == merged([counted(2)])

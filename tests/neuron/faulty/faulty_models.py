@@ -13,7 +13,7 @@ import msgspec
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.watchdog import Patience
+from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.node import Capabilities
 
 CONFIG = {
@@ -72,7 +72,7 @@ def parts(**changes) -> Parts:
             "open_text": PlainText,
             "capabilities_of": capabilities_of,
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
-            "patience": Patience(step_s=0.8, load_s=0.8, unload_s=1.0, exit_s=2.0),
+            "timeouts": WorkerTimeouts(step_s=0.8, load_s=0.8, unload_s=1.0, exit_s=2.0),
             "first_retry_s": 0.1,
             **changes,
         }

@@ -60,7 +60,7 @@ async def start(tmp_path, **limits):
         ModelEntry(id="b", source=write_llama(tmp_path / "b", 2, vocab=40_000), context_tokens=512),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, **limits), drain_s=1.0)
-    return await Node.start(config, parts(engine=ENGINE, patience=None, policy=BackoffPolicy()))
+    return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
 
 
 async def answer(node, model_id, request_id="r"):

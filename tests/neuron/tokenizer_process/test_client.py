@@ -1,4 +1,4 @@
-"""A real tokenizer process and the daemon's side of it."""
+"""A real tokenizer process and its client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 
 
 def write_model(folder: Path, **config: Any) -> Path:
-    """Single bytes, two control tokens, and one that swallows the space around it where `greedy` is asked for."""
+    """A byte-level tokenizer with two control tokens, and with `greedy` one token that strips the space around it."""
     greedy = config.pop("greedy", False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
@@ -61,8 +61,8 @@ async def tokenizer(model: Path) -> AsyncIterator[TokenizerClient]:
 
 
 def process_of(tokenizer: TokenizerClient) -> int:
-    assert tokenizer._process is not None
-    return tokenizer._process._process.pid
+    assert tokenizer.process_id is not None
+    return tokenizer.process_id
 
 
 def alive(process_id: int) -> bool:
@@ -78,12 +78,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def asked(text: str) -> GenerateRequest:
+def user_request(text: str) -> GenerateRequest:
     return GenerateRequest(model="m", messages=(Message(role="user", parts=(Text(text),)),))
 
 
-class Elsewhere:
-    """A tokenizer process on a loop of its own, for tests that are no coroutines."""
+class TokenizerOnOwnLoop:
+    """A tokenizer client on its own event loop, for tests that are not coroutines."""
 
     def __init__(self, model: Path) -> None:
         self._loop = asyncio.new_event_loop()
@@ -103,14 +103,14 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "greedy"])
-def both(
+def remote_and_local(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[TextModel, TextModel]]:
-    """The same model's text twice: encoded over there, and here."""
+    """The same model's text twice: encoded in a tokenizer process, and in this process."""
     folder = write_model(tmp_path_factory.mktemp("model"), greedy=request.param)
-    elsewhere = Elsewhere(folder)
-    yield elsewhere.text, TextModel.of(*read_text(folder))
-    elsewhere.close()
+    remote = TokenizerOnOwnLoop(folder)
+    yield remote.text, TextModel.of(*read_text(folder))
+    remote.close()
 
 
 PIECES = st.one_of(
@@ -121,31 +121,31 @@ PIECES = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=8))
-def test_what_is_encoded_elsewhere_is_what_is_encoded_here(
-    both: tuple[TextModel, TextModel], pieces: list[str]
+def test_remote_encoding_equals_local_encoding(
+    remote_and_local: tuple[TextModel, TextModel], pieces: list[str]
 ) -> None:
-    remote, local = (text.tokenizer for text in both)
+    remote, local = (text.tokenizer for text in remote_and_local)
     text = "".join(pieces)
     assert remote.encode(text) == local.encode(text)
     assert remote.encode_document(text) == local.encode_document(text)
     assert remote.encode_segmented(text) == local.encode_segmented(text)
 
 
-def test_a_text_read_elsewhere_says_what_one_read_here_says(both: tuple[TextModel, TextModel]) -> None:
-    remote, local = both
+def test_remote_text_has_the_same_facts_as_local_text(remote_and_local: tuple[TextModel, TextModel]) -> None:
+    remote, local = remote_and_local
     assert remote.tokenizer.vocabulary == local.tokenizer.vocabulary
-    assert remote.render(asked("hé")) == local.render(asked("hé"))
+    assert remote.render(user_request("hé")) == local.render(user_request("hé"))
     assert remote.decode(range(-3, remote.vocab_size + 3)) == local.decode(range(-3, local.vocab_size + 3))
     assert (remote.generation, remote.notes, remote.capabilities) == (local.generation, local.notes, local.capabilities)
 
 
-async def test_it_is_started_by_the_first_use_and_known_by_its_name(tokenizer: TokenizerClient) -> None:
-    assert tokenizer._process is None
+async def test_process_starts_on_first_use_under_its_own_name(tokenizer: TokenizerClient) -> None:
+    assert tokenizer.process_id is None
     await tokenizer.read()
     assert Path(f"/proc/{process_of(tokenizer)}/comm").read_text() == "neuron-tokenize\n"
 
 
-async def test_one_that_died_is_started_anew_by_the_next_use(tokenizer: TokenizerClient) -> None:
+async def test_next_call_replaces_a_process_that_died(tokenizer: TokenizerClient) -> None:
     text = await tokenizer.read()
     expected = await asyncio.to_thread(text.encode, "hello")
     for _ in range(2):
@@ -155,7 +155,7 @@ async def test_one_that_died_is_started_anew_by_the_next_use(tokenizer: Tokenize
         assert process_of(tokenizer) != first
 
 
-async def test_one_that_rests_is_woken_by_the_next_use_or_ahead_of_it(tokenizer: TokenizerClient) -> None:
+async def test_resting_process_is_started_by_wake_or_by_the_next_call(tokenizer: TokenizerClient) -> None:
     text = await tokenizer.read()
     first = process_of(tokenizer)
     await tokenizer.rest()
@@ -170,7 +170,7 @@ async def test_one_that_rests_is_woken_by_the_next_use_or_ahead_of_it(tokenizer:
     assert 0.0 <= tokenizer.idle_s < 20.0
 
 
-async def test_one_that_dies_every_time_is_an_error_to_try_again(
+async def test_process_that_dies_twice_is_a_retryable_error(
     tokenizer: TokenizerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = await tokenizer.read()
@@ -179,7 +179,7 @@ async def test_one_that_dies_every_time_is_an_error_to_try_again(
 
     async def start_dead(model: Path, fingerprint: str | None) -> TokenizerProcess:
         process = await start(model, fingerprint)
-        process._process.kill()
+        os.kill(process.process_id, signal.SIGKILL)
         return process
 
     monkeypatch.setattr(TokenizerProcess, "start", start_dead)
@@ -187,9 +187,7 @@ async def test_one_that_dies_every_time_is_an_error_to_try_again(
         await asyncio.to_thread(text.encode, "hello")
 
 
-async def test_files_that_changed_are_not_mixed_with_what_was_read_before(
-    tokenizer: TokenizerClient, model: Path
-) -> None:
+async def test_new_process_rejects_files_that_changed(tokenizer: TokenizerClient, model: Path) -> None:
     text = await tokenizer.read()
     await tokenizer.rest()
     write_model(model, greedy=True)
@@ -197,7 +195,7 @@ async def test_files_that_changed_are_not_mixed_with_what_was_read_before(
         await asyncio.to_thread(text.encode, "hello")
 
 
-async def test_a_closed_one_is_not_started_again(tokenizer: TokenizerClient) -> None:
+async def test_closed_client_starts_no_process(tokenizer: TokenizerClient) -> None:
     text = await tokenizer.read()
     process_id = process_of(tokenizer)
     await tokenizer.close()
@@ -212,11 +210,11 @@ async def test_a_closed_one_is_not_started_again(tokenizer: TokenizerClient) -> 
         ("tokenizer.json", None, TokenizerMissing),
         ("tokenizer.json", '{"model": 1', TextFileMalformed),
         ("tokenizer_config.json", "[]", TextFileMalformed),
-        ("model.gguf", "no GGUF at all", Malformed),
+        ("model.gguf", "not a GGUF file", Malformed),
         ("unsupported", None, TokenizerUnsupported),
     ],
 )
-async def test_errors_arrive_as_what_they_are_in_the_words_they_had(
+async def test_errors_keep_their_type_and_message(
     model: Path, file: str, content: str | None, error: type[Exception]
 ) -> None:
     path = model
@@ -238,13 +236,13 @@ async def test_errors_arrive_as_what_they_are_in_the_words_they_had(
     assert str(there.value) == str(here.value)
 
 
-async def test_encoding_on_the_loop_is_refused(tokenizer: TokenizerClient) -> None:
+async def test_rejects_encoding_on_the_event_loop(tokenizer: TokenizerClient) -> None:
     text = await tokenizer.read()
     with pytest.raises(AssertionError, match="event loop"):
         text.encode("hello")
 
 
-async def test_a_long_text_does_not_hold_up_a_short_one(tokenizer: TokenizerClient) -> None:
+async def test_short_texts_are_encoded_while_a_long_one_is(tokenizer: TokenizerClient) -> None:
     text = await tokenizer.read()
     long = asyncio.create_task(asyncio.to_thread(text.encode, "He said 1234 things. " * 30_000))
     shorts = 0
@@ -255,11 +253,11 @@ async def test_a_long_text_does_not_hold_up_a_short_one(tokenizer: TokenizerClie
     assert shorts >= 3
 
 
-async def test_many_callers_at_once_each_get_their_own_answer(tokenizer: TokenizerClient) -> None:
+async def test_concurrent_callers_get_their_own_replies(tokenizer: TokenizerClient) -> None:
     text = await tokenizer.read()
     words = [f"word {number}" * 50 for number in range(40)]
-    answers = await asyncio.gather(*(asyncio.to_thread(text.encode, word) for word in words))
-    assert [text.decode(answer) for answer in answers] == words
+    encoded = await asyncio.gather(*(asyncio.to_thread(text.encode, word) for word in words))
+    assert [text.decode(tokens) for tokens in encoded] == words
 
 
 DAEMON = """
@@ -269,7 +267,7 @@ DAEMON = """
     async def main():
         tokenizer = TokenizerClient(pathlib.Path(sys.argv[1]))
         await tokenizer.wake() if sys.argv[2] == "reading" else await tokenizer.read()
-        print(tokenizer._process._process.pid, flush=True)
+        print(tokenizer.process_id, flush=True)
         await asyncio.sleep(60)
 
     asyncio.run(main())
@@ -277,7 +275,7 @@ DAEMON = """
 
 
 @pytest.mark.parametrize("when", ["reading", "idle"])
-async def test_it_ends_with_a_daemon_that_is_killed(model: Path, when: str) -> None:
+async def test_process_ends_when_its_daemon_is_killed(model: Path, when: str) -> None:
     daemon = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(DAEMON), str(model), when],
         stdout=subprocess.PIPE,

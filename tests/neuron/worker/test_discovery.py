@@ -26,19 +26,19 @@ GPUS = (gpu(0), gpu(1), gpu(2))
         ("0,9,1", [0]),
     ],
 )
-def test_cuda_visible_devices(setting, expected):
+def test_cuda_visible_devices_selects_and_orders_gpus(setting, expected):
     assert [device.index for device in visible_devices(GPUS, setting)] == expected
 
 
-def _failing_init(monkeypatch, code):
+def fail_init(monkeypatch, code):
     def init():
         raise pynvml.NVMLError(code)
 
     monkeypatch.setattr(discovery.pynvml, "nvmlInit", init)
 
 
-def test_without_a_driver_the_cpu_is_the_device_and_nothing_is_wrong(monkeypatch):
-    _failing_init(monkeypatch, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+def test_cpu_is_the_only_device_without_a_driver(monkeypatch):
+    fail_init(monkeypatch, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     inventory = discover({})
     (device,) = inventory.devices
     assert device.kind == "cpu"
@@ -46,15 +46,15 @@ def test_without_a_driver_the_cpu_is_the_device_and_nothing_is_wrong(monkeypatch
     assert 0 < inventory.readings[0].free_bytes <= device.total_bytes
 
 
-def test_a_driver_library_mismatch_is_a_reason_not_a_crash(monkeypatch):
-    _failing_init(monkeypatch, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+def test_reports_a_driver_library_mismatch_as_a_problem(monkeypatch):
+    fail_init(monkeypatch, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
     inventory = discover({})
     assert [device.kind for device in inventory.devices] == ["cpu"]
     assert "reboot" in inventory.driver_problem
 
 
-def test_an_unknown_nvml_error_is_told(monkeypatch):
-    _failing_init(monkeypatch, pynvml.NVML_ERROR_UNKNOWN)
+def test_reports_an_unknown_nvml_error_as_a_problem(monkeypatch):
+    fail_init(monkeypatch, pynvml.NVML_ERROR_UNKNOWN)
     assert "nvidia-smi" in discover({}).driver_problem
 
 
@@ -62,7 +62,7 @@ class FakeMemory:
     total, free = 24 << 30, 20 << 30
 
 
-def _one_gpu(monkeypatch):
+def fake_one_gpu(monkeypatch):
     def unsupported(*_):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
@@ -82,8 +82,8 @@ def _one_gpu(monkeypatch):
         monkeypatch.setattr(discovery.pynvml, name, value)
 
 
-def test_a_gpu_with_missing_sensors_is_still_a_device(monkeypatch):
-    _one_gpu(monkeypatch)
+def test_gpu_with_missing_sensors_is_a_device(monkeypatch):
+    fake_one_gpu(monkeypatch)
     inventory = discover({})
     (device,) = inventory.devices
     assert (device.kind, device.name, device.compute_capability) == ("cuda", "NVIDIA GeForce RTX 3060", "8.6")
@@ -92,20 +92,20 @@ def test_a_gpu_with_missing_sensors_is_still_a_device(monkeypatch):
     assert (reading.free_bytes, reading.utilisation, reading.temperature_c) == (20 << 30, None, 61.0)
 
 
-def test_hidden_gpus_leave_the_cpu_and_say_why(monkeypatch):
-    _one_gpu(monkeypatch)
+def test_falls_back_to_the_cpu_and_says_why_when_all_gpus_are_hidden(monkeypatch):
+    fake_one_gpu(monkeypatch)
     inventory = discover({"CUDA_VISIBLE_DEVICES": ""})
     assert inventory.devices[0].kind == "cpu"
     assert "CUDA_VISIBLE_DEVICES" in inventory.driver_problem
 
 
-def test_a_driver_that_stops_answering_gives_no_readings(monkeypatch):
-    _failing_init(monkeypatch, pynvml.NVML_ERROR_GPU_IS_LOST)
+def test_no_readings_when_the_driver_stops_responding(monkeypatch):
+    fail_init(monkeypatch, pynvml.NVML_ERROR_GPU_IS_LOST)
     assert read_devices((gpu(0),)) == {}
 
 
-def test_one_sick_gpu_is_left_out_with_a_reason_and_the_others_serve(monkeypatch):
-    _one_gpu(monkeypatch)
+def test_skips_a_failed_gpu_with_a_reason_and_keeps_the_others(monkeypatch):
+    fake_one_gpu(monkeypatch)
 
     def handle(index):
         if index == 1:
@@ -116,12 +116,12 @@ def test_one_sick_gpu_is_left_out_with_a_reason_and_the_others_serve(monkeypatch
     monkeypatch.setattr(discovery.pynvml, "nvmlDeviceGetHandleByIndex", handle)
     inventory = discover({})
     assert [device.index for device in inventory.devices] == [0, 2]
-    assert "GPU 1 is left out" in inventory.driver_problem
+    assert "GPU 1 is not used" in inventory.driver_problem
     assert set(read_devices(GPUS)) == {0, 2}
 
 
-def test_a_gpu_that_shares_the_hosts_memory_has_what_the_host_has(monkeypatch):
-    _one_gpu(monkeypatch)
+def test_gpu_without_own_memory_reports_the_hosts_memory(monkeypatch):
+    fake_one_gpu(monkeypatch)
 
     def unsupported(handle):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)

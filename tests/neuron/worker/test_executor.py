@@ -1,4 +1,4 @@
-"""The engine thread's decisions, without a process: jobs in, events out."""
+"""The engine thread without a process: commands in, events out."""
 
 import itertools
 import queue
@@ -7,12 +7,11 @@ import faulty_engine
 import pytest
 
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
-from cortex.neuron.worker.address import DeviceAddress
-from cortex.neuron.worker.executor import PREPARE_AFTER_S, DeviceFault, Executor
-from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.outbox import Outbox
+from cortex.neuron.worker.executor import PREPARE_AFTER_S, Executor
+from cortex.neuron.worker.faults import DeviceFault, FaultKind
 from cortex.neuron.worker.protocol import (
     CancelLoad,
+    DeviceAddress,
     Exit,
     Load,
     Loaded,
@@ -28,7 +27,7 @@ from cortex.neuron.worker.protocol import (
 
 
 class Turns:
-    """An inbox that gives one batch per turn of the engine thread, so that a test needs no second one."""
+    """An inbox that returns one batch per iteration of the engine thread, so that a test needs no second thread."""
 
     def __init__(self, executor, batches):
         self._executor = executor
@@ -47,15 +46,15 @@ class Turns:
 
 
 def run(*turns, engine="faulty_engine:load"):
-    """Every event of a worker that is given one batch of commands per turn and then leaves."""
-    outbox = Outbox()
-    executor = run.executor = Executor(DeviceAddress("cpu", 0), engine, outbox)
+    """All events of an executor that gets one batch of commands per iteration and then exits."""
+    events = []
+    executor = Executor(DeviceAddress("cpu", 0), engine, events.append)
     for command in itertools.chain(*turns):
         if isinstance(command, CancelLoad):
             executor.cancel_load(command.handle)
     executor.inbox = Turns(executor, [*turns, [Exit()]])
     executor.run()
-    return outbox.take(0)
+    return events
 
 
 def load(handle):
@@ -70,36 +69,32 @@ def kinds(events):
     return [type(event) for event in events if not isinstance(event, LoadProgress)]
 
 
-def test_jobs_are_done_in_order():
+def test_executes_commands_in_order():
     assert kinds(run([load(1), Unload(1)])) == [Loaded, Unloaded]
 
 
-def test_a_request_for_a_model_that_is_gone_fails():
+def test_request_for_an_unloaded_model_fails():
     events = run([load(1), Unload(1), submit(1, "late")])
     assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["late"]
 
 
-def test_a_load_that_was_called_off_in_the_queue_never_begins():
-    events = run([load(1), CancelLoad(1)])
-    assert kinds(events) == [ModelLoadFailed]
-    assert events[-1].cancelled
-    assert not run.executor._cancelled_loads
+def test_load_that_was_cancelled_in_the_queue_does_not_start():
+    first, *_ = events = run([load(1), CancelLoad(1)], [load(1)])
+    assert kinds(events) == [ModelLoadFailed, Loaded]
+    assert first.cancelled
 
 
-def test_calling_off_a_load_that_is_done_leaves_no_trace():
-    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", Outbox())
-    executor.cancel_load(7)
-    executor._execute(CancelLoad(7))
-    assert not executor._cancelled_loads
+def test_cancellation_of_a_load_that_has_ended_is_ignored():
+    assert kinds(run([CancelLoad(7)], [load(7)])) == [Loaded]
 
 
-def test_a_device_fault_leaves_the_thread():
+def test_device_fault_in_a_step_ends_the_thread():
     with pytest.raises(DeviceFault, match="device fault in step: RuntimeError: CUDA error"):
         run([load(1)], [submit(1, "fatal", faulty_engine.DEVICE_FAULT)], [], [])
 
 
 class Pauses(Turns):
-    """Before each batch that is waited for, as long a silence as the engine thread cares to wait out."""
+    """Reports a timeout of every timed wait before it returns a batch."""
 
     def get(self, timeout=None):
         if timeout is not None and self._batches != [[Exit()]]:
@@ -109,16 +104,16 @@ class Pauses(Turns):
 
 
 def run_with_pauses(monkeypatch, prepare, *turns):
-    """Every event, where idle engines prepare themselves with `prepare`."""
+    """All events, with `prepare` as the engines' method."""
     monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
-    outbox = Outbox()
-    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", outbox)
+    events = []
+    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", events.append)
     executor.inbox = Pauses(executor, [*turns, [Exit()]])
     executor.run()
-    return outbox.take(0)
+    return events
 
 
-def test_idle_models_prepare_themselves_until_nothing_is_left(monkeypatch):
+def test_idle_model_prepares_until_nothing_is_left(monkeypatch):
     pieces = iter([True, True, True, False])
     prepared_while_busy = []
 
@@ -131,7 +126,7 @@ def test_idle_models_prepare_themselves_until_nothing_is_left(monkeypatch):
     assert any(isinstance(event, Outputs) for event in events)
 
 
-def test_silence_is_waited_for_once_and_not_before_every_piece(monkeypatch):
+def test_waits_for_idleness_once_and_not_before_every_piece(monkeypatch):
     pieces = iter([True, True, False])
     waits_s = []
 
@@ -141,21 +136,21 @@ def test_silence_is_waited_for_once_and_not_before_every_piece(monkeypatch):
             return super().get(timeout)
 
     monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", lambda _engine: next(pieces))
-    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", Outbox())
+    executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", lambda event: None)
     executor.inbox = Silence(executor, [[load(1)], [], [Exit()]])
     executor.run()
     assert [wait_s for wait_s in waits_s if wait_s is not None] == [PREPARE_AFTER_S, 0.0, 0.0]
 
 
-def test_nothing_is_prepared_while_commands_keep_coming(monkeypatch):
+def test_does_not_prepare_while_commands_are_pending(monkeypatch):
     def prepare(_engine):
-        pytest.fail("there was something else to do")
+        pytest.fail("prepared while commands were pending")
 
     monkeypatch.setattr(faulty_engine.FaultyEngine, "prepare", prepare)
     assert kinds(run([load(1)], [submit(1, "a")], [], [])).count(Outputs) > 0
 
 
-def test_a_model_that_cannot_prepare_itself_serves_all_the_same(monkeypatch):
+def test_model_that_fails_to_prepare_still_serves(monkeypatch):
     def prepare(_engine):
         raise ValueError("a kernel that does not compile")
 
@@ -163,7 +158,7 @@ def test_a_model_that_cannot_prepare_itself_serves_all_the_same(monkeypatch):
     assert any(isinstance(event, Outputs) for event in events)
 
 
-def test_a_device_fault_while_preparing_leaves_the_thread(monkeypatch):
+def test_device_fault_while_preparing_ends_the_thread(monkeypatch):
     def prepare(_engine):
         faulty_engine.misbehave(faulty_engine.DEVICE_FAULT)
 
@@ -171,7 +166,7 @@ def test_a_device_fault_while_preparing_leaves_the_thread(monkeypatch):
         run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")])
 
 
-def test_a_model_whose_every_step_fails_is_given_up_and_the_others_are_not():
+def test_model_whose_steps_keep_failing_is_closed_alone():
     loads = [Load(1, LoadSpec(path="broken")), load(2)]
     events = run(loads, [submit(1, "a"), submit(2, "b")], *([[]] * 6), engine="faulty_engine:load_broken")
     assert [event.handle for event in events if isinstance(event, ModelBroken)] == [1]
@@ -179,19 +174,19 @@ def test_a_model_whose_every_step_fails_is_given_up_and_the_others_are_not():
     assert any(isinstance(event, Outputs) and event.handle == 2 for event in events)
 
 
-def test_a_bug_ends_only_the_request_at_fault_however_often_it_comes():
+def test_bug_ends_only_the_request_that_causes_it_however_often():
     bugs = [f"bug {number}" for number in range(5)]
     turns = [[submit(1, bug, faulty_engine.BUG)] for bug in bugs]
     long = Submit(1, EngineRequest(id="long", prompt=(faulty_engine.PLAIN,), max_tokens=6))
     events = run([load(1)], [long], *(turn for each in turns for turn in (each, [], [])), *([[]] * 6))
     failed = [event for event in events if isinstance(event, RequestFailed)]
     assert [(event.request_id, event.kind) for event in failed] == [(bug, FaultKind.BUG) for bug in bugs]
-    said = [output for event in events if isinstance(event, Outputs) for output in event.outputs]
-    assert [output.finish for output in said if output.request_id == "long"] == [None] * 5 + ["length"]
+    outputs = [output for event in events if isinstance(event, Outputs) for output in event.outputs]
+    assert [output.finish for output in outputs if output.request_id == "long"] == [None] * 5 + ["length"]
     assert not any(isinstance(event, ModelBroken) for event in events)
 
 
-def test_bugs_of_requests_that_are_alone_do_not_break_the_model():
+def test_bugs_of_single_requests_do_not_break_the_model():
     turns = [turn for number in range(5) for turn in ([submit(1, f"bug {number}", faulty_engine.BUG)], [], [])]
     events = run([load(1)], *turns, [submit(1, "well")], [], [])
     assert sum(isinstance(event, RequestFailed) for event in events) == 5

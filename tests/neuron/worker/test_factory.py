@@ -1,4 +1,4 @@
-"""The process that workers are forked from, and what becomes of its workers."""
+"""The fork server and its workers, as real processes."""
 
 import asyncio
 import contextlib
@@ -13,16 +13,17 @@ from pathlib import Path
 
 import msgspec
 
-from cortex.neuron.worker.address import DeviceAddress
+from cortex.ipc.channel import encode_frame
+from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.fork_server import ForkServer
-from cortex.neuron.worker.protocol import PACKET_BYTES, Ended, Exit, Fork, Notice
+from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, Fork, ForkServerEvent, Warm
 from cortex.neuron.worker.worker import EXIT_FAULTED
 from cortex.telemetry import logs
 
 CPU = DeviceAddress("cpu", 0)
 WAIT_S = 30.0
-"""How long tests wait for what must happen; only reached on failure."""
+"""How long tests wait for an event; reached only on failure."""
 
 
 @contextlib.asynccontextmanager
@@ -34,8 +35,8 @@ async def worker_factory(engine="faulty_engine:load"):
         await worker_factory.close()
 
 
-async def born(worker_factory, device=CPU):
-    """A worker and our end of its channel."""
+async def forked(worker_factory, device=CPU):
+    """A worker and this side's end of its channel."""
     ours, theirs = socket.socketpair()
     with theirs:
         handle = await worker_factory.fork(device, theirs)
@@ -46,7 +47,7 @@ async def born(worker_factory, device=CPU):
 
 
 def alive(process_id):
-    # Somebody else's zombie is dead: who inherited it may take its time to bury it.
+    # A zombie is dead: the process that inherited it may take its time to reap it.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return status(process_id, "State") != "Z"
     return False
@@ -57,28 +58,27 @@ def status(process_id, field):
     return next(line.split()[1] for line in lines if line.startswith(f"{field}:"))
 
 
-async def test_workers_are_forked_from_one_process_and_tell_how_they_ended():
+async def test_workers_come_from_one_process_and_report_their_exit():
     async with worker_factory() as made:
-        (one, channel), (two, other_channel) = await born(made), await born(made)
+        (one, channel), (two, other_channel) = await forked(made), await forked(made)
         assert status(one.process_id, "PPid") == status(two.process_id, "PPid")
         assert os.getsid(one.process_id) == one.process_id
-        frame = msgspec.msgpack.encode([Exit()])
-        channel.sendall(len(frame).to_bytes(4, "little") + frame)
+        channel.sendall(encode_frame([Exit()]))
         assert await asyncio.wait_for(one.exited, WAIT_S) == 0
         os.kill(two.process_id, signal.SIGSEGV)
         assert await asyncio.wait_for(two.exited, WAIT_S) == -signal.SIGSEGV
-        two.kill()  # too late, and harmless
+        two.kill()  # too late, and ignored
     channel.close()
     other_channel.close()
 
 
-async def test_a_worker_holds_no_descriptor_of_another():
+async def test_worker_holds_no_descriptor_of_another_worker():
     async with worker_factory() as made:
-        first, first_channel = await born(made)
-        second, second_channel = await born(made)
+        first, first_channel = await forked(made)
+        second, second_channel = await forked(made)
         first.kill()
         await asyncio.wait_for(first.exited, WAIT_S)
-        # Were the other end still open in the second worker, this would wait for ever.
+        # If the second worker held the other end open, this would time out.
         first_channel.settimeout(WAIT_S)
         while first_channel.recv(4096):
             pass
@@ -88,51 +88,54 @@ async def test_a_worker_holds_no_descriptor_of_another():
         first_channel.close()
 
 
-async def test_when_that_process_dies_its_workers_die_and_the_next_one_comes_from_a_new_one():
+async def test_workers_die_with_the_fork_server_which_is_replaced():
     async with worker_factory() as made:
-        worker, channel = await born(made)
+        worker, channel = await forked(made)
         os.kill(int(status(worker.process_id, "PPid")), signal.SIGKILL)
         assert await asyncio.wait_for(worker.exited, WAIT_S) == -signal.SIGKILL
         deadline_s = time.monotonic() + 3
         while alive(worker.process_id) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
         assert not alive(worker.process_id)
-        again, other_channel = await born(made)
+        again, other_channel = await forked(made)
         assert alive(again.process_id)
         channel.close()
         other_channel.close()
 
 
-async def test_an_import_that_hangs_can_be_ended(tmp_path, monkeypatch):
-    (tmp_path / "endless_engine.py").write_text("import time\ntime.sleep(3600)\n")
+async def test_kills_a_fork_server_whose_import_hangs(tmp_path, monkeypatch):
+    importing = tmp_path / "importing"
+    (tmp_path / "endless_engine.py").write_text(f"import time\nopen({str(importing)!r}, 'w')\ntime.sleep(3600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     async with worker_factory("endless_engine:load") as made:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             handle = await made.fork(CPU, theirs)
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(WAIT_S):
+                while not importing.exists():
+                    await asyncio.sleep(0.01)
             assert handle.process_id is None
             handle.kill()
             assert await asyncio.wait_for(handle.exited, WAIT_S) == -signal.SIGKILL
         await made.warm()
-    # closing while it imports is quick, too
+    # closing does not wait for the import either
 
 
-async def test_the_waiting_of_threads_is_short_unless_told_otherwise(monkeypatch):
+async def test_openmp_threads_spin_briefly_unless_configured(monkeypatch):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     async with worker_factory() as made:
-        worker, channel = await born(made)
+        worker, channel = await forked(made)
         assert b"GOMP_SPINCOUNT=1000" in Path(f"/proc/{worker.process_id}/environ").read_bytes()
         channel.close()
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     async with worker_factory() as made:
-        worker, channel = await born(made)
+        worker, channel = await forked(made)
         assert b"GOMP_SPINCOUNT" not in Path(f"/proc/{worker.process_id}/environ").read_bytes()
         channel.close()
 
 
-def test_born_to_a_daemon_that_is_gone_it_ends_before_it_imports_anything(tmp_path):
+def test_fork_server_without_its_daemon_exits_before_it_imports(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -152,37 +155,41 @@ def test_born_to_a_daemon_that_is_gone_it_ends_before_it_imports_anything(tmp_pa
     assert not (tmp_path / "imported").exists()
 
 
-def test_where_no_process_can_be_made_the_order_fails_and_the_rest_goes_on(monkeypatch):
+def test_failed_fork_is_reported_and_the_fork_server_continues(monkeypatch):
     def fork():
         raise OSError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr(os, "fork", fork)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    daemon = PacketSocket(ours, ForkServerEvent)
     with ours, theirs:
         channel, other = socket.socketpair()
-        ForkServer(theirs, "faulty_engine:load")._fork(Fork(7, "cpu", 0, None), channel.detach())
-        assert msgspec.msgpack.decode(ours.recv(PACKET_BYTES), type=Notice) == Ended(7, EXIT_FAULTED)
-        assert other.recv(1) == b""  # its end of the channel is closed: nobody waits for it
+        with channel:
+            daemon.send(Fork(7, CPU), channel.fileno())
+        ours.shutdown(socket.SHUT_WR)
+        ForkServer(theirs, "faulty_engine:load").run()
+        assert daemon.receive() == (Warm(), None)
+        assert daemon.receive() == (Exited(7, EXIT_FAULTED), None)
+        assert other.recv(1) == b""  # the fork server has closed the worker's end
         other.close()
 
 
-def test_importing_the_engine_touches_no_device():
-    # A CUDA context does not survive the fork that comes next.
-    script = "import cortex.neuron.worker.torch_harness, torch; print(torch.cuda.is_initialized())"
+def test_importing_the_engine_initialises_no_device():
+    # A CUDA context does not survive a fork.
+    script = "import cortex.neuron.engine.engine, torch; print(torch.cuda.is_initialized())"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
 
 
-async def test_the_process_and_its_workers_log_as_the_daemon_does(monkeypatch, capfd):
+async def test_fork_server_and_workers_log_in_the_daemons_format(monkeypatch, capfd):
     monkeypatch.setattr(logs, "in_use", lambda: ("json", "INFO"))
     async with worker_factory("there_is_no_such_module:load") as made:
-        _, channel = await born(made)
-        frame = msgspec.msgpack.encode("not a command")
-        channel.sendall(len(frame).to_bytes(4, "little") + frame)
+        _, channel = await forked(made)
+        channel.sendall(b"\x01\x00\x00\x00\xc1")  # not a command
         channel.settimeout(WAIT_S)
         while channel.recv(1 << 16):
-            pass  # it says how it is until it ends
+            pass  # heartbeats, until the worker ends
     lines = [msgspec.json.decode(line) for line in capfd.readouterr().err.splitlines()]
     assert any("cannot be imported" in line["message"] for line in lines)
     assert any(line.get("device") == "cpu" for line in lines), lines

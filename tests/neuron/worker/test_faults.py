@@ -3,7 +3,7 @@ import errno
 import pytest
 import torch
 
-from cortex.neuron.engine.errors import LoadError, NoRoomError, RequestError, StepBlamed
+from cortex.neuron.engine.errors import EngineError, LoadError, NoRoomError, RequestError, StepBlamed
 from cortex.neuron.worker.faults import FaultKind, chain, choose_victims, classify, explain
 
 
@@ -12,7 +12,12 @@ class OutOfMemoryError(RuntimeError):
 
 
 class AcceleratorError(RuntimeError):
-    pass
+    """Named like torch's, with the number of the CUDA error since torch 2.9."""
+
+    def __init__(self, message, error_code=None):
+        super().__init__(message)
+        if error_code is not None:
+            self.error_code = error_code
 
 
 ADVICE = (
@@ -51,13 +56,21 @@ ADVICE = (
         (RuntimeError("CUDA error: device kernel image is invalid" + ADVICE), FaultKind.BUG),
         (RuntimeError("CUDA driver error: invalid argument"), FaultKind.BUG),
         (KeyError("weight"), FaultKind.BUG),
+        (AcceleratorError("CUDA error: any words" + ADVICE, error_code=2), FaultKind.OUT_OF_MEMORY),
+        (AcceleratorError("CUDA error: any words" + ADVICE, error_code=700), FaultKind.DEVICE),
+        (AcceleratorError("CUDA error: any words" + ADVICE, error_code=1), FaultKind.BUG),
+        (AcceleratorError("any words", error_code=719), FaultKind.DEVICE),
+        (OSError(errno.ENOENT, "no such file: cannot allocate memory.gguf"), FaultKind.BUG),
+        (ValueError("the prompt says: CUDA error: an illegal memory access was encountered"), FaultKind.BUG),
+        (KeyError("std::bad_alloc"), FaultKind.BUG),
+        (EngineError("the stop string 'CUDA out of memory' is not allowed"), FaultKind.BUG),
     ],
 )
-def test_kind_of_fault(error, kind):
+def test_classifies_an_error_by_type_and_number_and_untyped_ones_by_message(error, kind):
     assert classify(error) is kind
 
 
-def test_torch_itself_without_memory_is_out_of_memory():
+def test_torch_allocation_failure_on_a_cpu_is_out_of_memory():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 46)
     assert classify(raised.value) is FaultKind.OUT_OF_MEMORY
@@ -76,7 +89,7 @@ def _raised(outer, inner, *, explicit):
 
 
 @pytest.mark.parametrize("explicit", [True, False])
-def test_the_telling_exception_may_be_deep_in_the_chain(explicit):
+def test_classifies_by_the_most_severe_error_in_the_chain(explicit):
     inner = RuntimeError("CUDA error: an illegal memory access was encountered")
     error = _raised(ValueError("step failed"), inner, explicit=explicit)
     assert classify(error) is FaultKind.DEVICE
@@ -85,25 +98,25 @@ def test_the_telling_exception_may_be_deep_in_the_chain(explicit):
     )
 
 
-def test_a_device_fault_outweighs_an_out_of_memory_in_the_same_chain():
+def test_device_fault_is_more_severe_than_out_of_memory():
     error = _raised(
         OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: misaligned address"), explicit=True
     )
     assert classify(error) is FaultKind.DEVICE
 
 
-def test_members_of_groups_are_looked_at():
+def test_classifies_members_of_exception_groups():
     group = ExceptionGroup("two", [KeyError("x"), MemoryError()])
     assert classify(group) is FaultKind.OUT_OF_MEMORY
 
 
-def test_a_cycle_of_causes_ends():
+def test_chain_ends_at_a_cycle_of_causes():
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert len(list(chain(first))) == 2
 
 
-def test_suppressed_context_does_not_count():
+def test_ignores_suppressed_context():
     error = ValueError("clean")
     error.__context__ = RuntimeError("CUDA error: unknown error")
     error.__suppress_context__ = True
@@ -123,16 +136,16 @@ def test_suppressed_context_does_not_count():
         (FaultKind.BUG, {"old": True}, "ended already", []),
     ],
 )
-def test_who_pays_for_a_failed_step(kind, live, blamed, victims):
+def test_chooses_the_requests_that_a_failed_step_ends(kind, live, blamed, victims):
     assert choose_victims(kind, live, blamed) == victims
 
 
-def test_a_blamed_request_is_a_bug_unless_its_cause_is_graver():
+def test_blamed_request_is_a_bug_unless_its_cause_is_more_severe():
     for cause, kind in (
         (OverflowError("int too big to convert"), FaultKind.BUG),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), FaultKind.DEVICE),
         (MemoryError(), FaultKind.OUT_OF_MEMORY),
     ):
-        error = StepBlamed("named CUDA error: by its client")
+        error = StepBlamed("CUDA error: an id that a client chose")
         error.__cause__ = cause
         assert classify(error) is kind

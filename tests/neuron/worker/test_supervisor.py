@@ -1,4 +1,4 @@
-"""Real worker processes with an engine that fails on demand."""
+"""Real worker processes, with an engine that fails on demand."""
 
 import asyncio
 import contextlib
@@ -16,20 +16,20 @@ import pytest
 
 from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
-from cortex.neuron.worker.address import DeviceAddress
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import Damaged, LoadRejected, SleepRejected, WorkerLost, WorkerSupervisor
-from cortex.neuron.worker.watchdog import Patience
 
 CPU = DeviceAddress("cpu", 0)
 WAIT_S = 30.0
-"""How long tests wait for what must happen; only reached on failure."""
-IMPATIENT = Patience(step_s=0.8, load_s=0.8, unload_s=0.8, exit_s=2.0)
+"""How long tests wait for an event; reached only on failure."""
+SHORT_TIMEOUTS = WorkerTimeouts(step_s=0.8, load_s=0.8, unload_s=0.8, exit_s=2.0)
 
 
 class Sink:
-    """Keeps what it is told."""
+    """A `ModelSink` that records everything."""
 
     def __init__(self):
         self.outputs, self.failed, self.progress, self.lost, self.stats = [], {}, [], [], None
@@ -37,6 +37,7 @@ class Sink:
 
     def on_progress(self, stage, done_bytes, total_bytes):
         self.progress.append((stage, done_bytes, total_bytes))
+        self.changed.set()
 
     def on_outputs(self, outputs):
         self.outputs.extend(outputs)
@@ -90,13 +91,13 @@ async def supervised(**kwargs):
 
 
 def alive(process_id):
-    # Somebody else's zombie is dead: who inherited it may take its time to bury it.
+    # A zombie is dead: the process that inherited it may take its time to reap it.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return ") Z " not in Path(f"/proc/{process_id}/stat").read_text()
     return False
 
 
-async def test_no_process_before_first_use_and_none_after_close(tmp_path):
+async def test_process_starts_on_first_load_and_ends_on_close(tmp_path):
     async with supervised() as supervisor:
         assert (supervisor.state, supervisor.process_id) == ("none", None)
         await supervisor.load(model(tmp_path), Sink())
@@ -107,7 +108,7 @@ async def test_no_process_before_first_use_and_none_after_close(tmp_path):
     assert "cpu" in names
 
 
-async def test_requests_stream_and_finish(tmp_path):
+async def test_streams_outputs_until_each_request_finishes(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -121,7 +122,7 @@ async def test_requests_stream_and_finish(tmp_path):
         )
 
 
-async def test_a_request_that_cannot_be_sent_fails_alone(tmp_path):
+async def test_request_that_cannot_be_encoded_fails_alone(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -136,7 +137,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(tmp_path):
         assert not sink.lost
 
 
-async def test_a_cancelled_request_ends_and_the_others_do_not(tmp_path):
+async def test_cancelling_ends_only_that_request(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -150,7 +151,7 @@ async def test_a_cancelled_request_ends_and_the_others_do_not(tmp_path):
         await sink.until(lambda: sink.finish("short"))
 
 
-async def test_two_models_share_a_device(tmp_path):
+async def test_two_models_serve_on_one_device(tmp_path):
     async with supervised() as supervisor:
         first, second = Sink(), Sink()
         one = await supervisor.load(model(tmp_path, "one"), first)
@@ -161,7 +162,7 @@ async def test_two_models_share_a_device(tmp_path):
         await second.until(lambda: second.finish("a"))
 
 
-async def test_a_load_does_not_silence_the_models_that_serve(tmp_path):
+async def test_models_keep_serving_during_a_load(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path, "serving"), sink)
@@ -172,7 +173,7 @@ async def test_a_load_does_not_silence_the_models_that_serve(tmp_path):
         assert len(sink.tokens("long")) - before >= 20
 
 
-async def test_a_refused_request_fails_alone(tmp_path):
+async def test_request_that_the_engine_rejects_fails_alone(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -182,7 +183,7 @@ async def test_a_refused_request_fails_alone(tmp_path):
         assert sink.failed == {"bad": (FaultKind.REQUEST, "top_k of -7 is out of range")}
 
 
-async def test_out_of_memory_fails_the_newest_prompt_and_nobody_else(tmp_path):
+async def test_out_of_memory_fails_only_the_newest_prompt(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -195,7 +196,7 @@ async def test_out_of_memory_fails_the_newest_prompt_and_nobody_else(tmp_path):
         assert sink.lost == []
 
 
-async def test_a_bug_ends_the_requests_in_the_step_and_the_model_goes_on(tmp_path):
+async def test_model_keeps_serving_after_a_bug_in_a_step(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -216,8 +217,8 @@ async def test_a_bug_ends_the_requests_in_the_step_and_the_model_goes_on(tmp_pat
         (faulty_engine.HANG, "no progress in 'step'"),
     ],
 )
-async def test_a_lost_worker_is_told_with_its_reason_and_replaced_on_the_next_load(tmp_path, token, reason):
-    async with supervised(patience=IMPATIENT) as supervisor:
+async def test_reports_why_a_worker_was_lost_and_replaces_it_on_the_next_load(tmp_path, token, reason):
+    async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
         sink, spec = Sink(), model(tmp_path)
         resident = await supervisor.load(spec, sink)
         first_process = supervisor.process_id
@@ -242,14 +243,14 @@ async def _stream_until_killed(supervisor, spec):
     await sink.until(lambda: sink.lost)
 
 
-async def test_killed_again_and_again_it_answers_again(tmp_path):
+async def test_serves_again_after_each_of_several_kills(tmp_path):
     async with supervised() as supervisor:
         spec = model(tmp_path)
         for _ in range(5):
             await _stream_until_killed(supervisor, spec)
 
 
-async def test_a_refused_load_leaves_nothing_and_spares_the_others(tmp_path):
+async def test_failed_load_does_not_affect_loaded_models(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path, "good"), sink)
@@ -264,13 +265,13 @@ async def test_a_refused_load_leaves_nothing_and_spares_the_others(tmp_path):
 @pytest.mark.parametrize(
     ("behaviour", "reason"), [("fault", "illegal memory"), ("exit", "code 3"), ("hang", "no progress")]
 )
-async def test_a_load_that_takes_the_worker_down_is_a_lost_worker(tmp_path, behaviour, reason):
-    async with supervised(patience=IMPATIENT) as supervisor:
+async def test_load_that_kills_the_worker_raises_worker_lost(tmp_path, behaviour, reason):
+    async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
         with pytest.raises(WorkerLost, match=reason):
             await supervisor.load(model(tmp_path, load=behaviour), Sink())
 
 
-async def test_an_engine_that_cannot_be_imported_is_a_reason(tmp_path):
+async def test_engine_that_cannot_be_imported_is_named_in_the_error(tmp_path):
     worker_factory = WorkerFactory("there_is_no_such_module:load")
     supervisor = WorkerSupervisor(CPU, worker_factory)
     with pytest.raises(WorkerLost, match="there_is_no_such_module"):
@@ -279,28 +280,29 @@ async def test_an_engine_that_cannot_be_imported_is_a_reason(tmp_path):
     await worker_factory.close()
 
 
-async def test_a_load_can_be_called_off(tmp_path):
+async def test_cancelled_load_leaves_nothing_behind(tmp_path):
     async with supervised() as supervisor:
-        await supervisor.load(model(tmp_path, "warm"), Sink())
-        loading = asyncio.create_task(supervisor.load(model(tmp_path, "slow", pieces=1000, piece_s=0.01), Sink()))
-        await asyncio.sleep(0.2)
-        loading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(loading, WAIT_S)
-        assert len(supervisor._models) == 1
-
-
-async def test_a_load_that_ignores_its_cancellation_ends_with_its_worker(tmp_path):
-    async with supervised(patience=Patience(unload_s=0.5)) as supervisor:
-        loading = asyncio.create_task(supervisor.load(model(tmp_path, load="hang"), Sink()))
-        await asyncio.sleep(0.5)
+        sink = Sink()
+        loading = asyncio.create_task(supervisor.load(model(tmp_path, pieces=1000, piece_s=0.01), sink))
+        await sink.until(lambda: sink.progress)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(loading, WAIT_S)
         assert not supervisor.has_models
 
 
-async def test_unloading_gives_the_memory_back_time_after_time(tmp_path):
+async def test_kills_the_worker_when_a_load_ignores_its_cancellation(tmp_path):
+    async with supervised(timeouts=WorkerTimeouts(unload_s=0.5)) as supervisor:
+        sink = Sink()
+        loading = asyncio.create_task(supervisor.load(model(tmp_path, load="hang"), sink))
+        await sink.until(lambda: sink.progress)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(loading, WAIT_S)
+        assert not supervisor.has_models
+
+
+async def test_memory_is_free_after_each_of_many_unloads(tmp_path):
     async with supervised() as supervisor:
         specs = [model(tmp_path, name, bytes=96 << 20) for name in ("one", "two")]
         sizes = []
@@ -313,7 +315,7 @@ async def test_unloading_gives_the_memory_back_time_after_time(tmp_path):
         assert sizes[-1] - sizes[2] < 16 << 20
 
 
-async def test_unloading_ends_the_requests_that_are_left(tmp_path):
+async def test_unload_fails_running_requests(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -323,7 +325,7 @@ async def test_unloading_ends_the_requests_that_are_left(tmp_path):
         assert sink.failed["long"][0] is FaultKind.REQUEST
 
 
-async def test_asleep_a_model_gives_its_memory_back_and_awake_it_answers_again(tmp_path):
+async def test_sleep_frees_memory_and_wake_serves_again(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path, bytes=8 << 20, scratch_bytes=160 << 20), sink)
@@ -332,7 +334,7 @@ async def test_asleep_a_model_gives_its_memory_back_and_awake_it_answers_again(t
             asleep = await supervisor.sleep(resident)
             assert asleep.host_bytes == 8 << 20
             assert asleep.process_bytes < resident.process_bytes - (90 << 20)
-            assert await supervisor.recycle() is False, "a sleeper would be lost"
+            assert await supervisor.recycle() is False, "a sleeping model would be lost"
             sizes.append(anonymous_bytes(supervisor.process_id))
             resident = await supervisor.wake(asleep)
             assert resident.host_bytes == 0
@@ -344,7 +346,7 @@ async def test_asleep_a_model_gives_its_memory_back_and_awake_it_answers_again(t
         assert (await supervisor.unload(await supervisor.sleep(resident))).is_complete
 
 
-async def test_going_to_sleep_ends_the_requests_that_are_left(tmp_path):
+async def test_sleep_cancels_running_requests(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         resident = await supervisor.load(model(tmp_path), sink)
@@ -361,8 +363,8 @@ async def test_going_to_sleep_ends_the_requests_that_are_left(tmp_path):
     ("behaviour", "reason"),
     [({"sleep": "refuse"}, "no memory for the weights"), ({"sleep": "keep", "scratch_bytes": 160 << 20}, "came back")],
 )
-async def test_a_sleep_that_is_refused_or_frees_nothing_is_none(tmp_path, behaviour, reason):
-    async with supervised(patience=Patience(reclaim_s=0.2)) as supervisor:
+async def test_sleep_is_rejected_when_the_engine_fails_or_no_memory_is_freed(tmp_path, behaviour, reason):
+    async with supervised(timeouts=WorkerTimeouts(reclaim_s=0.2)) as supervisor:
         resident = await supervisor.load(model(tmp_path, **behaviour), Sink())
         with pytest.raises(SleepRejected, match=reason):
             await supervisor.sleep(resident)
@@ -372,17 +374,17 @@ async def test_a_sleep_that_is_refused_or_frees_nothing_is_none(tmp_path, behavi
 @pytest.mark.parametrize(
     ("wake", "kind"), [("no room", FaultKind.OUT_OF_MEMORY), ("no memory", FaultKind.OUT_OF_MEMORY)]
 )
-async def test_a_model_that_cannot_wake_sleeps_on(tmp_path, wake, kind):
+async def test_model_that_cannot_wake_stays_asleep(tmp_path, wake, kind):
     async with supervised() as supervisor:
         asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake=wake), Sink()))
         for _ in range(2):
-            with pytest.raises(LoadRejected) as refused:
+            with pytest.raises(LoadRejected) as rejected:
                 await supervisor.wake(asleep)
-            assert refused.value.kind is kind
+            assert rejected.value.kind is kind
         assert supervisor.has_models
 
 
-async def test_a_damaged_model_is_gone_and_the_worker_is_well(tmp_path):
+async def test_damaged_model_is_closed_and_its_worker_survives(tmp_path):
     async with supervised() as supervisor:
         asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake="damaged"), Sink()))
         process_id = supervisor.process_id
@@ -393,7 +395,7 @@ async def test_a_damaged_model_is_gone_and_the_worker_is_well(tmp_path):
 
 
 @pytest.mark.parametrize("wake", ["fault", "exit"])
-async def test_a_wake_that_takes_the_worker_down_is_a_lost_worker(tmp_path, wake):
+async def test_wake_that_kills_the_worker_raises_worker_lost(tmp_path, wake):
     async with supervised() as supervisor:
         asleep = await supervisor.sleep(await supervisor.load(model(tmp_path, wake=wake), Sink()))
         with pytest.raises(WorkerLost):
@@ -402,7 +404,7 @@ async def test_a_wake_that_takes_the_worker_down_is_a_lost_worker(tmp_path, wake
             await supervisor.wake(asleep)
 
 
-async def test_a_worker_that_dies_takes_its_sleepers_with_it(tmp_path):
+async def test_sleeping_models_are_lost_with_their_worker(tmp_path):
     async with supervised() as supervisor:
         sink = Sink()
         await supervisor.sleep(await supervisor.load(model(tmp_path), sink))
@@ -410,7 +412,7 @@ async def test_a_worker_that_dies_takes_its_sleepers_with_it(tmp_path):
         await sink.until(lambda: sink.lost)
 
 
-async def test_an_idle_worker_is_recycled_and_a_used_one_is_not(tmp_path):
+async def test_recycles_only_a_worker_without_models(tmp_path):
     async with supervised() as supervisor:
         spec = model(tmp_path)
         resident = await supervisor.load(spec, Sink())
@@ -423,7 +425,7 @@ async def test_an_idle_worker_is_recycled_and_a_used_one_is_not(tmp_path):
         assert supervisor.process_id != first_process
 
 
-async def test_a_load_that_comes_during_a_recycling_waits_for_the_new_worker(tmp_path):
+async def test_load_during_recycling_waits_for_the_new_worker(tmp_path):
     async with supervised() as supervisor:
         spec = model(tmp_path)
         await supervisor.unload(await supervisor.load(spec, Sink()))
@@ -436,11 +438,11 @@ async def test_a_load_that_comes_during_a_recycling_waits_for_the_new_worker(tmp
 
 
 @pytest.mark.parametrize("token", [faulty_engine.PLAIN, faulty_engine.HANG])
-def test_a_worker_does_not_outlive_a_killed_daemon(tmp_path, token):
+def test_worker_ends_when_its_daemon_is_killed(tmp_path, token):
     script = textwrap.dedent(f"""
         import asyncio, sys
         sys.path[:0] = {sys.path!r}
-        from cortex.neuron.worker.address import DeviceAddress
+        from cortex.neuron.worker.protocol import DeviceAddress
         from cortex.neuron.worker.factory import WorkerFactory
         from cortex.neuron.worker.supervisor import WorkerSupervisor
         from cortex.neuron.engine.request import EngineRequest, LoadSpec

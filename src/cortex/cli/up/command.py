@@ -126,7 +126,7 @@ def supervise(console: Console, plan: UpPlan) -> None:
 def fault_of(death: ChildDied) -> CommandError:
     """A child's end as the user should read it, in the child's own last words."""
     child = death.child
-    told = child.last_words()
+    told = child.last_lines()
     reason = told[0].removeprefix("cortex: ").removeprefix("neuron: ") if told else ending(child.process.returncode)
     where = f"its log is {child.log}" if child.log else "its log is above"
     return CommandError(f"the {child.name} ended by itself: {reason}", where)

@@ -1,27 +1,26 @@
-"""Programs that live and die together: started as children, watched, and ended within a bound.
+"""Starts programs as child processes, watches them, and ends them together within a time limit.
 
-Each child leads its own process group, so that Ctrl-C reaches only us and we decide the order of things; and each
-is told by the kernel when we die, so that even `kill -9` on us leaves no process behind.
+Each child leads its own process group, so that Ctrl-C reaches only the supervisor. The kernel sends each child SIGTERM
+when the supervisor dies, so that even `kill -9` on the supervisor leaves no process behind.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+from cortex.ipc.child import die_with_parent
+
 _POLL_S = 0.05
 
 
@@ -30,10 +29,10 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path | None
-    """Where its output goes; None: wherever ours goes."""
+    """The file with its output; None: the output goes where the supervisor's goes."""
 
-    def last_words(self, count: int = 1) -> list[str]:
-        """The last lines it logged that say something."""
+    def last_lines(self, count: int = 1) -> list[str]:
+        """The last non-empty lines of its log."""
         if self.log is None:
             return []
         with self.log.open(encoding="utf-8", errors="replace") as file:
@@ -41,24 +40,24 @@ class Child:
 
 
 class ChildDied(Exception):
-    """A child ended by itself while it should have been running."""
+    """A child exited while it should have been running."""
 
     def __init__(self, child: Child) -> None:
-        super().__init__(f"{child.name} ended with {child.process.returncode}")
+        super().__init__(f"{child.name} exited with {child.process.returncode}")
         self.child = child
 
 
 class ProcessSupervisor:
-    """Owns its children; use as a context manager on the main thread.
+    """Owns its children; use it as a context manager on the main thread.
 
-    Inside the block SIGINT, SIGTERM and SIGHUP only set `stopping`; leaving it, for whatever reason, ends every
-    child: SIGTERM, then after `grace_s` (or a second signal) SIGKILL to its whole group.
+    Inside the block, SIGINT, SIGTERM and SIGHUP only set `stopping`. Leaving the block ends every child: with SIGTERM,
+    then after `grace_s` or a second signal with SIGKILL to its process group.
     """
 
     def __init__(self, grace_s: float) -> None:
         self.children: list[Child] = []
         self.stopping = False
-        self._impatient = False
+        self._kill_now = False
         self._grace_s = grace_s
         self._previous: dict[signal.Signals, object] = {}
 
@@ -73,7 +72,7 @@ class ProcessSupervisor:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def start(self, name: str, command: Sequence[str], log: Path | None, environment: Mapping[str, str]) -> Child:
-        """Run `command` with its output in `log`, or where ours goes."""
+        """Runs `command` with its output in `log`, or where the supervisor's goes."""
         with contextlib.nullcontext() if log is None else log.open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -82,20 +81,20 @@ class ProcessSupervisor:
                 stderr=output,
                 env=dict(environment),
                 process_group=0,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         child = Child(name, process, log)
         self.children.append(child)
         return child
 
     def check(self) -> None:
-        """Raises `ChildDied` for the first child that is gone."""
+        """Raises `ChildDied` for the first child that has exited."""
         for child in self.children:
             if child.process.poll() is not None:
                 raise ChildDied(child)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep while watching; False once a signal asked us to stop. Raises `ChildDied`."""
+        """Waits and watches the children; False as soon as a signal asks to stop. Raises `ChildDied`."""
         deadline = time.monotonic() + seconds
         while not self.stopping:
             self.check()
@@ -106,7 +105,7 @@ class ProcessSupervisor:
         return False
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._impatient = self.stopping
+        self._kill_now = self.stopping
         self.stopping = True
 
     def _end_all(self) -> None:
@@ -115,7 +114,7 @@ class ProcessSupervisor:
             if child.process.poll() is None:
                 child.process.terminate()
         deadline = time.monotonic() + self._grace_s
-        while not self._impatient and time.monotonic() < deadline:
+        while not self._kill_now and time.monotonic() < deadline:
             if all(child.process.poll() is not None for child in self.children):
                 break
             time.sleep(_POLL_S)
@@ -123,19 +122,5 @@ class ProcessSupervisor:
             try:
                 os.killpg(child.process.pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # the whole group is gone already
+                pass  # the whole group has exited
             child.process.wait()
-
-
-def _die_with_parent(parent_pid: int) -> Callable[[], None] | None:
-    """What a fresh child runs before its program: ask the kernel for SIGTERM when the parent dies."""
-    if _LIBC is None:
-        return None
-    prctl = _LIBC.prctl
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent_pid:
-            os._exit(1)  # the parent died before the line above
-
-    return prepare

@@ -11,7 +11,7 @@ from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.dispatch.poller import Poller
 from cortex.gateway.metrics import Metrics
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UpstreamUnavailable
+from cortex.wire.errors import CortexError, InsufficientCapacity, UpstreamUnavailable
 from cortex.wire.node import LoadRequest, ModelStatus, UnloadRequest
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class NodeEffects:
         except UpstreamFault as fault:
             result = UpstreamUnavailable(str(fault))
         except CortexError as error:
-            result = InsufficientCapacity(error.message) if _is_out_of_memory(error) else error
+            result = InsufficientCapacity(error.message) if isinstance(error, InsufficientCapacity) else error
         # What the load took, or left behind, belongs to the next decision.
         await self._poll(node)
         self.outcomes.load_ended(node, request.model_id, result)
@@ -131,9 +131,3 @@ class NodeEffects:
         poller = self._pollers.get(node)
         if poller is not None:
             await poller.poll()
-
-
-def _is_out_of_memory(error: CortexError) -> bool:
-    if isinstance(error, InsufficientCapacity):
-        return True
-    return isinstance(error, LoadFailed) and "out of memory" in error.message.lower()

@@ -1,4 +1,4 @@
-"""What is not inference, passed on to the main process as it came."""
+"""Forwards a request that is not inference to the main process, unchanged."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cortex.http.upstream.pool import Pool
 from cortex.wire.errors import UpstreamUnavailable
 
 SILENCE_S = 3600.0
-"""An operator's load may take this long; a stream of events may be this quiet."""
+"""Timeout between bytes: a load by an operator may take this long, and an event stream may be silent this long."""
 
 
 class Forward:
-    """One such request. Observer of its relay."""
+    """One forwarded request; the observer of its relay."""
 
     def __init__(self, exchange: Exchange, pool: Pool, ticker: Ticker) -> None:
         request = exchange.request
         relay = Relay(exchange, self, ticker)
         target = request.path + (b"?" + request.query if request.query else b"")
-        # The exchange itself leaves the body out for HEAD.
+        # The exchange itself omits the body of a response to HEAD.
         method = b"GET" if request.method == b"HEAD" else request.method
         relay.send(pool, method, target, request.headers, request.body, silence_s=SILENCE_S)
 
@@ -30,10 +30,10 @@ class Forward:
         return True
 
     def on_first_data(self, relay: Relay) -> None:
-        """Nothing to note."""
+        """Nothing is measured here."""
 
-    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002 - a path of ours is not news
-        error = UpstreamUnavailable("The gateway's main process does not answer; try again in a moment.")
+    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002
+        error = UpstreamUnavailable("The gateway's main process does not respond; try again in a moment.")
         relay.refuse(*error_response(error, family_of(relay.exchange.request.path)), b"")
 
     def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
@@ -43,4 +43,4 @@ class Forward:
         return b""
 
     def on_done(self, relay: Relay, outcome: Outcome) -> None:
-        """The main process has counted it."""
+        """The main process accounts for it."""

@@ -1,4 +1,4 @@
-"""Metrics of several processes as one: the same series, added up."""
+"""Adds up the metrics of several processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 def merged(expositions: Iterable[bytes]) -> bytes:
-    """Every series of every exposition, summed. Only for what may be summed: counters and histograms, and gauges
-    that one process alone reports."""
+    """One exposition with the sum of every series. Valid for counters, histograms, and gauges that only one process
+    reports."""
     headers: dict[str, list[str]] = {}
     families: dict[str, dict[str, float]] = {}
     for exposition in expositions:

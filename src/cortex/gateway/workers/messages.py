@@ -1,4 +1,4 @@
-"""What workers and the main process tell each other. `number` names one request of one worker."""
+"""The messages between workers and the main process. `number` identifies a request of one worker."""
 
 from __future__ import annotations
 
@@ -16,41 +16,39 @@ from cortex.wire.node import Dialect
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages."""
+    """Base of all messages; encoded by position, as both sides are always the same version."""
 
 
-# --- to the main process
+# To the main process
 
 
 class Ready(WorkerMessage, frozen=True):
     """This worker accepts connections."""
 
-    process_id: int
-
 
 class Admit(WorkerMessage, frozen=True):
-    """A request has come. Where it is admitted, it asks for a lease at the same time."""
+    """A new request. If it is admitted, it requests a lease at the same time."""
 
     number: int
     name: str
-    """The model as the client calls it."""
+    """The model's name as the client wrote it."""
     credentials: tuple[tuple[bytes, bytes], ...]
-    """The headers that say who asks."""
+    """The headers that hold the client's key."""
     estimate: Estimate
     need: Need
     prompt: bytes
-    """The start of the conversation."""
+    """The first bytes of the conversation, for prefix routing."""
 
 
-class Ask(WorkerMessage, frozen=True):
-    """Another lease, after the one before has been given back."""
+class RequestLease(WorkerMessage, frozen=True):
+    """Another lease, after the previous one was released."""
 
     number: int
     excluded: tuple[str, ...]
 
 
-class Withdraw(WorkerMessage, frozen=True):
-    """The client has left; no lease is wanted, and one that is on its way goes back."""
+class CancelLease(WorkerMessage, frozen=True):
+    """The client has disconnected: cancels the lease request, and releases a lease that was just granted."""
 
     number: int
 
@@ -61,21 +59,21 @@ class Release(WorkerMessage, frozen=True):
     number: int
 
 
-class Gone(WorkerMessage, frozen=True):
-    """The node denies having the model."""
+class ModelGone(WorkerMessage, frozen=True):
+    """The node reported that it does not have the model."""
 
     number: int
 
 
-class Suspect(WorkerMessage, frozen=True):
+class NodeSuspected(WorkerMessage, frozen=True):
     """A request failed at this node."""
 
     node: str
-    why: str
+    reason: str
 
 
 class Settle(WorkerMessage, frozen=True):
-    """The request is over, and this is what it used. The last that is said about it."""
+    """The request has ended with this usage. The last message about it."""
 
     number: int
     usage: Usage | None
@@ -85,19 +83,19 @@ class Settle(WorkerMessage, frozen=True):
 
 
 class MetricsSnapshot(WorkerMessage, frozen=True):
-    """All that this worker has counted since it began."""
+    """All metrics of this worker since it started."""
 
     exposition: bytes
 
 
-ToMain = Ready | Admit | Ask | Withdraw | Release | Gone | Suspect | Settle | MetricsSnapshot
+ToMain = Ready | Admit | RequestLease | CancelLease | Release | ModelGone | NodeSuspected | Settle | MetricsSnapshot
 
 
-# --- to a worker
+# To a worker
 
 
 class Setup(WorkerMessage, frozen=True):
-    """The configuration, at the start and after every reload; the address matters at the start only."""
+    """The configuration, at the start and after every reload; the address is used at the start only."""
 
     config: bytes
     host: str
@@ -112,7 +110,7 @@ class Admitted(WorkerMessage, frozen=True):
 
 
 class Rejected(WorkerMessage, frozen=True):
-    """Not admitted, or no lease."""
+    """The request was not admitted, or got no lease."""
 
     number: int
     code: str
@@ -141,7 +139,7 @@ class Granted(WorkerMessage, frozen=True):
 
 
 class Close(WorkerMessage, frozen=True):
-    """Admit nothing more; running answers have `grace_s` to end."""
+    """Admit no more requests; running responses have `grace_s` to end."""
 
     grace_s: float
 

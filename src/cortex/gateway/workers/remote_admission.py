@@ -1,4 +1,4 @@
-"""The desk as a worker sees it: the same questions, asked of the main process."""
+"""The admission controller of a worker, which asks the main process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CREDENTIALS = (b"authorization", b"x-api-key")
 
 
 class RemoteLease(Lease):
-    """A lease that the main process has counted."""
+    """A lease granted by the main process."""
 
     __slots__ = ("number",)
 
@@ -37,7 +37,7 @@ class RemoteLease(Lease):
 
 
 class RemoteHold:
-    """A reservation in the main process's ledger."""
+    """A reservation in the ledger of the main process."""
 
     __slots__ = ("_admission", "_number", "principal")
 
@@ -51,7 +51,7 @@ class RemoteHold:
 
 
 class RemoteAdmissionController:
-    """Owned by the worker's loop. Requests are numbered; each has at most one question open."""
+    """Owned by the worker's loop. Each request has a number, and at most one message without a reply."""
 
     def __init__(self, send: Callable[[WorkerMessage], None], keys: Iterable[KeySection]) -> None:
         self._send = send
@@ -59,14 +59,14 @@ class RemoteAdmissionController:
         """Replaced by a reload."""
         self._numbers = itertools.count(1)
         self._admitting: dict[int, OnAdmitted] = {}
-        self._first: set[int] = set()
-        """Admitted, and their first lease asked for along with that."""
+        self._first_lease: set[int] = set()
+        """Requests that were admitted, and whose first lease was requested by `Admit`."""
         self._pending: dict[int, PendingRequest] = {}
 
-    # --- for passages
+    # Called by proxy requests
 
     def authenticate(self, request: Request) -> str:
-        """By the keys that the configuration lists: a stranger is turned away without asking the main process."""
+        """Checks the key against the configuration, so that invalid keys never reach the main process."""
         return recognise(self.keyring, request).name if self.keyring else ANONYMOUS
 
     def admit(self, request: Request, envelope: Envelope, need: Need, on_admitted: OnAdmitted) -> None:
@@ -86,36 +86,36 @@ class RemoteAdmissionController:
     def ask(self, pending: PendingRequest) -> None:
         number = pending.number
         self._pending[number] = pending
-        if number in self._first:
-            self._first.discard(number)
+        if number in self._first_lease:
+            self._first_lease.discard(number)
         else:
-            self._send(messages.Ask(number, tuple(pending.excluded)))
+            self._send(messages.RequestLease(number, tuple(pending.excluded)))
 
     def cancel(self, pending: PendingRequest) -> None:
         if self._pending.pop(pending.number, None) is not None:
-            self._send(messages.Withdraw(pending.number))
+            self._send(messages.CancelLease(pending.number))
 
     def release(self, lease: Lease) -> None:
-        assert isinstance(lease, RemoteLease)  # all of a worker's leases come from here
+        assert isinstance(lease, RemoteLease)  # a worker has no other leases
         self._send(messages.Release(lease.number))
 
     def suspect(self, node: str, why: str) -> None:
-        self._send(messages.Suspect(node, why))
+        self._send(messages.NodeSuspected(node, why))
 
     def gone(self, lease: Lease) -> None:
         assert isinstance(lease, RemoteLease)
-        self._send(messages.Gone(lease.number))
+        self._send(messages.ModelGone(lease.number))
 
     def settle(self, settlement: messages.Settle) -> None:
-        """For holds: the request is over."""
-        self._first.discard(settlement.number)
+        """Called by `RemoteHold` when the request has ended."""
+        self._first_lease.discard(settlement.number)
         self._pending.pop(settlement.number, None)
         self._send(settlement)
 
-    # --- for the channel
+    # Called for messages of the main process
 
     def on_admitted(self, message: messages.Admitted) -> None:
-        self._first.add(message.number)
+        self._first_lease.add(message.number)
         hold = RemoteHold(self, message.number, message.principal)
         self._admitting.pop(message.number)(AdmittedRequest(message.model, message.origin, hold, message.number))
 
@@ -128,5 +128,5 @@ class RemoteAdmissionController:
 
     def granted(self, message: messages.Granted) -> None:
         pending = self._pending.pop(message.number, None)
-        if pending is not None:  # else its client has left, and the main process has been or is being told
+        if pending is not None:  # else its client disconnected, and `cancel` has reported it
             pending.deliver(RemoteLease(message))

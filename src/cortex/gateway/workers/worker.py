@@ -1,4 +1,4 @@
-"""A worker process: the data path by itself, with the main process's desk."""
+"""A worker process of the gateway: the data path, with admission by the main process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import gc
 import logging
 import os
-import shutil
-import signal
+import socket
 from pathlib import Path
 
 import msgspec
@@ -28,13 +27,12 @@ from cortex.gateway.workers.remote_admission import RemoteAdmissionController
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
-from cortex.ipc.message_channel import MessageChannel
+from cortex.ipc.channel import LoopChannel
 from cortex.telemetry import logs, open_tracer
 
 log = logging.getLogger(__name__)
 
-COUNT_EVERY_S = 1.0
-_decoder = msgspec.msgpack.Decoder[ToWorker](ToWorker)
+METRICS_INTERVAL_S = 1.0
 
 
 def encode_config(config: Config) -> bytes:
@@ -46,9 +44,9 @@ def decode_config(data: bytes) -> Config:
 
 
 class Worker:
-    """Everything one worker process owns. Made once the main process has told it the configuration."""
+    """Everything that one worker process owns. Created when the main process has sent the configuration."""
 
-    def __init__(self, setup: messages.Setup, channel: MessageChannel[ToWorker], api_socket: Path) -> None:
+    def __init__(self, setup: messages.Setup, channel: LoopChannel[ToWorker], api_socket: Path) -> None:
         loop = asyncio.get_running_loop()
         config = decode_config(setup.config)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
@@ -58,10 +56,10 @@ class Worker:
         self._nodes: dict[str, NodeClient] = {}
         self._metrics = Metrics(tuple)
         self._tracer = open_tracer(config.telemetry, "cortex")
-        self.admission = RemoteAdmissionController(channel.send, config.keys)
+        self._admission = RemoteAdmissionController(channel.send, config.keys)
         self._services = Services(
             config=config.gateway,
-            admission=self.admission,
+            admission=self._admission,
             nodes=self._nodes,
             metrics=self._metrics,
             tracer=self._tracer,
@@ -71,17 +69,17 @@ class Worker:
         )
         self._inference = Inference(self._services)
         self._main = Pool("http://cortex", self._ticker, unix_socket=api_socket)
-        self._server = api_server(self._handle, config, self._ticker, self._metrics, self.admission.authenticate)
+        self._server = api_server(self._handle, config, self._ticker, self._metrics, self._admission.authenticate)
         self._join(config)
 
     async def start(self) -> None:
         await self._server.listen(self._setup.host, self._setup.port, reuse_port=True)
-        self._channel.send(messages.Ready(os.getpid()))
+        self._channel.send(messages.Ready())
 
-    def reconfigure(self, config: Config) -> None:
-        """As in the main process: running answers are untouched."""
+    def _reconfigure(self, config: Config) -> None:
+        """Applies a reloaded configuration; running responses are not affected."""
         self._services.config = config.gateway
-        self.admission.keyring = Keyring(config.keys)
+        self._admission.keyring = Keyring(config.keys)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         wanted = {section.name: section for section in config.neurons}
         for name, node in list(self._nodes.items()):
@@ -95,8 +93,7 @@ class Worker:
             if section.name not in self._nodes:
                 self._nodes[section.name] = NodeClient.of(section, self._ticker, config.gateway, os.environ)
 
-    def count(self) -> None:
-        """Tell the main process what was counted."""
+    def send_metrics(self) -> None:
         self._channel.send(messages.MetricsSnapshot(self._metrics.exposition()))
 
     async def close(self, grace_s: float) -> None:
@@ -106,8 +103,19 @@ class Worker:
         await self._services.disconnected_usage.close()
         for node in self._nodes.values():
             node.pool.close()
-        self.count()
+        self.send_metrics()
         await asyncio.to_thread(self._tracer.close)
+
+    def receive(self, message: ToWorker) -> None:
+        match message:
+            case messages.Granted():
+                self._admission.granted(message)
+            case messages.Admitted():
+                self._admission.on_admitted(message)
+            case messages.Rejected():
+                self._admission.rejected(message)
+            case messages.Setup():
+                self._reconfigure(decode_config(message.config))
 
     def _handle(self, exchange: Exchange) -> None:
         route = ROUTES.get(exchange.request.path)
@@ -117,43 +125,36 @@ class Worker:
             Forward(exchange, self._main, self._ticker)
 
 
-async def run(channel_socket: Path, api_socket: Path) -> None:
-    """Serve until the main process says so, or is gone. Its signals are the main process's business."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, lambda: None)
+async def run(control: socket.socket, api_socket: Path) -> None:
+    """Serves until the main process sends `Close` or its end of `control` closes."""
     setups: list[messages.Setup] = []
-    told = asyncio.Event()
-    ending: asyncio.Future[float] = loop.create_future()
+    started = asyncio.Event()
+    ending: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     worker: Worker | None = None
 
     def receive(message: ToWorker) -> None:
         if isinstance(message, messages.Close):
-            if not ending.done():
-                ending.set_result(message.grace_s)
-        elif isinstance(message, messages.Setup):
+            end(message.grace_s)
+        elif worker is None:
+            assert isinstance(message, messages.Setup)  # nothing was asked yet
             setups.append(message)
-            told.set()
-            if worker is not None:
-                worker.reconfigure(decode_config(message.config))
-        elif worker is not None:
-            match message:
-                case messages.Granted():
-                    worker.admission.granted(message)
-                case messages.Admitted():
-                    worker.admission.on_admitted(message)
-                case messages.Rejected():
-                    worker.admission.rejected(message)
+            started.set()
+        else:
+            worker.receive(message)
 
-    def lost() -> None:
-        told.set()
+    def end(grace_s: float) -> None:
         if not ending.done():
-            log.error("the gateway's main process is gone; this worker ends")
-            ending.set_result(0.0)
+            ending.set_result(grace_s)
+        started.set()
 
-    channel: MessageChannel[ToWorker] = MessageChannel(_decoder, receive, lost=lost)
-    await loop.create_unix_connection(lambda: channel, str(channel_socket))
-    await told.wait()
+    def main_process_lost(reason: str) -> None:
+        if not ending.done():
+            log.error("lost the gateway's main process (%s); this worker ends", reason)
+        end(0.0)
+
+    channel: LoopChannel[ToWorker] = LoopChannel(ToWorker, receive, main_process_lost)
+    await channel.attach(control)
+    await started.wait()
     if not setups:
         return
     worker = Worker(setups[-1], channel, api_socket)
@@ -161,9 +162,7 @@ async def run(channel_socket: Path, api_socket: Path) -> None:
     gc.collect()
     gc.freeze()  # as in the main process
     while not ending.done():
-        await asyncio.wait({ending}, timeout=COUNT_EVERY_S)
-        worker.count()
+        await asyncio.wait({ending}, timeout=METRICS_INTERVAL_S)
+        worker.send_metrics()
     await worker.close(ending.result())
-    if channel.is_lost:
-        shutil.rmtree(channel_socket.parent, ignore_errors=True)  # nobody else is left to do it
     channel.close()

@@ -1,13 +1,12 @@
-"""The main process's side of one worker: its requests, their leases and their places in budgets."""
+"""The main process's side of one worker: the worker's requests, their leases and their reservations."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-
-import msgspec
 
 from cortex.gateway.dispatch.leases import NOBODY, Lease, Need, PendingRequest
 from cortex.gateway.ledger.meter import Reservation
@@ -15,25 +14,25 @@ from cortex.gateway.proxy.admission import AdmittedRequest, LocalAdmissionContro
 from cortex.gateway.workers.messages import (
     Admit,
     Admitted,
-    Ask,
-    Gone,
+    CancelLease,
     Granted,
     MetricsSnapshot,
+    ModelGone,
+    NodeSuspected,
     Ready,
     Rejected,
     Release,
+    RequestLease,
     Settle,
-    Suspect,
     ToMain,
-    Withdraw,
     WorkerMessage,
 )
 from cortex.http.request import Request
-from cortex.ipc.message_channel import MessageChannel
+from cortex.ipc.channel import LoopChannel
 from cortex.wire.errors import CortexError
 from cortex.wire.events import Usage
 
-_decoder = msgspec.msgpack.Decoder[ToMain](ToMain)
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,23 +46,24 @@ class _WorkerRequest:
 
 
 class WorkerSession:
-    """Does at the desk what a worker asks for. When the worker is gone, nothing of it is left there."""
+    """Executes a worker's messages on the admission controller. When the channel closes, everything that the worker
+    held is released and `on_ended` is called."""
 
     def __init__(
         self,
         admission: LocalAdmissionController,
         clock: Callable[[], float],
-        came: Callable[[WorkerSession], None],
-        lost: Callable[[WorkerSession], None],
+        ready: asyncio.Event,
+        on_ended: Callable[[WorkerSession], None],
     ) -> None:
-        self.channel = MessageChannel(_decoder, self._receive, came=lambda: came(self), lost=self._worker_lost)
-        self.process_id: int | None = None
-        self.ready = asyncio.Event()
+        """Sets `ready` when the worker accepts connections."""
+        self.channel: LoopChannel[ToMain] = LoopChannel(ToMain, self._receive, self._channel_closed)
         self.metrics = b""
         """The worker's latest metrics."""
         self._admission = admission
         self._clock = clock
-        self._lost = lost
+        self._ready = ready
+        self._on_ended = on_ended
         self._worker_requests: dict[int, _WorkerRequest] = {}
 
     def send(self, message: WorkerMessage) -> None:
@@ -77,35 +77,34 @@ class WorkerSession:
                 self._release(self._worker_requests[number])
             case Settle():
                 self._settle(message.number, message.usage, message.model, message.node, message.request_id)
-            case Ask(number=number, excluded=excluded):
-                self._ask(number, self._worker_requests[number], frozenset(excluded))
-            case Withdraw(number=number):
-                self._withdraw(self._worker_requests[number])
-            case Gone(number=number):
+            case RequestLease(number=number, excluded=excluded):
+                self._request_lease(number, self._worker_requests[number], frozenset(excluded))
+            case CancelLease(number=number):
+                self._cancel(self._worker_requests[number])
+            case ModelGone(number=number):
                 if (lease := self._worker_requests[number].lease) is not None:
                     self._admission.gone(lease)
-            case Suspect(node=node, why=why):
-                self._admission.suspect(node, why)
+            case NodeSuspected(node=node, reason=reason):
+                self._admission.suspect(node, reason)
             case MetricsSnapshot(exposition=exposition):
                 self.metrics = exposition
-            case Ready(process_id=process_id):
-                self.process_id = process_id
-                self.ready.set()
+            case Ready():
+                self._ready.set()
 
-    def _admit(self, asked: Admit) -> None:
-        request = Request(b"POST", b"", b"", asked.credentials, b"", "")
+    def _admit(self, message: Admit) -> None:
+        request = Request(b"POST", b"", b"", message.credentials, b"", "")
         try:
-            admitted, reservation = self._admission.authorize(request, asked.name, asked.estimate)
+            admitted, reservation = self._admission.authorize(request, message.name, message.estimate)
         except CortexError as error:
-            self.send(Rejected.of(asked.number, error))
+            self.send(Rejected.of(message.number, error))
             return
-        worker_request = self._worker_requests[asked.number] = _WorkerRequest(
-            admitted, reservation, asked.need, asked.prompt
+        worker_request = self._worker_requests[message.number] = _WorkerRequest(
+            admitted, reservation, message.need, message.prompt
         )
-        self.send(Admitted(asked.number, admitted.model, admitted.origin, admitted.hold.principal))
-        self._ask(asked.number, worker_request, NOBODY)
+        self.send(Admitted(message.number, admitted.model, admitted.origin, admitted.hold.principal))
+        self._request_lease(message.number, worker_request, NOBODY)
 
-    def _ask(self, number: int, worker_request: _WorkerRequest, excluded: frozenset[str]) -> None:
+    def _request_lease(self, number: int, worker_request: _WorkerRequest, excluded: frozenset[str]) -> None:
         worker_request.pending = PendingRequest(
             worker_request.admitted.model,
             lambda: worker_request.prompt,
@@ -135,7 +134,7 @@ class WorkerSession:
             )
         )
 
-    def _withdraw(self, worker_request: _WorkerRequest) -> None:
+    def _cancel(self, worker_request: _WorkerRequest) -> None:
         pending, worker_request.pending = worker_request.pending, None
         if pending is not None:
             self._admission.cancel(pending)
@@ -148,16 +147,18 @@ class WorkerSession:
 
     def _settle(self, number: int, usage: Usage | None, model: str, node: str, request_id: str) -> None:
         worker_request = self._worker_requests.pop(number)
-        self._withdraw(worker_request)
+        self._cancel(worker_request)
         worker_request.reservation.settle(usage, model=model, node=node, request_id=request_id)
 
-    def _worker_lost(self) -> None:
+    def _channel_closed(self, reason: str) -> None:
+        if self._worker_requests:
+            log.error("a worker ended with %d requests running: %s", len(self._worker_requests), reason)
         for worker_request in self._worker_requests.values():
             lease, model = worker_request.lease, worker_request.admitted.model
-            self._withdraw(worker_request)
-            if lease is not None:  # a node was at work for it, and nobody is left who could ask how much it did
+            self._cancel(worker_request)
+            if lease is not None:  # a node worked on it, and the worker can no longer ask for its usage
                 worker_request.reservation.settle_in_full(model=model, node=lease.node)
             else:
                 worker_request.reservation.settle(None, model=model, node="", request_id="")
         self._worker_requests.clear()
-        self._lost(self)
+        self._on_ended(self)

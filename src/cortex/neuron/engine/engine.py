@@ -118,9 +118,11 @@ class Engine:
         self._scheduler, self._runner = Scheduler(pool, self._limits, states), runner
 
     @classmethod
-    def load(cls, spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]) -> Engine:
+    def load(
+        cls, spec: LoadSpec, device: torch.device | str, progress: Progress, cancelled: Callable[[], bool]
+    ) -> Engine:
         """Raises LoadError or LoadCancelled, and then leaves nothing on the device."""
-        engine = cls(load_model(spec, device, progress, cancelled), spec)
+        engine = cls(load_model(spec, torch.device(device), progress, cancelled), spec)
         progress("warm", 0, 0)
         engine.warm_up()
         return engine

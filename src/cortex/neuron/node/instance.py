@@ -16,7 +16,7 @@ from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.throughput import Throughput
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.reclaim import Reclaimed
+from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.supervisor import Resident, WorkerSupervisor
 from cortex.wire.errors import (
     ContextLengthExceeded,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import cortex
-from cortex.neuron.config import NeuronConfig
+from cortex.neuron.config import HARNESSES, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.controller import ModelController
@@ -32,12 +32,12 @@ from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
 from cortex.neuron.text.model import TextModel, capabilities_of
 from cortex.neuron.tokenizer_process.client import TokenizerClient
-from cortex.neuron.worker.address import DeviceAddress
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, read_devices
 from cortex.neuron.worker.factory import ENGINE, WorkerFactory
+from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
-from cortex.neuron.worker.watchdog import Patience
 from cortex.wire.errors import CortexError, LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
     Capabilities,
@@ -70,7 +70,7 @@ class Parts:
     open_text: Callable[[Path], TextSource] = TokenizerClient
     capabilities_of: Callable[[Path], Capabilities] = capabilities_of
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
-    patience: Patience | None = None
+    timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
 
 
@@ -78,8 +78,10 @@ class Node:
     """Made by `start`, ended by `close`; everything else in between, on the same loop."""
 
     def __init__(self, config: NeuronConfig, inventory: Inventory, parts: Parts) -> None:
-        patience = parts.patience or Patience(step_s=config.limits.step_timeout_s, load_s=config.limits.load_timeout_s)
-        self.discovery = _discovery(config, inventory)
+        timeouts = parts.timeouts or WorkerTimeouts(
+            step_s=config.limits.step_timeout_s, load_s=config.limits.load_timeout_s
+        )
+        self.discovery = _discovery(inventory)
         self._config = config
         self._parts = parts
         self._started_s = time.monotonic()
@@ -87,7 +89,7 @@ class Node:
         self._readings = dict(inventory.readings)
         self._worker_factory = WorkerFactory(parts.engine)
         self._supervisors = {
-            device.index: WorkerSupervisor(DeviceAddress.of(device), self._worker_factory, patience=patience)
+            device.index: WorkerSupervisor(DeviceAddress.of(device), self._worker_factory, timeouts=timeouts)
             for device in inventory.devices
         }
         self._library = Library(config)
@@ -346,7 +348,7 @@ class Node:
         return await asyncio.to_thread(self._parts.find_local, model.source, self._library.cache, model.quant)
 
 
-def _discovery(config: NeuronConfig, inventory: Inventory) -> Discovery:
+def _discovery(inventory: Inventory) -> Discovery:
     return Discovery(
         host=socket.gethostname(),
         os=f"{platform.system()} {platform.release()}",
@@ -354,5 +356,5 @@ def _discovery(config: NeuronConfig, inventory: Inventory) -> Discovery:
         devices=inventory.devices,
         driver=inventory.driver,
         driver_problem=inventory.driver_problem,
-        harnesses=tuple(harness.name for harness in config.harnesses),
+        harnesses=HARNESSES,
     )

@@ -1,1 +1,1 @@
-"""Tokenising in a process of its own: building a large tokenizer holds an interpreter up, and the daemon answers."""
+"""Tokenizes in a separate process: building a large tokenizer blocks an interpreter for a second or more."""

@@ -1,32 +1,32 @@
-"""One incarnation of a tokenizer process: the process, and the connections to it."""
+"""One tokenizer process as the daemon sees it: the process and the connections to it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import threading
 from pathlib import Path
 
 from cortex.ipc.channel import BlockingChannel, ChannelError
 from cortex.ipc.child import start_child
-from cortex.neuron.tokenizer_process.protocol import Reply, Request
+from cortex.ipc.packets import PacketSocket
+from cortex.neuron.tokenizer_process.protocol import Connect, Reply, Request
 
 _MAX_IDLE_CONNECTIONS = 8
-"""So many are kept for the next callers; each is a thread over there."""
+"""Connections kept for later calls; each costs a thread in the tokenizer process."""
 
 
 class TokenizerProcessLost(Exception):
-    """The process ended, or its connection did, before it answered."""
+    """The process or the connection ended before the reply."""
 
 
 class TokenizerProcess:
-    """`start` and `stop` belong to the daemon's loop; `ask` to any other thread, any number of them at once."""
+    """`start` and `stop` run on the daemon's loop; `call` runs on other threads, any number at once."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process = process
-        self._control = control
+        self._control: PacketSocket[Connect] = PacketSocket(control, Connect)
         self._idle: list[_Connection] = []
         self._is_stopped = False
         self._is_lost = False
@@ -34,28 +34,33 @@ class TokenizerProcess:
 
     @classmethod
     async def start(cls, model: Path, fingerprint: str | None) -> TokenizerProcess:
-        """A process that begins to read the model's files, which must say what they said when `fingerprint` was taken.
-        Raises OSError where none can be made."""
+        """Starts a process that reads the model's files, which must match `fingerprint` if there is one.
+        Raises OSError."""
         process, control = await start_child(
             "cortex.neuron.tokenizer_process",
             *("--model", str(model)),
             *(("--fingerprint", fingerprint) if fingerprint is not None else ()),
-            # With threads of the library's own, as many as cores, long texts would hold up short ones.
+            kind=socket.SOCK_SEQPACKET,
+            # The library's own thread pool has one thread per core, so long texts would delay short ones.
             environment={"TOKENIZERS_PARALLELISM": "false"},
         )
         return cls(process, control)
 
     @property
-    def is_gone(self) -> bool:
-        """Of no more use. A connection tells of its death before the loop can."""
+    def process_id(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is unusable. A connection may notice that before the loop reaps the process."""
         return self._is_stopped or self._is_lost or self._process.returncode is not None
 
-    def ask(self, request: Request) -> Reply:
-        """Blocks until the answer is there. Raises TokenizerProcessLost."""
+    def call(self, request: Request) -> Reply:
+        """Blocks until the reply. Raises TokenizerProcessLost, or Unsendable."""
         try:
             connection = self._connection()
             try:
-                reply = connection.ask(request)
+                reply = connection.call(request)
             except BaseException:
                 connection.close()
                 raise
@@ -70,30 +75,30 @@ class TokenizerProcess:
         return reply
 
     async def stop(self) -> None:
-        """Ends the process, whatever it is doing; who waits for an answer gets TokenizerProcessLost. Idempotent."""
+        """Kills the process; running calls raise TokenizerProcessLost. Idempotent."""
         with self._lock:
             self._is_stopped = True
             idle, self._idle = self._idle, []
-            self._control.close()
+            self._control.connection.close()
         for connection in idle:
             connection.close()
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)  # it has nothing to tidy up
+            self._process.kill()  # it has no state to save
         await self._process.wait()
 
     def _connection(self) -> _Connection:
         with self._lock:
             if self._is_stopped:
-                raise TokenizerProcessLost("the tokenizer process was ended")
+                raise TokenizerProcessLost("the tokenizer process was stopped")
             if self._idle:
                 return self._idle.pop()
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                    self._control.send(Connect(), theirs.fileno())
                 except OSError as error:
                     ours.close()
-                    raise TokenizerProcessLost(f"the tokenizer process takes no connection: {error}") from error
+                    raise TokenizerProcessLost(f"cannot connect to the tokenizer process: {error}") from error
         return _Connection(ours)
 
 
@@ -105,7 +110,7 @@ class _Connection:
         self._channel: BlockingChannel[Reply] = BlockingChannel(connection, Reply)
         self._replies = self._channel.receive()
 
-    def ask(self, request: Request) -> Reply:
+    def call(self, request: Request) -> Reply:
         try:
             self._channel.send([request])
             [reply] = next(self._replies)

@@ -1,4 +1,4 @@
-"""What the daemon and a tokenizer process say to each other: requests and replies, on a connection for each caller."""
+"""The protocol between the daemon and a tokenizer process: requests and replies, on one connection per caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.tokenizer.encoder import Segmented
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 
-_TRAVELLING = (
+_ERROR_TYPES = (
     TokenizerMissing,
     TokenizerUnsupported,
     TextFileMalformed,
@@ -23,15 +23,19 @@ _TRAVELLING = (
     OSError,
     TextModelError,
 )
-"""The errors that arrive as what they were raised as: each before its base."""
+"""Errors that keep their type across the connection; subclasses come before their bases."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Positional on the wire, as both sides are always the same version."""
+    """Encoded by position: both sides are always the same version."""
+
+
+class Connect(_Message, frozen=True):
+    """On the control socket: a connection comes with this packet, as a file descriptor."""
 
 
 class Describe(_Message, frozen=True):
-    """What the model's files say."""
+    """Asks for the facts in the model's text files."""
 
 
 class Encode(_Message, frozen=True):
@@ -52,7 +56,7 @@ class Described(_Message, frozen=True):
 
 
 class Encoded(_Message, frozen=True):
-    """Ids as 32-bit numbers: a long prompt's are taken over at once and not one by one."""
+    """Token ids as packed 32-bit numbers, which decode much faster than a list."""
 
     ids: bytes
 
@@ -64,7 +68,7 @@ class EncodedSegmented(_Message, frozen=True):
 
 
 class EncodeFailed(_Message, frozen=True):
-    """The request ended in an error."""
+    """The request failed; `kind` names one of `_ERROR_TYPES`."""
 
     kind: str
     message: str
@@ -75,7 +79,7 @@ Reply = Described | Encoded | EncodedSegmented | EncodeFailed
 
 
 def fingerprint_of(facts: TextFacts) -> str:
-    """The same for the same facts, in every process."""
+    """A digest that is equal for equal facts, in every process."""
     return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
 
 
@@ -96,12 +100,12 @@ def segmented_of(reply: EncodedSegmented) -> Segmented:
 
 
 def encode_failed(error: Exception) -> EncodeFailed:
-    kind = next((kind for kind in _TRAVELLING if isinstance(error, kind)), None)
+    kind = next((kind for kind in _ERROR_TYPES if isinstance(error, kind)), None)
     if kind is None:
         return EncodeFailed(TextModelError.__name__, f"{type(error).__name__}: {error}; see the node's log")
     return EncodeFailed(kind.__name__, str(error))
 
 
 def error_of(reply: EncodeFailed) -> Exception:
-    kind = next(kind for kind in _TRAVELLING if kind.__name__ == reply.kind)
+    kind = next(kind for kind in _ERROR_TYPES if kind.__name__ == reply.kind)
     return kind(reply.message)

@@ -1,4 +1,4 @@
-"""How often a thing that keeps failing is tried again, and when to stop. Pure: the clock is passed in."""
+"""When to retry something that keeps failing, and when to stop. Pure: the clock is passed in."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class BackoffPolicy:
-    """The first retry is immediate; the next ones double their delay.
+    """The first retry is immediate; each later one doubles the delay.
 
-    Two ways to be given up: `max_streak` faults in a row with no sign of life between them (it can never
-    work), or `max_faults` within `window_s` even with signs of life (it works, but something keeps killing it).
+    There are no more retries after more than `max_streak` faults in a row without useful work between them, or more
+    than `max_faults` within `window_s` even with useful work between them.
     """
 
     first_delay_s: float = 0.5
@@ -22,10 +22,10 @@ class BackoffPolicy:
 
 @dataclass(frozen=True, slots=True)
 class FaultHistory:
-    """The faults of one thing. Replaced, never changed."""
+    """The faults so far. Immutable."""
 
     streak: int = 0
-    """Faults since it last did something useful."""
+    """Faults since the last useful work."""
     times_s: tuple[float, ...] = ()
 
     def faulted(self, now_s: float, policy: BackoffPolicy) -> FaultHistory:
@@ -33,11 +33,11 @@ class FaultHistory:
         return FaultHistory(self.streak + 1, (*recent, now_s))
 
     def proved(self) -> FaultHistory:
-        """It did something useful: the streak is over, the count in the window stays."""
+        """The history after useful work: the streak ends, the count in the window stays."""
         return replace(self, streak=0)
 
     def delay_s(self, policy: BackoffPolicy) -> float | None:
-        """How long to wait before the next try after the latest fault; None: give up."""
+        """How long to wait before the next retry; None: do not retry."""
         if self.streak > policy.max_streak or len(self.times_s) > policy.max_faults:
             return None
         if self.streak <= 1:

@@ -1,7 +1,7 @@
-"""Which devices this host has, and how they are right now. NVML for GPUs, the host itself otherwise.
+"""The devices of this host and their current state: GPUs through NVML, otherwise the CPU.
 
-Nothing here touches a CUDA context or imports torch. NVML calls may block on a sick card: the daemon
-makes them on a thread and serves what was last read.
+Nothing here creates a CUDA context or imports torch. NVML calls may block on a failing GPU, so the daemon makes them on
+a thread and serves the last readings.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.wire.node import Device
 
 _library: Any = pynvml
-"""Untyped, and it makes its error classes while it is imported."""
+"""As Any: the module is untyped and creates its error classes at import."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """A device at one moment."""
+    """The state of a device at one moment."""
 
     total_bytes: int
     free_bytes: int
@@ -36,17 +36,17 @@ class DeviceReading:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What discovery found. Never empty: without a usable GPU the CPU is the one device."""
+    """The devices that were found. Never empty: without a usable GPU the CPU is the only device."""
 
     devices: tuple[Device, ...]
     driver: str | None = None
     driver_problem: str | None = None
-    """Why a GPU that may be there is not used."""
+    """Why a GPU is not used although there may be one."""
     readings: Mapping[int, DeviceReading] = field(default_factory=dict)
 
 
 def discover(env: Mapping[str, str] = os.environ) -> Inventory:
-    """Devices and their readings. Never raises for what a driver does: a problem becomes a reason."""
+    """Finds the devices and reads their state. A driver error becomes `driver_problem`, never an exception."""
     try:
         with _Nvml() as nvml:
             inventory = nvml.inventory()
@@ -61,7 +61,7 @@ def discover(env: Mapping[str, str] = os.environ) -> Inventory:
 
 
 def read_devices(devices: tuple[Device, ...]) -> dict[int, DeviceReading]:
-    """Fresh readings of `devices`; one that no longer answers is left out."""
+    """Current readings of `devices`, without those that do not respond."""
     if devices and devices[0].kind == "cpu":
         return dict(_cpu_inventory().readings)
     readings: dict[int, DeviceReading] = {}
@@ -73,7 +73,7 @@ def read_devices(devices: tuple[Device, ...]) -> dict[int, DeviceReading]:
 
 
 def visible_devices(devices: tuple[Device, ...], setting: str | None) -> tuple[Device, ...]:
-    """What `CUDA_VISIBLE_DEVICES` leaves of `devices`: indices or UUID prefixes, ended by the first unknown one."""
+    """The devices in `setting`, a CUDA_VISIBLE_DEVICES: indices or UUID prefixes up to the first unknown one."""
     if setting is None:
         return devices
     visible: list[Device] = []
@@ -90,7 +90,7 @@ def visible_devices(devices: tuple[Device, ...], setting: str | None) -> tuple[D
 
 
 class _Nvml:
-    """An NVML session; a context manager because init and shutdown are counted."""
+    """An NVML session; a context manager because NVML counts inits and shutdowns."""
 
     def __enter__(self) -> _Nvml:
         _library.nvmlInit()
@@ -102,7 +102,7 @@ class _Nvml:
         _library.nvmlShutdown()
 
     def inventory(self) -> Inventory:
-        """A card that does not answer is left out and told; the others are none the worse for it."""
+        """All GPUs that respond; the others are named in `driver_problem`."""
         devices: list[Device] = []
         readings: dict[int, DeviceReading] = {}
         problems: list[str] = []
@@ -112,7 +112,7 @@ class _Nvml:
                 readings[index] = self.reading(handle)
                 devices.append(self._device(index, handle, readings[index].total_bytes))
             except NVMLError as error:
-                problems.append(f"GPU {index} is left out: {error}; see nvidia-smi and dmesg")
+                problems.append(f"GPU {index} is not used: {error}; see nvidia-smi and dmesg")
         driver = _text(_library.nvmlSystemGetDriverVersion())
         return Inventory(tuple(devices), driver, "; ".join(problems) or None, readings)
 
@@ -143,7 +143,7 @@ class _Nvml:
 
 
 def _memory(handle: Any) -> tuple[int, int]:
-    """(total, free) bytes; the host's where a GPU has none of its own and shares it."""
+    """(total, free) bytes; the host's for a GPU that has no memory of its own."""
     try:
         memory = _library.nvmlDeviceGetMemoryInfo(handle)
     except _library.NVMLError_NotSupported:
@@ -170,22 +170,20 @@ def _cpu_name() -> str:
 
 
 def _reason(error: NVMLError) -> str | None:
-    """What an operator should know about an NVML that does not start; None where there is simply no driver."""
+    """Why NVML does not start and what to do; None if no driver is installed."""
     if isinstance(error, _library.NVMLError_LibraryNotFound):
         return None
     if isinstance(error, _library.NVMLError_LibRmVersionMismatch):
-        return (
-            "the NVIDIA kernel module and its user-space library differ in version; reboot, or reload the nvidia module"
-        )
+        return "the NVIDIA kernel module and its library have different versions; reboot, or reload the nvidia module"
     if isinstance(error, _library.NVMLError_DriverNotLoaded):
-        return "the NVIDIA kernel module is not loaded; try `modprobe nvidia` and look into dmesg"
+        return "the NVIDIA kernel module is not loaded; run `modprobe nvidia` and see dmesg"
     if isinstance(error, _library.NVMLError_NoPermission):
-        return "no permission to talk to the NVIDIA driver; check the rights on /dev/nvidia*"
-    return f"NVML does not start: {error}; run nvidia-smi to see what the driver says"
+        return "no permission to use the NVIDIA driver; check the permissions of /dev/nvidia*"
+    return f"NVML does not start: {error}; run nvidia-smi for the driver's message"
 
 
 def _optional(read: Any) -> float | None:
-    """A reading that some cards do not have."""
+    """A reading that some GPUs do not support."""
     try:
         return float(read())
     except NVMLError:

@@ -1,41 +1,41 @@
-"""The engine thread of a worker: the only one that touches the device, for as long as the process lives.
+"""The engine thread of a worker: the only thread that touches the device, for as long as the process lives.
 
-It runs jobs in the order they came and steps every model that has work, in turn. A load runs on this
-same thread. So that it does not silence the models already serving here, each progress call of the load
-is a safe point where they get a turn, up to as much time as the load had since the last one. Loads and
-unloads that arrive meanwhile wait their turn; submits and cancels do not.
+It executes commands in order and steps every model that has work, in turn. A load runs on this thread too. Each
+progress call of the load is a safe point at which the loaded models run for up to as long as the load did since the
+previous one. Requests and cancellations that arrive during a load are executed there; other commands wait.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import queue
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError, StepBlamed
-from cortex.neuron.engine.request import EngineStats, StepOutput
-from cortex.neuron.worker import memory_probe
-from cortex.neuron.worker.address import DeviceAddress
-from cortex.neuron.worker.faults import FaultKind, chain, choose_victims, classify, explain
-from cortex.neuron.worker.harness import LoadedEngine, resolve_loader
-from cortex.neuron.worker.load_turns import LoadTurns
-from cortex.neuron.worker.outbox import Outbox
+from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.request import EngineStats, LoadSpec
+from cortex.neuron.worker import memory
+from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
+from cortex.neuron.worker.loaded_model import LoadedModel
 from cortex.neuron.worker.protocol import (
     Activity,
     Cancel,
     CancelLoad,
     Command,
+    DeviceAddress,
+    Event,
     Exit,
     Load,
     Loaded,
     LoadProgress,
     Memory,
+    MemoryReading,
     ModelBroken,
     ModelLoadFailed,
-    Outputs,
     QueryMemory,
     Report,
     RequestFailed,
@@ -50,107 +50,102 @@ from cortex.neuron.worker.protocol import (
     Woken,
 )
 
+if TYPE_CHECKING:
+    from cortex.neuron.engine.engine import Engine  # imports torch, which `resolve_loader` does at run time
+
 log = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3
-"""Steps of one model that may fail in a row before it is given up and must be loaded anew."""
 STATS_INTERVAL_S = 0.25
+PROGRESS_INTERVAL_S = 0.05
 PREPARE_AFTER_S = 0.2
-"""Silence after which models get to prepare themselves: a request that waited for its model to load comes sooner."""
+"""Idle time before models prepare: a request that waited for its model to load arrives sooner than that."""
+
+EngineLoader = Callable[[LoadSpec, str, Callable[[str, int, int], None], Callable[[], bool]], "Engine"]
+"""`Engine.load`: (spec, device, progress, cancelled) -> engine."""
 
 
-class DeviceFault(Exception):
-    """The device context is poisoned; the process must end."""
-
-
-@dataclass(slots=True)
-class _Resident:
-    """A loaded model and the requests that are in it."""
-
-    handle: int
-    engine: LoadedEngine
-    live: dict[str, bool] = field(default_factory=dict)
-    """Request id → whether it has produced anything, oldest first."""
-    failing: dict[str, tuple[FaultKind, str]] = field(default_factory=dict)
-    """Requests that were cancelled because a step failed, and what to say when their end comes."""
-    failed_steps: int = 0
-    prepared: bool = False
-    """Its engine has nothing left to build for steps to come."""
+def resolve_loader(name: str) -> EngineLoader:
+    """Imports `module:attribute`."""
+    module_name, _, attributes = name.partition(":")
+    target: Any = importlib.import_module(module_name)
+    for attribute in attributes.split("."):
+        target = getattr(target, attribute)
+    loader: EngineLoader = target
+    return loader
 
 
 class Executor:
-    """Owned by the engine thread, but for `cancel_load`, `activity`, `progress` and `report`."""
+    """Owned by the engine thread, except `inbox`, `cancel_load` and `report`, which any thread may use."""
 
-    def __init__(self, device: DeviceAddress, engine: str, outbox: Outbox) -> None:
-        """`engine` names the load function as `module:attribute`; it is imported by `run`, which takes seconds."""
+    def __init__(self, device: DeviceAddress, engine: str, emit: Callable[[Event], None]) -> None:
+        """`engine` names the load function as `module:attribute`; `run` imports it, which takes seconds."""
         self.inbox: queue.SimpleQueue[list[Command]] = queue.SimpleQueue()
         self.activity: Activity = "start"
         self.progress = 0
         self._device = device
         self._engine = engine
-        self._outbox = outbox
-        self._residents: dict[int, _Resident] = {}
-        self._jobs: deque[Command] = deque()
+        self._emit = emit
+        self._models: dict[int, LoadedModel] = {}
+        self._commands: deque[Command] = deque()
         self._cancelled_loads: set[int] = set()
         self._stats: dict[int, EngineStats] = {}
         self._stats_at_s = 0.0
-        self._exiting = False
+        self._is_exiting = False
 
     def cancel_load(self, handle: int) -> None:
-        """Called by the reader thread, so that a load in progress sees it."""
+        """Called by the reader thread, so that a running load sees it."""
         self._cancelled_loads.add(handle)
 
     def report(self) -> Report:
-        """The heartbeat; called by the writer thread, reads only values that are replaced whole."""
+        """The heartbeat. Called by the writer thread; reads only values that are replaced as a whole."""
         return Report(self.activity, self.progress, self._stats)
 
     def run(self) -> None:
-        """Until `Exit`, or until a DeviceFault leaves it."""
+        """Runs until `Exit`. Raises DeviceFault."""
         self._load_engine = resolve_loader(self._engine)
-        # What the imports made lives as long as the process: collections need not look at it, neither in the
-        # middle of a step nor after an unload.
+        # Imported objects live as long as the process: no collection needs to visit them.
         gc.collect()
         gc.freeze()
-        while not self._exiting:
+        while not self._is_exiting:
             self.activity = "idle"
-            self._receive(wait=not self._jobs and not self._has_work())
-            while self._jobs and not self._exiting:
-                self._execute(self._jobs.popleft())
+            self._receive(wait=not self._commands and not self._has_work())
+            while self._commands and not self._is_exiting:
+                self._execute(self._commands.popleft())
             self._step_all()
 
     def _has_work(self) -> bool:
-        return any(resident.engine.has_work for resident in self._residents.values())
+        return any(model.engine.has_work for model in self._models.values())
 
     def _receive(self, *, wait: bool) -> None:
         if wait:
             self._publish_stats()
-            self._jobs.extend(self._await_jobs())
+            self._commands.extend(self._await_commands())
         while True:
             try:
-                self._jobs.extend(self.inbox.get_nowait())
+                self._commands.extend(self.inbox.get_nowait())
             except queue.Empty:
                 return
 
-    def _await_jobs(self) -> list[Command]:
-        """The next commands. After some silence the models prepare themselves, one piece at a time, until they come."""
-        patience_s = PREPARE_AFTER_S
-        while unprepared := [resident for resident in self._residents.values() if not resident.prepared]:
+    def _await_commands(self) -> list[Command]:
+        """The next commands. While there are none, the models prepare themselves, one piece at a time."""
+        idle_s = PREPARE_AFTER_S
+        while unprepared := [model for model in self._models.values() if not model.is_prepared]:
             try:
-                return self.inbox.get(timeout=patience_s)
+                return self.inbox.get(timeout=idle_s)
             except queue.Empty:
                 self._prepare(unprepared[0])
-                patience_s = 0.0
+                idle_s = 0.0
         return self.inbox.get()
 
-    def _prepare(self, resident: _Resident) -> None:
+    def _prepare(self, model: LoadedModel) -> None:
         self.activity = "step"
         try:
-            resident.prepared = not resident.engine.prepare()
+            model.is_prepared = not model.engine.prepare()
         except Exception as error:
-            self._judge(error, "prepare")
-            log.error("preparing model %d failed: %s", resident.handle, explain(error), exc_info=error)
-            self._let_go(error)
-            resident.prepared = True
+            raise_device_fault(error, "prepare")
+            log.error("preparing model %d failed: %s", model.handle, explain(error), exc_info=error)
+            self._free_memory_of(error)
+            model.is_prepared = True
         self.progress += 1
         self.activity = "idle"
 
@@ -159,8 +154,8 @@ class Executor:
             case Submit():
                 self._submit(command)
             case Cancel():
-                if (resident := self._residents.get(command.handle)) is not None:
-                    resident.engine.cancel(command.request_id)
+                if (model := self._models.get(command.handle)) is not None:
+                    model.engine.cancel(command.request_id)
             case Load():
                 self._load(command)
             case Unload():
@@ -170,244 +165,182 @@ class Executor:
             case Wake():
                 self._wake(command.handle)
             case QueryMemory():
-                self._outbox.put(Memory(command.query, memory_probe.measure(self._device)))
+                self._emit(Memory(command.query, self._measure()))
             case Exit():
-                self._exiting = True
+                self._is_exiting = True
             case CancelLoad():
-                # The reader thread has set the flag already; by the time this turn comes, the load has ended.
+                # The reader thread has set the flag; the load has ended before this command's turn.
                 self._cancelled_loads.discard(command.handle)
         self.progress += 1
 
-    # Requests
-
     def _submit(self, command: Submit) -> None:
-        request_id = command.request.id
-        resident = self._residents.get(command.handle)
-        if resident is None:
-            self._fail(command.handle, request_id, FaultKind.REQUEST, "the model was unloaded before the request began")
-            return
-        try:
-            resident.engine.submit(command.request)
-        except Exception as error:  # noqa: BLE001 - classified: nothing but a device fault may end more than this request
-            kind = self._judge(error, "submit")
-            message = str(error) if kind is FaultKind.REQUEST else explain(error)
-            self._fail(command.handle, request_id, kind, message)
+        if (model := self._models.get(command.handle)) is not None:
+            model.submit(command.request)
         else:
-            resident.live[request_id] = False
+            message = "the model was unloaded before the request began; try again"
+            self._emit(RequestFailed(command.handle, command.request.id, FaultKind.REQUEST, message))
 
     def _step_all(self) -> None:
-        for resident in list(self._residents.values()):
-            if resident.engine.has_work:
+        for model in list(self._models.values()):
+            if model.engine.has_work:
                 self.activity = "step"
-                self._step(resident)
+                self._step(model)
         if time.monotonic() - self._stats_at_s >= STATS_INTERVAL_S:
             self._publish_stats()
 
-    def _step(self, resident: _Resident) -> None:
-        try:
-            outputs = resident.engine.step()
-        except Exception as error:  # noqa: BLE001 - classified: the worker must outlive whatever a model does
-            self._step_failed(resident, error)
-            return
-        resident.failed_steps = 0
-        self.progress += 1
-        spoken = [output for output in outputs if not self._ended_by_fault(resident, output)]
-        for output in spoken:
-            if output.finish is not None:
-                resident.live.pop(output.request_id, None)
-            elif output.tokens and output.request_id in resident.live:
-                resident.live[output.request_id] = True
-        if spoken:
-            self._outbox.put(Outputs(resident.handle, tuple(spoken)))
+    def _step(self, model: LoadedModel) -> None:
+        if model.step():
+            self.progress += 1
+        if model.broken is not None:
+            self._close(model)
+            self._emit(ModelBroken(model.handle, model.broken))
 
-    def _ended_by_fault(self, resident: _Resident, output: StepOutput) -> bool:
-        """Whether `output` belongs to a request that a failed step took down; its end is told as a failure."""
-        if output.request_id not in resident.failing:
-            return False
-        if output.finish is not None:
-            kind, message = resident.failing.pop(output.request_id)
-            resident.live.pop(output.request_id, None)
-            self._fail(resident.handle, output.request_id, kind, message)
-        return True
-
-    def _step_failed(self, resident: _Resident, error: Exception) -> None:
-        kind = self._judge(error, "step")
-        message = explain(error)
-        log.error("a step of model %d failed (%s): %s", resident.handle, kind, message, exc_info=error)
-        blamed = error.request_id if isinstance(error, StepBlamed) else None
-        live = {name: produced for name, produced in resident.live.items() if name not in resident.failing}
-        if kind is not FaultKind.OUT_OF_MEMORY and blamed is None and self._isolates(resident):
-            victims = []
-        else:
-            victims = choose_victims(kind, live, blamed)
-        for request_id in victims:
-            resident.failing[request_id] = (kind, message)
-            resident.engine.cancel(request_id)
-        if kind is FaultKind.OUT_OF_MEMORY:
-            memory_probe.give_back(self._device)
-        if victims and blamed is not None:
-            resident.failed_steps = 0  # the request was at fault, the model is well
-        elif kind is not FaultKind.OUT_OF_MEMORY or not victims:
-            # Running out of memory may take several requests in a row before the rest fits.
-            resident.failed_steps += 1
-        if resident.failed_steps >= MAX_FAILED_STEPS:
-            self._give_up(resident, message)
-
-    def _isolates(self, resident: _Resident) -> bool:
-        """Whether the engine goes on with one request at a time, to find the one at fault; not if the model is."""
-        try:
-            return resident.engine.isolate()
-        except Exception as error:
-            self._judge(error, "self-test")
-            log.error("the self-test of model %d failed as well: %s", resident.handle, explain(error), exc_info=error)
-            return False
-
-    def _give_up(self, resident: _Resident, message: str) -> None:
-        for request_id, (kind, reason) in resident.failing.items():
-            self._fail(resident.handle, request_id, kind, reason)
-        resident.live.clear()
-        self._close(resident)
-        self._outbox.put(ModelBroken(resident.handle, message))
-
-    def _fail(self, handle: int, request_id: str, kind: FaultKind, message: str) -> None:
-        self._outbox.put(RequestFailed(handle, request_id, kind, message))
+    def _publish_stats(self) -> None:
+        self._stats = {handle: model.engine.stats() for handle, model in self._models.items()}
+        self._stats_at_s = time.monotonic()
 
     # Models
 
     def _load(self, command: Load) -> None:
         handle = command.handle
         self.activity = "load"
-        before = memory_probe.measure(self._device)
+        before = self._measure()
         try:
             engine = self._load_engine(
                 command.spec,
                 self._device.torch_device,
-                LoadTurns(self, handle),
+                _LoadTurns(self, handle),
                 lambda: handle in self._cancelled_loads,
             )
-        except LoadCancelled as error:
-            self._load_failed(handle, FaultKind.REQUEST, str(error), error, cancelled=True)
-        except NoRoomError as error:
-            self._load_failed(handle, FaultKind.OUT_OF_MEMORY, str(error), error)
-        except LoadError as error:
-            self._load_failed(handle, FaultKind.REQUEST, str(error), error)
+        except (LoadCancelled, LoadError) as error:
+            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, NoRoomError) else FaultKind.REQUEST
+            self._load_failed(handle, kind, str(error), error)
         except Exception as error:
-            kind = self._judge(error, "load")
+            kind = raise_device_fault(error, "load")
             log.error("loading %s failed: %s", command.spec.path, explain(error), exc_info=error)
             self._load_failed(handle, kind, explain(error), error)
         else:
-            self._residents[handle] = _Resident(handle, engine)
-            self._outbox.put(Loaded(handle, engine.info, before, memory_probe.measure(self._device)))
+            self._models[handle] = LoadedModel(handle, engine, self._device, self._emit)
+            self._emit(Loaded(handle, engine.info, before, self._measure()))
         finally:
             self._cancelled_loads.discard(handle)
 
-    def _load_failed(
-        self, handle: int, kind: FaultKind, message: str, error: Exception, *, cancelled: bool = False
-    ) -> None:
-        self._let_go(error)
-        self._outbox.put(ModelLoadFailed(handle, kind, message, cancelled))
+    def _load_failed(self, handle: int, kind: FaultKind, message: str, error: Exception) -> None:
+        self._free_memory_of(error)
+        self._emit(ModelLoadFailed(handle, kind, message, cancelled=isinstance(error, LoadCancelled)))
 
-    def _let_go(self, error: Exception) -> None:
-        """Nothing that failed may keep memory: the frames of its traceback hold half-loaded weights."""
-        for link in chain(error):
-            link.__traceback__ = None
-        memory_probe.give_back(self._device)
-
-    def load_progressed(self, handle: int, stage: str, done_bytes: int, total_bytes: int, *, tell: bool) -> None:
+    def load_progressed(self, progress: LoadProgress | None) -> None:
+        """The load is alive. `progress` is reported to the daemon if there is any."""
         self.progress += 1
-        if tell:
-            self._outbox.put(LoadProgress(handle, stage, done_bytes, total_bytes))
+        if progress is not None:
+            self._emit(progress)
 
     def serve_during_load(self) -> None:
-        """One turn for the models that serve; only requests are taken from the queue of jobs."""
+        """Executes pending requests and steps the loaded models once; other commands wait."""
         self._receive(wait=False)
         postponed: deque[Command] = deque()
-        while self._jobs:
-            command = self._jobs.popleft()
+        while self._commands:
+            command = self._commands.popleft()
             if isinstance(command, Submit | Cancel | QueryMemory):
                 self._execute(command)
             else:
                 postponed.append(command)
-        self._jobs = postponed
+        self._commands = postponed
         self._step_all()
         self.activity = "load"
 
     def _unload(self, handle: int) -> None:
         self.activity = "unload"
-        before = memory_probe.measure(self._device)
-        if (resident := self._residents.get(handle)) is not None:
-            for request_id in resident.live:
-                self._fail(handle, request_id, FaultKind.REQUEST, "the model was unloaded while it answered")
-            self._close(resident)
-            del resident
-        memory_probe.give_back(self._device)
-        self._outbox.put(Unloaded(handle, before, memory_probe.measure(self._device)))
+        before = self._measure()
+        if (model := self._models.get(handle)) is not None:
+            model.fail_all("the model was unloaded during the request; try again")
+            self._close(model)
+            del model
+        memory.give_back(self._device)
+        self._emit(Unloaded(handle, before, self._measure()))
 
     def _sleep(self, handle: int) -> None:
         self.activity = "load"
-        before = memory_probe.measure(self._device)
-        self._end_requests(handle)
-        resident = self._residents.get(handle)
-        if resident is None:
-            self._outbox.put(SleepFailed(handle, "the model is not loaded any more"))
+        before = self._measure()
+        if (model := self._models.get(handle)) is not None:
+            model.cancel_all()
+        while (model := self._models.get(handle)) is not None and model.engine.has_work:
+            self._step(model)  # until it is idle, or broken
+        if model is None:
+            self._emit(SleepFailed(handle, "the model is not loaded any more"))
             return
         try:
-            host_bytes = resident.engine.sleep()
-        except Exception as error:  # noqa: BLE001 - classified: a model that cannot sleep is awake as before
-            self._judge(error, "sleep")
+            host_bytes = model.engine.sleep()
+        except Exception as error:  # noqa: BLE001 - classified: a model that cannot sleep is still awake
+            raise_device_fault(error, "sleep")
             message = explain(error)
-            self._let_go(error)
-            self._outbox.put(SleepFailed(handle, message))
+            self._free_memory_of(error)
+            self._emit(SleepFailed(handle, message))
         else:
-            memory_probe.give_back(self._device)
-            self._outbox.put(Slept(handle, host_bytes, before, memory_probe.measure(self._device)))
-
-    def _end_requests(self, handle: int) -> None:
-        """Cancels what is still in the model, and steps until it is idle, or given up."""
-        if (resident := self._residents.get(handle)) is not None:
-            for request_id in list(resident.live):
-                resident.engine.cancel(request_id)
-        while (resident := self._residents.get(handle)) is not None and resident.engine.has_work:
-            self._step(resident)
+            memory.give_back(self._device)
+            self._emit(Slept(handle, host_bytes, before, self._measure()))
 
     def _wake(self, handle: int) -> None:
         self.activity = "load"
-        before = memory_probe.measure(self._device)
-        resident = self._residents.get(handle)
-        if resident is None:
-            self._outbox.put(WakeFailed(handle, FaultKind.REQUEST, "the model is not loaded", damaged=True))
+        before = self._measure()
+        model = self._models.get(handle)
+        if model is None:
+            self._emit(WakeFailed(handle, FaultKind.REQUEST, "the model is not loaded", damaged=True))
             return
         try:
-            resident.engine.wake(LoadTurns(self, handle))
+            model.engine.wake(_LoadTurns(self, handle))
         except Exception as error:
             is_damaged = isinstance(error, DamagedError)
-            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, LoadError) else self._judge(error, "wake")
+            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, LoadError) else raise_device_fault(error, "wake")
             message = str(error) if isinstance(error, EngineError) else explain(error)
             log.error("waking model %d failed: %s", handle, message, exc_info=error)
             if is_damaged:
-                self._close(resident)
-            self._let_go(error)
-            self._outbox.put(WakeFailed(handle, kind, message, is_damaged))
+                self._close(model)
+            self._free_memory_of(error)
+            self._emit(WakeFailed(handle, kind, message, is_damaged))
         else:
-            resident.prepared = False
-            self._outbox.put(Woken(handle, before, memory_probe.measure(self._device)))
+            model.is_prepared = False
+            self._emit(Woken(handle, before, self._measure()))
 
-    def _close(self, resident: _Resident) -> None:
-        self._residents.pop(resident.handle, None)
-        self._stats = {handle: stats for handle, stats in self._stats.items() if handle != resident.handle}
+    def _close(self, model: LoadedModel) -> None:
+        self._models.pop(model.handle, None)
+        self._stats = {handle: stats for handle, stats in self._stats.items() if handle != model.handle}
         try:
-            resident.engine.close()
+            model.engine.close()
         except Exception as error:
-            self._judge(error, "close")
-            log.error("closing model %d failed: %s", resident.handle, explain(error), exc_info=error)
+            raise_device_fault(error, "close")
+            log.error("closing model %d failed: %s", model.handle, explain(error), exc_info=error)
 
-    def _publish_stats(self) -> None:
-        self._stats = {handle: resident.engine.stats() for handle, resident in self._residents.items()}
-        self._stats_at_s = time.monotonic()
+    def _measure(self) -> MemoryReading:
+        return memory.measure(self._device)
 
-    def _judge(self, error: Exception, where: str) -> FaultKind:
-        """The kind of fault `error` is; raises DeviceFault where nothing on this device can go on."""
-        kind = classify(error)
-        if kind is FaultKind.DEVICE:
-            raise DeviceFault(f"device fault in {where}: {explain(error)}") from error
-        return kind
+    def _free_memory_of(self, error: Exception) -> None:
+        """Frees what a failure holds: the frames of its traceback keep half-loaded weights alive."""
+        for link in chain(error):
+            link.__traceback__ = None
+        memory.give_back(self._device)
+
+
+class _LoadTurns:
+    """The progress callback of one load: reports to the daemon, and lets the loaded models serve."""
+
+    def __init__(self, executor: Executor, handle: int) -> None:
+        self._executor = executor
+        self._handle = handle
+        self._stage: str | None = None
+        self._reported_at_s = 0.0
+        self._resumed_at_s = time.monotonic()
+        self._served_s = 0.0
+
+    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        is_due = now_s - self._reported_at_s >= PROGRESS_INTERVAL_S
+        progress = None
+        if stage != self._stage or done_bytes >= total_bytes or is_due:
+            self._stage, self._reported_at_s = stage, now_s
+            progress = LoadProgress(self._handle, stage, done_bytes, total_bytes)
+        self._executor.load_progressed(progress)
+        if now_s - self._resumed_at_s >= self._served_s:
+            self._executor.serve_during_load()
+            self._resumed_at_s = time.monotonic()
+            self._served_s = self._resumed_at_s - now_s

@@ -1,4 +1,4 @@
-"""The daemon's end of the process that workers are forked from: starts it, orders workers, hears how they end."""
+"""The daemon's side of the fork server: starts it, requests workers from it, and reports how they exit."""
 
 from __future__ import annotations
 
@@ -10,155 +10,159 @@ import os
 import signal
 import socket
 
-import msgspec
-
+from cortex.ipc.channel import ChannelError
 from cortex.ipc.child import start_child
-from cortex.neuron.worker.address import DeviceAddress
-from cortex.neuron.worker.protocol import PACKET_BYTES, Ended, Fork, Forked, Kill, Notice, Order, Warm
+from cortex.ipc.packets import PacketSocket
+from cortex.neuron.worker.protocol import DeviceAddress, Exited, Fork, Forked, ForkServerEvent, Kill, Warm
 
 log = logging.getLogger(__name__)
 
-ENGINE = "cortex.neuron.worker.torch_harness:load"
-"""The engine that workers run; tests put a faulty one in its place."""
+ENGINE = "cortex.neuron.engine.engine:Engine.load"
+"""The load function of the built-in engine; tests use a faulty engine instead."""
 
-CLOSE_S = 2.0
-"""How long the process may take to leave once nothing is wanted from it."""
+CLOSE_TIMEOUT_S = 2.0
+"""How long the fork server may take to exit after its control socket is closed, before it is killed."""
 
 
 class WorkerHandle:
-    """A worker that was ordered. `exited` has its return code once it is gone; negative for a signal."""
+    """A worker that was requested. `exited` becomes its return code, which is negative for a signal."""
 
     def __init__(self, fork_server: _ForkServerProcess, worker_number: int) -> None:
         self.process_id: int | None = None
-        """None until it is forked, which waits for the engine's import."""
+        """None until the worker is forked, which waits for the engine's import."""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._fork_server = fork_server
         self._worker_number = worker_number
 
     def kill(self) -> None:
-        """Ends it now, born or not; `exited` follows. Idempotent."""
+        """Kills the worker, forked or not; `exited` follows. Idempotent."""
         if not self.exited.done():
             self._fork_server.kill(self._worker_number)
 
-    def ended(self, return_code: int) -> None:
-        if not self.exited.done():  # else who waited was cancelled, and the future with it
+    def on_exited(self, return_code: int) -> None:
+        if not self.exited.done():  # a cancelled waiter cancels the future too
             self.exited.set_result(return_code)
 
 
 class WorkerFactory:
-    """Makes workers for any number of devices. Belongs to one loop."""
+    """Creates workers for any number of devices. Belongs to one loop."""
 
     def __init__(self, engine: str = ENGINE) -> None:
-        """`engine` names the load function of the workers as `module:attribute`."""
+        """`engine` names the workers' load function as `module:attribute`."""
         self._engine = engine
         self._fork_server: _ForkServerProcess | None = None
         self._starting = asyncio.Lock()
         self._worker_numbers = itertools.count(1)
 
     async def warm(self) -> None:
-        """Starts importing the engine in the process that workers come from; returns at once. Raises OSError."""
+        """Starts the fork server, which imports the engine; does not wait for the import. Raises OSError."""
         await self._ensure_fork_server()
 
     async def fork(self, device: DeviceAddress, channel: socket.socket) -> WorkerHandle:
-        """Orders a worker that serves the other end of `channel`. Raises OSError where none can be made."""
+        """Requests a worker that serves the other end of `channel`. Raises OSError when none can be created."""
         fork_server = await self._ensure_fork_server()
         return fork_server.fork(next(self._worker_numbers), device, channel)
 
     async def close(self) -> None:
-        """Ends the process and whatever was forked from it."""
+        """Ends the fork server and all its workers."""
         if self._fork_server is not None:
             await self._fork_server.close()
 
     async def _ensure_fork_server(self) -> _ForkServerProcess:
         async with self._starting:
-            if self._fork_server is None or self._fork_server.is_gone:
+            if self._fork_server is None or self._fork_server.has_ended:
                 self._fork_server = await _ForkServerProcess.start(self._engine)
             return self._fork_server
 
 
 class _ForkServerProcess:
-    """One incarnation of the process, and the workers it has."""
+    """One fork server process and its workers."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         control.setblocking(False)
-        self.is_gone = False
+        self.has_ended = False
         self._process = process
-        self._control = control
-        self._warm = False
+        self._control: PacketSocket[ForkServerEvent] = PacketSocket(control, ForkServerEvent)
+        self._is_warm = False
         self._handles: dict[int, WorkerHandle] = {}
-        self._notices: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
-        asyncio.get_running_loop().add_reader(control.fileno(), self._hear)
-        self._watch = asyncio.create_task(self._await_end())
+        asyncio.get_running_loop().add_reader(control.fileno(), self._receive)
+        self._reaper = asyncio.create_task(self._reap())
 
     @classmethod
     async def start(cls, engine: str) -> _ForkServerProcess:
         process, control = await start_child(
-            "cortex.neuron.worker.fork_server", "--engine", engine, environment=_spinning_little()
+            "cortex.neuron.worker.fork_server",
+            *("--engine", engine),
+            kind=socket.SOCK_SEQPACKET,
+            environment=_short_spin_wait(),
         )
         return cls(process, control)
 
     def fork(self, worker_number: int, device: DeviceAddress, channel: socket.socket) -> WorkerHandle:
-        order = Fork(worker_number, device.kind, device.index, device.uuid)
-        socket.send_fds(self._control, [msgspec.msgpack.encode(order)], [channel.fileno()])
+        self._control.send(Fork(worker_number, device), channel.fileno())
         handle = self._handles[worker_number] = WorkerHandle(self, worker_number)
         return handle
 
     def kill(self, worker_number: int) -> None:
-        if self._warm:
-            self._order(Kill(worker_number))
+        if self._is_warm:
+            with contextlib.suppress(ConnectionError):  # it has just died, which `_reap` reports
+                self._control.send(Kill(worker_number))
         else:
-            # It takes no orders before the import is over, which may never come; and it has no workers yet.
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill_process()  # before the import is over it reads no commands, and has no workers
 
     async def close(self) -> None:
-        if not self._warm:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        elif not self.is_gone:
-            self._control.shutdown(socket.SHUT_WR)
-        await asyncio.wait({self._watch}, timeout=CLOSE_S)
-        if not self.is_gone:
+        if not self._is_warm:
+            self._kill_process()
+        elif not self.has_ended:
+            self._control.connection.shutdown(socket.SHUT_WR)
+        await asyncio.wait({self._reaper}, timeout=CLOSE_TIMEOUT_S)
+        self._kill_process()
+        await asyncio.wait({self._reaper})
+
+    def _kill_process(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-            await asyncio.wait({self._watch})
 
-    def _order(self, order: Order) -> None:
-        with contextlib.suppress(ConnectionError):  # it has just died, which `_await_end` tells
-            self._control.send(msgspec.msgpack.encode(order))
+    def _receive(self) -> None:
+        """Handles all pending events; the loop calls it when the control socket is readable."""
+        try:
+            while (received := self._control.receive()) is not None:
+                self._on_event(received[0])
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            pass
+        except ChannelError as error:
+            log.error("killing the fork server: %s", error)
+            self._kill_process()
+        asyncio.get_running_loop().remove_reader(self._control.connection.fileno())
 
-    def _hear(self) -> None:
-        """Takes what it has to say; on the loop, whenever there is something."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while packet := self._control.recv(PACKET_BYTES):
-                self._heard(self._notices.decode(packet))
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
-
-    def _heard(self, notice: Notice) -> None:
-        match notice:
+    def _on_event(self, event: ForkServerEvent) -> None:
+        match event:
             case Warm():
-                self._warm = True
+                self._is_warm = True
             case Forked(worker_number, process_id):
                 self._handles[worker_number].process_id = process_id
-            case Ended(worker_number, return_code):
-                self._handles.pop(worker_number).ended(return_code)
+            case Exited(worker_number, return_code):
+                self._handles.pop(worker_number).on_exited(return_code)
 
-    async def _await_end(self) -> None:
+    async def _reap(self) -> None:
         return_code = await self._process.wait()
-        self.is_gone = True
-        self._hear()
-        asyncio.get_running_loop().remove_reader(self._control.fileno())
-        self._control.close()
+        self.has_ended = True
+        self._receive()
+        asyncio.get_running_loop().remove_reader(self._control.connection.fileno())
+        self._control.connection.close()
         if self._handles:
-            log.error("the process that workers are forked from ended with %d, and its workers with it", return_code)
+            log.error("fork server exited with %d; lost %d workers", return_code, len(self._handles))
         handles, self._handles = self._handles, {}
         for handle in handles.values():
-            # Where it was never forked it ended as its maker did; else the kernel has killed it.
-            handle.ended(return_code if handle.process_id is None else -signal.SIGKILL)
+            # The kernel has killed forked workers; one that was not forked yet failed as the fork server did.
+            handle.on_exited(return_code if handle.process_id is None else -signal.SIGKILL)
 
 
-def _spinning_little() -> dict[str, str]:
-    """Threads of a parallel loop wait for each other by spinning. By default that goes on for milliseconds, and where
-    another program wants the same core, a token takes ten times as long. A few microseconds are enough."""
+def _short_spin_wait() -> dict[str, str]:
+    """OpenMP threads wait for each other by spinning, for milliseconds by default. On a busy core that makes a token
+    ten times as slow. A few microseconds are enough."""
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         return {}
     return {"GOMP_SPINCOUNT": "1000"}

@@ -1,11 +1,14 @@
-"""What an exception means for the others: does a request end, or a model, or the device's worker?
+"""Classifies exceptions in a worker: which of request, model and device an error affects.
 
-Only a device fault poisons the worker. The verdict looks at the whole chain of causes, because libraries
-wrap the telling exception in others; it goes by names and messages, so that it needs no torch.
+Only a device fault ends the worker. The whole chain of causes counts, because libraries wrap the decisive exception in
+others. Types and error numbers decide. Messages decide only where there is nothing else: torch raises a plain
+RuntimeError for cuBLAS, cuDNN, NCCL and the CPU allocator, and so does Triton. No error of ours, and none that repeats
+a client's text, has one of those types. Types are compared by name, so that this module needs no torch.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from enum import StrEnum
 
@@ -16,15 +19,29 @@ class FaultKind(StrEnum):
     REQUEST = "request"
     """The request can never be served; it fails alone."""
     OUT_OF_MEMORY = "out_of_memory"
-    """There was not enough memory for this step or load; one request or load fails, what is loaded goes on."""
+    """There was not enough memory for this step or load; one request or load fails, loaded models stay."""
     DEVICE = "device"
     """The device context is unusable; the worker must be replaced."""
     BUG = "bug"
-    """Something else. The request to blame fails, or all in the step where none can be; the device is well."""
+    """Anything else. The request to blame fails, or all requests in the step; the device still works."""
+
+
+class DeviceFault(Exception):
+    """The device context is unusable; the worker process must end."""
 
 
 _OUT_OF_MEMORY_TYPES = frozenset({"OutOfMemoryError", "MemoryError"})
-_OUT_OF_MEMORY_WORDS = (
+_DEVICE_TYPES = frozenset({"DistBackendError"})
+_UNTYPED = frozenset({"RuntimeError", "CudaError", "AcceleratorError"})
+"""The types whose messages are read; AcceleratorError only where it has no error number, before torch 2.9."""
+
+# Error numbers of the CUDA runtime, `torch.AcceleratorError.error_code`
+_CUDA_OUT_OF_MEMORY = 2
+_CUDA_REJECTED_CALLS = frozenset({1, 9, 98, 101, 200, 209, 222, 701})
+"""The driver rejected a call before anything ran, for an invalid argument or kernel image; the context is intact."""
+
+# Parts of messages, in lower case
+_OUT_OF_MEMORY_MESSAGES = (
     "cuda out of memory",
     "cuda error: out of memory",
     "cuda driver error: out of memory",
@@ -34,10 +51,8 @@ _OUT_OF_MEMORY_WORDS = (
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
     "std::bad_alloc",
-    "cannot allocate memory",
 )
-_HARMLESS_WORDS = (
-    # The driver refused a call; nothing ran, the context is as good as before.
+_REJECTED_CALL_MESSAGES = (  # as `_CUDA_REJECTED_CALLS`
     "invalid argument",
     "invalid configuration argument",
     "invalid device function",
@@ -47,22 +62,13 @@ _HARMLESS_WORDS = (
     "too many resources requested for launch",
     "invalid device ordinal",
 )
-_DEVICE_TYPES = frozenset({"DistBackendError"})
-_DEVICE_WORDS = (
+_DEVICE_MESSAGES = (
     "cuda error:",
     "cuda driver error:",
     "triton error [cuda]:",
     "illegal memory access",
-    "illegal instruction was encountered",
     "device-side assert",
     "unspecified launch failure",
-    "misaligned address",
-    "uncorrectable ecc",
-    "uncorrectable nvlink",
-    "hardware stack error",
-    "the launch timed out",
-    "driver shutting down",
-    "no cuda-capable device",
     "no cuda gpus are available",
     "gpu is lost",
     "fallen off the bus",
@@ -73,13 +79,11 @@ _DEVICE_WORDS = (
     "cudnn_status_execution_failed",
     "cudnn_status_internal_error",
     "nccl error",
-    "nccl communicator was aborted",
-    "nccl watchdog",
 )
 
 
 def classify(error: BaseException) -> FaultKind:
-    """The gravest kind found in the chain of `error`, a device fault being the gravest."""
+    """The most severe kind in the chain of `error`; a device fault is the most severe."""
     kinds = {_classify_one(link) for link in chain(error)}
     for kind in (FaultKind.DEVICE, FaultKind.OUT_OF_MEMORY, FaultKind.REQUEST):
         if kind in kinds:
@@ -87,8 +91,16 @@ def classify(error: BaseException) -> FaultKind:
     return FaultKind.BUG
 
 
+def raise_device_fault(error: Exception, where: str) -> FaultKind:
+    """Raises DeviceFault if `error` is one; otherwise returns its kind."""
+    kind = classify(error)
+    if kind is FaultKind.DEVICE:
+        raise DeviceFault(f"device fault in {where}: {explain(error)}") from error
+    return kind
+
+
 def explain(error: BaseException) -> str:
-    """The whole chain in one line, outermost first: the operator needs all of it."""
+    """The whole chain in one line, outermost first."""
     lines: list[str] = []
     for link in chain(error):
         message = " ".join(str(link).split())
@@ -117,10 +129,10 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def choose_victims(kind: FaultKind, live: dict[str, bool], blamed: str | None = None) -> list[str]:
-    """Which of the live requests (id → has produced, oldest first) a failed step ends.
+    """The live requests (id → has produced output, oldest first) that a failed step ends.
 
-    Out of memory: the newest of those still in their prompt, else the newest of all. Anything else: the one that the
-    engine blames; without one, all of them.
+    Out of memory: the newest request still in its prompt, else the newest of all. Otherwise: the request that the
+    engine blames, or all requests if it blames none.
     """
     if kind is not FaultKind.OUT_OF_MEMORY:
         return [request_id for request_id in live if blamed in (None, request_id)]
@@ -129,20 +141,35 @@ def choose_victims(kind: FaultKind, live: dict[str, bool], blamed: str | None = 
 
 
 def _classify_one(error: BaseException) -> FaultKind:
+    type_names = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, RequestError):
         return FaultKind.REQUEST
-    if isinstance(error, NoRoomError):
+    if isinstance(error, NoRoomError) or type_names & _OUT_OF_MEMORY_TYPES:
         return FaultKind.OUT_OF_MEMORY
-    type_names = {cls.__name__ for cls in type(error).__mro__}
-    message = str(error).lower()
-    if type_names & _OUT_OF_MEMORY_TYPES or any(words in message for words in _OUT_OF_MEMORY_WORDS):
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return FaultKind.OUT_OF_MEMORY
     if type_names & _DEVICE_TYPES:
         return FaultKind.DEVICE
-    if any(words in message for words in _DEVICE_WORDS):
-        # Only the first line is the driver's verdict; the rest is advice that mentions everything.
-        verdict = message.split("\n", 1)[0]
-        if any(words in verdict for words in _HARMLESS_WORDS):
-            return FaultKind.BUG
-        return FaultKind.DEVICE
+    if isinstance(code := getattr(error, "error_code", None), int) and "AcceleratorError" in type_names:
+        return _classify_cuda_error(code)
+    if type(error).__name__ in _UNTYPED:
+        return _classify_message(str(error).lower())
     return FaultKind.BUG
+
+
+def _classify_cuda_error(code: int) -> FaultKind:
+    if code == _CUDA_OUT_OF_MEMORY:
+        return FaultKind.OUT_OF_MEMORY
+    return FaultKind.BUG if code in _CUDA_REJECTED_CALLS else FaultKind.DEVICE
+
+
+def _classify_message(message: str) -> FaultKind:
+    if any(words in message for words in _OUT_OF_MEMORY_MESSAGES):
+        return FaultKind.OUT_OF_MEMORY
+    if not any(words in message for words in _DEVICE_MESSAGES):
+        return FaultKind.BUG
+    # Only the first line is the driver's error; the rest is advice that mentions all kinds of errors.
+    first_line = message.split("\n", 1)[0]
+    if any(words in first_line for words in _REJECTED_CALL_MESSAGES):
+        return FaultKind.BUG
+    return FaultKind.DEVICE

@@ -1,15 +1,13 @@
-"""The process that workers are forked from: `python -m cortex.neuron.worker.fork_server`, started by the daemon.
+"""The process that device workers are forked from: `python -m cortex.neuron.worker.fork_server`.
 
-Importing torch takes seconds and is the same for every worker, so it is done here, once; a worker that died is
-replaced in milliseconds, and all workers share the memory of the imported code. This process has one thread and never
-touches a device: a CUDA context does not survive a fork, so each worker makes its own. Workers end with it, and it
-ends with the daemon.
+It imports torch once, which takes seconds, so that a lost worker is replaced in milliseconds and all workers share the
+memory of the imported code. It has one thread and never touches a device: a CUDA context does not survive a fork, so
+each worker creates its own. Workers end with this process, and this process ends with the daemon.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import logging
 import os
@@ -18,121 +16,102 @@ import signal
 import socket
 from typing import NoReturn
 
-import msgspec
-
-from cortex.ipc.process_control import die_with_parent
+from cortex.ipc.channel import ChannelError
+from cortex.ipc.child import attach_to_parent, die_with_parent
+from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker import worker
-from cortex.neuron.worker.address import DeviceAddress
+from cortex.neuron.worker.executor import resolve_loader
 from cortex.neuron.worker.faults import explain
-from cortex.neuron.worker.harness import resolve_loader
-from cortex.neuron.worker.protocol import PACKET_BYTES, Ended, Fork, Forked, Kill, Notice, Order, Warm
-from cortex.telemetry import logs
+from cortex.neuron.worker.protocol import DeviceAddress, Exited, Fork, Forked, ForkServerCommand, Kill, Warm
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="cortex.neuron.worker.fork_server", description=__doc__)
-    parser.add_argument("--control", type=int, required=True, help="file descriptor of the socket to the daemon")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the daemon")
     parser.add_argument("--engine", required=True, help="module:attribute of the engine's load function")
-    parser.add_argument("--log-format", default="text")
-    parser.add_argument("--log-level", default="INFO")
-    arguments = parser.parse_args()
-    logs.configure(arguments.log_format, arguments.log_level)
-    faulthandler.enable()
-    die_with_parent(arguments.parent)
-    # A terminal or a service manager signals the whole group: the daemon decides when its workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    options, control = attach_to_parent(parser)
     try:
-        resolve_loader(arguments.engine)
-    except Exception as error:  # noqa: BLE001 - whatever an import raises, each worker meets it again and tells its caller
+        resolve_loader(options.engine)
+    except Exception as error:  # noqa: BLE001 - each worker meets the same error and reports it to the daemon
         log.error("the engine cannot be imported: %s", explain(error))
-    # What the imports made lives as long as the process: collections need not look at it, and pages that no
-    # collection writes to stay shared.
+    # Imported objects live as long as the process. Frozen, no collection visits them, so their pages stay shared.
     gc.collect()
     gc.freeze()
-    control = socket.socket(fileno=arguments.control)
     try:
-        ForkServer(control, arguments.engine).run()
-    except OSError as error:
-        log.error("the channel to the daemon failed: %s", error)
-    os._exit(0)  # the kernel ends the workers that are left
+        ForkServer(control, options.engine).run()
+    except (OSError, ChannelError) as error:
+        log.error("control socket to the daemon failed: %s", error)
+    os._exit(0)  # the kernel kills the remaining workers
 
 
 class ForkServer:
-    """Forks, ends and reaps workers as the daemon orders."""
+    """Forks, kills and reaps workers as the daemon commands."""
 
     def __init__(self, control: socket.socket, engine: str) -> None:
-        self._control = control
+        self._control: PacketSocket[ForkServerCommand] = PacketSocket(control, ForkServerCommand)
         self._engine = engine
-        self._orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[int, int]] = {}
-        """Birth → process id, and a descriptor that becomes readable when the process ends."""
+        """Worker number → process id, and a pidfd that becomes readable when the process ends."""
 
     def run(self) -> None:
-        """Until the daemon closes its end or dies."""
-        self._selector.register(self._control, selectors.EVENT_READ, None)
-        self._tell(Warm())
+        """Runs until the daemon closes the control socket. Raises OSError or ChannelError."""
+        self._selector.register(self._control.connection, selectors.EVENT_READ, None)
+        self._control.send(Warm())
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:
                     self._reap(key.data)
-                elif not self._obey():
+                elif not self._execute_command():
                     return
 
-    def _obey(self) -> bool:
-        """Carries out one order; False when there will be none any more."""
-        packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
-        if not packet:
+    def _execute_command(self) -> bool:
+        """False when the daemon has closed the socket."""
+        received = self._control.receive()
+        if received is None:
             return False
-        match self._orders.decode(packet):
-            case Fork() as fork:
-                self._fork(fork, descriptors[0])
-            case Kill(worker_number):
-                if worker_number in self._workers:
-                    os.kill(self._workers[worker_number][0], signal.SIGKILL)
+        match received:
+            case Fork() as fork, int(channel):
+                self._fork(fork, channel)
+            case Kill(worker_number), _ if worker_number in self._workers:
+                os.kill(self._workers[worker_number][0], signal.SIGKILL)
         return True
 
     def _fork(self, fork: Fork, channel: int) -> None:
         parent_id = os.getpid()
         try:
             process_id = os.fork()
-        except OSError as error:  # no memory or no process ids left: the workers that there are go on
-            log.error("no worker can be forked: %s", error)
+        except OSError as error:  # no memory or process ids left; existing workers are not affected
+            log.error("cannot fork a worker: %s", error)
             os.close(channel)
-            self._tell(Ended(fork.worker_number, worker.EXIT_FAULTED))
+            self._control.send(Exited(fork.worker_number, worker.EXIT_FAULTED))
             return
         if process_id == 0:
             die_with_parent(parent_id)
-            self._become_worker(DeviceAddress(fork.kind, fork.index, fork.uuid), channel)
+            self._become_worker(fork.device, channel)
         os.close(channel)
-        ending = os.pidfd_open(process_id)
-        self._workers[fork.worker_number] = (process_id, ending)
-        self._selector.register(ending, selectors.EVENT_READ, fork.worker_number)
-        self._tell(Forked(fork.worker_number, process_id))
+        pidfd = os.pidfd_open(process_id)
+        self._workers[fork.worker_number] = (process_id, pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, fork.worker_number)
+        self._control.send(Forked(fork.worker_number, process_id))
 
     def _become_worker(self, device: DeviceAddress, channel: int) -> NoReturn:
-        """In the new process: lets go of what belongs to the old one."""
+        """In the forked process: closes the fork server's descriptors, then runs the worker."""
         self._selector.close()
-        self._control.close()
-        for _, ending in self._workers.values():
-            os.close(ending)
+        self._control.connection.close()
+        for _, pidfd in self._workers.values():
+            os.close(pidfd)
         os.setsid()
         os.environ.update(device.environment())
         worker.run(channel, device, self._engine)
 
     def _reap(self, worker_number: int) -> None:
-        process_id, ending = self._workers.pop(worker_number)
-        self._selector.unregister(ending)
-        os.close(ending)
+        process_id, pidfd = self._workers.pop(worker_number)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
         _, status = os.waitpid(process_id, 0)
-        self._tell(Ended(worker_number, os.waitstatus_to_exitcode(status)))
-
-    def _tell(self, notice: Notice) -> None:
-        self._control.sendall(msgspec.msgpack.encode(notice))
+        self._control.send(Exited(worker_number, os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One incarnation of a device's worker: the process, its channel, and the certainty of its end."""
+"""One worker process of a device as the daemon sees it: its calls, its watchdog, and the certainty of its end."""
 
 from __future__ import annotations
 
@@ -8,70 +8,151 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cortex.ipc.channel import LoopChannel
-from cortex.neuron.worker.address import DeviceAddress
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
-from cortex.neuron.worker.protocol import Command, Event, Exit, Faulted
+from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event, Exit, Faulted, Memory, Reply, Report
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0
-"""A dead worker's channel is read to its end, which holds the reason; this bounds the wait for it."""
+_LAST_EVENTS_S = 1.0
+"""How long to wait for the last events of a dead worker, which hold the reason of its death."""
+_WATCH_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimeouts:
+    """How long a worker may take. The first four are times without progress; a load progresses piece by piece."""
+
+    start_s: float = 120.0
+    step_s: float = 120.0
+    load_s: float = 300.0
+    unload_s: float = 30.0
+    reclaim_s: float = 5.0
+    """For the memory of an unloaded model to come back."""
+    exit_s: float = 3.0
+    """For a worker to exit when asked to."""
+
+    def without_progress_s(self, activity: Activity) -> float:
+        match activity:
+            case "start":
+                return self.start_s
+            case "load":
+                return self.load_s
+            case "unload":
+                return self.unload_s
+            case "idle" | "step":
+                return self.step_s
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest time without progress."""
+        return min(self.start_s, self.step_s, self.load_s, self.unload_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressWatch:
+    """The watchdog's state: the worker's last reported progress, and when that changed. Pure; the clock is passed in.
+
+    A worker is stuck when work is pending and its progress does not change. Whether it sends reports does not matter.
+    """
+
+    activity: Activity
+    progress: int
+    since_s: float
+
+    @classmethod
+    def begin(cls, now_s: float) -> ProgressWatch:
+        return cls("start", -1, now_s)
+
+    def reported(self, activity: Activity, progress: int, now_s: float) -> ProgressWatch:
+        """The state after a report. Only a change of progress restarts the clock; a change of activity does not."""
+        since_s = now_s if progress != self.progress else self.since_s
+        return ProgressWatch(activity, progress, since_s)
+
+    def without_work(self, now_s: float) -> ProgressWatch:
+        """The state while no work is pending, which restarts the clock."""
+        return ProgressWatch(self.activity, self.progress, now_s)
+
+    def verdict(self, now_s: float, timeouts: WorkerTimeouts) -> str | None:
+        """Why the worker must be replaced, or None."""
+        limit_s = timeouts.without_progress_s(self.activity)
+        silent_s = now_s - self.since_s
+        if silent_s < limit_s:
+            return None
+        return f"no progress in '{self.activity}' for {silent_s:.0f} s with work pending (limit {limit_s:.0f} s)"
+
+
+class WorkerLost(Exception):
+    """The worker ended before its reply; the message says why."""
 
 
 class WorkerProcess:
-    """Belongs to the loop that spawned it. `on_lost` is called exactly once, whatever ends the process."""
+    """Belongs to the loop that spawned it. `on_event` gets every event, replies included. `on_lost` is called exactly
+    once, whatever ends the process."""
 
-    def __init__(self, on_event: Callable[[Event], None], on_lost: Callable[[str], None]) -> None:
-        self._on_event = on_event
-        self._on_lost = on_lost
-        self._channel: LoopChannel[Event] = LoopChannel(Event, self._received, self._channel_closed)
-        self._process: WorkerHandle | None = None
-        self._reason: str | None = None
-        self._reaper: asyncio.Task[None] | None = None
-        self._heard_all = asyncio.Event()
-
-    @classmethod
-    async def spawn(
-        cls,
+    def __init__(
+        self,
         device: DeviceAddress,
-        worker_factory: WorkerFactory,
+        timeouts: WorkerTimeouts,
         *,
         on_event: Callable[[Event], None],
         on_lost: Callable[[str], None],
-    ) -> WorkerProcess:
-        """A worker for `device`, which serves as soon as it is forked. Raises OSError where none can be made."""
-        worker = cls(on_event, on_lost)
+        has_live_requests: Callable[[], bool],
+    ) -> None:
+        self._device = device
+        self._timeouts = timeouts
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._has_live_requests = has_live_requests
+        self._channel: LoopChannel[Event] = LoopChannel(Event, self._received, self._channel_closed)
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._process: WorkerHandle | None = None
+        self._reason: str | None = None
+        self._reaper: asyncio.Task[None] | None = None
+        self._received_all = asyncio.Event()
+        self._watch = ProgressWatch.begin(_now_s())
+
+    async def spawn(self, worker_factory: WorkerFactory) -> None:
+        """Starts the process; commands may be sent at once. Raises OSError when it cannot be created."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         with theirs:
-            await asyncio.get_running_loop().create_unix_connection(lambda: worker._channel, sock=ours)
+            await self._channel.attach(ours)
             try:
-                # Awaited last: a spawn that is cancelled must not leave a process that nobody knows.
-                worker._process = await worker_factory.fork(device, theirs)
+                # Awaited last: a cancelled spawn must not leave a process without an owner.
+                self._process = await worker_factory.fork(self._device, theirs)
             except BaseException:
-                worker._channel.close()
+                self._channel.close()
                 raise
-        worker._reaper = asyncio.create_task(worker._reap(worker._process))
-        return worker
+        self._reaper = asyncio.create_task(self._reap(self._process))
 
     @property
     def process_id(self) -> int | None:
-        """None until it is forked."""
+        """None until the worker is forked."""
         return self._process.process_id if self._process is not None else None
 
     def send(self, command: Command) -> None:
+        """Raises Unsendable."""
         self._channel.send(command)
 
+    def call(self, number: int, command: Command) -> asyncio.Future[Reply]:
+        """Sends a command that has a reply. `number` is its handle or query number, which has no other call pending.
+
+        Raises Unsendable; the reply raises WorkerLost.
+        """
+        self._channel.send(command)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        return reply
+
     def kill(self, reason: str) -> None:
-        """Ends the process now; `on_lost` follows with `reason`. Idempotent."""
+        """Kills the process; `on_lost` follows with `reason`. Idempotent."""
         self._reason = self._reason or reason
         if self._process is not None:
             self._process.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """Asks it to leave, kills it after `grace_s`; returns when the process is reaped."""
+        """Asks the worker to exit, kills it after `grace_s`, returns when the process is reaped."""
         assert self._reaper is not None
         self._reason = self._reason or "the worker was stopped"
         if self.process_id is not None:
@@ -83,24 +164,47 @@ class WorkerProcess:
     def _received(self, event: Event) -> None:
         if isinstance(event, Faulted):
             self._reason = self._reason or event.message
-        else:
-            self._on_event(event)
+            return
+        if isinstance(event, Report):
+            self._watch = self._watch.reported(event.activity, event.progress, _now_s())
+        self._on_event(event)
+        if isinstance(event, Reply):
+            number = event.query if isinstance(event, Memory) else event.handle
+            reply = self._replies.pop(number, None)
+            if reply is not None and not reply.done():
+                reply.set_result(event)
 
     def _channel_closed(self, reason: str) -> None:
-        # The channel closes a moment before the process can be reaped, or because the stream made no sense:
-        # either way it is of no more use.
-        self._heard_all.set()
+        # Either the process is exiting and can be reaped in a moment, or its stream was corrupt. It is unusable.
+        self._received_all.set()
         if self._process is not None and not self._process.exited.done():
             asyncio.get_running_loop().call_later(0.2, self.kill, reason)
 
     async def _reap(self, process: WorkerHandle) -> None:
+        watchdog = asyncio.create_task(self._keep_watch())
         return_code = await process.exited
+        watchdog.cancel()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._heard_all.wait(), LAST_WORDS_S)
+            await asyncio.wait_for(self._received_all.wait(), _LAST_EVENTS_S)
         self._channel.close()
         reason = self._reason or _describe_exit(return_code)
         log.info("worker %s ended: %s", process.process_id, reason)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(WorkerLost(reason))
+                reply.exception()  # marks it as retrieved: a cancelled caller does not do so
         self._on_lost(reason)
+
+    async def _keep_watch(self) -> None:
+        interval_s = min(_WATCH_INTERVAL_S, self._timeouts.shortest_s / 4)
+        while True:
+            await asyncio.sleep(interval_s)
+            if not self._replies and not self._has_live_requests():
+                self._watch = self._watch.without_work(_now_s())
+            elif (verdict := self._watch.verdict(_now_s(), self._timeouts)) is not None:
+                log.error("killing the worker of %s: %s", self._device.thread_name, verdict)
+                self.kill(verdict)
+                self._watch = self._watch.without_work(_now_s())
 
 
 def _describe_exit(return_code: int) -> str:
@@ -108,4 +212,8 @@ def _describe_exit(return_code: int) -> str:
         return f"the worker exited with code {return_code}"
     name = signal.Signals(-return_code).name
     hint = " (was the host out of memory? see dmesg)" if name == "SIGKILL" else ""
-    return f"the worker was ended by {name}{hint}"
+    return f"the worker was killed by {name}{hint}"
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,36 +1,65 @@
-"""What the daemon and a device worker say to each other: typed values, no pickle, no tensors.
+"""The messages between the daemon, the fork server and device workers: typed values, no pickle, no tensors.
 
-Models are known by an opaque handle that the daemon picks; a handle is never used twice. Every `Load`
-is answered by `Loaded` or `ModelLoadFailed`, every `Unload` by `Unloaded`, every `Sleep` by `Slept` or `SleepFailed`,
-every `Wake` by `Woken` or `WakeFailed`, every `Submit` by outputs that end with a `finish` or by one
-`RequestFailed`. A worker that dies answers nothing; its death is the answer.
+The daemon gives each model a handle, which it never reuses. The reply to `Load` is `Loaded` or `ModelLoadFailed`, to
+`Unload` it is `Unloaded`, to `Sleep` it is `Slept` or `SleepFailed`, to `Wake` it is `Woken` or `WakeFailed`, and to
+`Submit` it is outputs that end with a `finish`, or one `RequestFailed`. A worker that dies sends no reply.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.worker.faults import FaultKind
-from cortex.wire.node import DeviceKind
+from cortex.wire.node import Device, DeviceKind
 
 Activity = Literal["start", "idle", "load", "step", "unload"]
-"""What the engine thread is at, `load` being whatever moves weights; each with its own limit on silence."""
+"""What the engine thread does; `load` is everything that moves weights. Each has its own timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAddress:
+    """The device of one worker, under the name that each process needs."""
+
+    kind: DeviceKind
+    index: int
+    uuid: str | None = None
+
+    @classmethod
+    def of(cls, device: Device) -> DeviceAddress:
+        return cls(device.kind, device.index, device.uuid)
+
+    @property
+    def thread_name(self) -> str:
+        """The name of the engine thread that owns this device."""
+        return "cpu" if self.kind == "cpu" else f"cuda-dev-{self.index}"
+
+    @property
+    def torch_device(self) -> str:
+        """The device's name in the worker's torch: a worker sees only its own GPU."""
+        return "cpu" if self.kind == "cpu" else "cuda:0"
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that hide every other device from the worker."""
+        if self.kind == "cpu":
+            return {"CUDA_VISIBLE_DEVICES": ""}
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": self.uuid or str(self.index)}
 
 
 class ProtocolMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Base of what crosses the channel."""
+    """Base of all messages; encoded by position, as both sides are always the same version."""
 
 
 class MemoryReading(ProtocolMessage, frozen=True):
-    """A device's memory, and this worker's part of it."""
+    """A device's memory, and the part of it that this worker holds."""
 
     total_bytes: int
     free_bytes: int
     process_bytes: int
-    """CUDA: what the allocator holds. CPU: what the process holds that no file backs."""
+    """CUDA: the bytes that the allocator reserved. CPU: the process's anonymous memory."""
 
 
 class Load(ProtocolMessage, frozen=True, tag="load"):
@@ -39,7 +68,7 @@ class Load(ProtocolMessage, frozen=True, tag="load"):
 
 
 class CancelLoad(ProtocolMessage, frozen=True, tag="cancel_load"):
-    """Calls off a load that runs or waits; a load that is already done ignores it."""
+    """Cancels a running or queued load; ignored when the load has ended."""
 
     handle: int
 
@@ -61,13 +90,13 @@ class Unload(ProtocolMessage, frozen=True, tag="unload"):
 
 
 class Sleep(ProtocolMessage, frozen=True, tag="sleep"):
-    """Gives the model's device memory back, its weights staying in host memory. Requests still in it are ended."""
+    """Frees the model's device memory and keeps its weights in host memory. Requests still in it are cancelled."""
 
     handle: int
 
 
 class Wake(ProtocolMessage, frozen=True, tag="wake"):
-    """Brings a sleeping model back to answering; tells `LoadProgress` on the way."""
+    """Makes a sleeping model serve again; `LoadProgress` is reported meanwhile."""
 
     handle: int
 
@@ -77,14 +106,14 @@ class QueryMemory(ProtocolMessage, frozen=True, tag="query_memory"):
 
 
 class Exit(ProtocolMessage, frozen=True, tag="exit"):
-    """Leave now. What is loaded dies with the process."""
+    """Exit now, with everything that is loaded."""
 
 
 Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | QueryMemory | Exit
 
 
 class Hello(ProtocolMessage, frozen=True, tag="hello"):
-    """The first word of a worker: its channel works, its engine is being imported."""
+    """The first event of a worker: its channel works, its engine is being imported."""
 
     process_id: int
 
@@ -104,7 +133,7 @@ class Loaded(ProtocolMessage, frozen=True, tag="loaded"):
 
 
 class ModelLoadFailed(ProtocolMessage, frozen=True, tag="load_failed"):
-    """Nothing of the model is left. `cancelled` when it was called off."""
+    """The load failed and left nothing behind. `cancelled`: by `CancelLoad`."""
 
     handle: int
     kind: FaultKind
@@ -120,7 +149,7 @@ class Outputs(ProtocolMessage, frozen=True, tag="outputs"):
 
 
 class RequestFailed(ProtocolMessage, frozen=True, tag="request_failed"):
-    """This request ended alone; the model goes on."""
+    """This request failed; the others in the model are not affected."""
 
     handle: int
     request_id: str
@@ -129,7 +158,7 @@ class RequestFailed(ProtocolMessage, frozen=True, tag="request_failed"):
 
 
 class ModelBroken(ProtocolMessage, frozen=True, tag="model_broken"):
-    """Its steps keep failing although the device is well: the model must be loaded anew."""
+    """The model's steps keep failing although the device works: it was closed and must be loaded again."""
 
     handle: int
     message: str
@@ -142,7 +171,7 @@ class Unloaded(ProtocolMessage, frozen=True, tag="unloaded"):
 
 
 class Slept(ProtocolMessage, frozen=True, tag="slept"):
-    """The model is asleep, and holds `host_bytes` of host memory."""
+    """The model is asleep and holds `host_bytes` of host memory."""
 
     handle: int
     host_bytes: int
@@ -151,7 +180,7 @@ class Slept(ProtocolMessage, frozen=True, tag="slept"):
 
 
 class SleepFailed(ProtocolMessage, frozen=True, tag="sleep_failed"):
-    """The model is as awake as before."""
+    """The model is still awake."""
 
     handle: int
     message: str
@@ -164,7 +193,7 @@ class Woken(ProtocolMessage, frozen=True, tag="woken"):
 
 
 class WakeFailed(ProtocolMessage, frozen=True, tag="wake_failed"):
-    """The model sleeps as before; but where it was `damaged`, nothing of it is left."""
+    """The model is still asleep; if it is `damaged`, it was closed."""
 
     handle: int
     kind: FaultKind
@@ -180,8 +209,8 @@ class Memory(ProtocolMessage, frozen=True, tag="memory"):
 class Report(ProtocolMessage, frozen=True, tag="report"):
     """The heartbeat, sent by a thread that never waits for the device.
 
-    `progress` grows with every step, every finished job and every piece of a load: a watchdog looks at
-    that number, not at the arrival of reports.
+    `progress` grows with every step, every executed command and every piece of a load. The watchdog compares this
+    number, because a worker whose device hangs still sends reports.
     """
 
     activity: Activity
@@ -190,54 +219,37 @@ class Report(ProtocolMessage, frozen=True, tag="report"):
 
 
 class Faulted(ProtocolMessage, frozen=True, tag="faulted"):
-    """The device context is poisoned; the worker exits after this."""
+    """The device context is unusable; the worker exits after this event."""
 
     message: str
 
 
-Event = (
-    Hello
-    | LoadProgress
-    | Loaded
-    | ModelLoadFailed
-    | Outputs
-    | RequestFailed
-    | ModelBroken
-    | Unloaded
-    | Slept
-    | SleepFailed
-    | Woken
-    | WakeFailed
-    | Memory
-    | Report
-    | Faulted
-)
+Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory
+Event = Reply | Hello | LoadProgress | Outputs | RequestFailed | ModelBroken | Report | Faulted
 
 
-# Between the daemon and the process that workers are forked from; one message per packet.
+# Between the daemon and the fork server, one message per packet
 
 
 class Fork(ProtocolMessage, frozen=True, tag="fork"):
-    """Make a worker for this device; its channel comes with the packet, as a file descriptor."""
+    """Fork a worker for this device. Its channel comes with the packet, as a file descriptor."""
 
     worker_number: int
-    """The daemon's own number for this worker; never used twice."""
-    kind: DeviceKind
-    index: int
-    uuid: str | None
+    """The daemon's number for this worker; never reused."""
+    device: DeviceAddress
 
 
 class Kill(ProtocolMessage, frozen=True, tag="kill"):
-    """End that worker now. Ignored when it has ended already."""
+    """Kill that worker; ignored when it has exited."""
 
     worker_number: int
 
 
-Order = Fork | Kill
+ForkServerCommand = Fork | Kill
 
 
 class Warm(ProtocolMessage, frozen=True, tag="warm"):
-    """The engine is imported: a fork takes milliseconds from now on."""
+    """The engine is imported: from now on a fork takes milliseconds."""
 
 
 class Forked(ProtocolMessage, frozen=True, tag="forked"):
@@ -245,14 +257,11 @@ class Forked(ProtocolMessage, frozen=True, tag="forked"):
     process_id: int
 
 
-class Ended(ProtocolMessage, frozen=True, tag="ended"):
-    """The worker is gone and reaped. `return_code` is negative for a signal."""
+class Exited(ProtocolMessage, frozen=True, tag="exited"):
+    """The worker has exited and is reaped. `return_code` is negative for a signal."""
 
     worker_number: int
     return_code: int
 
 
-PACKET_BYTES = 4096
-"""Far above any message between these two."""
-
-Notice = Warm | Forked | Ended
+ForkServerEvent = Warm | Forked | Exited

@@ -1,30 +1,30 @@
-"""One device seen from the daemon: models are loaded here and requests sent, whatever happens to the worker.
+"""One device as the daemon sees it: loads models onto it and sends requests to them.
 
-Spawns the worker on first use, watches its progress, replaces it when it faults. A lost worker takes its
-models with it: each is told once through its `ModelSink` and decides for itself whether to come back.
-Everything here runs on the daemon's loop and never waits for the device except where it is awaited.
+The supervisor spawns the device's worker on first use and replaces it when it is lost. A lost worker takes its models
+with it: each `ModelSink` is notified once, and its owner decides whether to load the model again. Everything here runs
+on the daemon's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 from cortex.ipc.channel import Unsendable
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
-from cortex.neuron.worker.address import DeviceAddress
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.process import WorkerProcess
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.process import WorkerLost, WorkerProcess, WorkerTimeouts
 from cortex.neuron.worker.protocol import (
     Cancel,
     CancelLoad,
     Command,
+    DeviceAddress,
     Event,
     Hello,
     Load,
@@ -36,6 +36,7 @@ from cortex.neuron.worker.protocol import (
     ModelLoadFailed,
     Outputs,
     QueryMemory,
+    Reply,
     Report,
     RequestFailed,
     Sleep,
@@ -48,25 +49,18 @@ from cortex.neuron.worker.protocol import (
     WakeFailed,
     Woken,
 )
-from cortex.neuron.worker.reclaim import Reclaimed, is_reclaimed
-from cortex.neuron.worker.watchdog import Patience, ProgressWatch
+
+__all__ = ["Damaged", "LoadRejected", "ModelSink", "Resident", "SleepRejected", "WorkerLost", "WorkerSupervisor"]
 
 log = logging.getLogger(__name__)
 
-WATCH_INTERVAL_S = 0.5
 RECLAIM_INTERVAL_S = 0.05
 
-T = TypeVar("T")
-Answer = Unloaded | Slept | SleepFailed | Woken | WakeFailed
 WorkerState = Literal["none", "starting", "running", "faulted"]
 
 
-class WorkerLost(Exception):
-    """The worker ended before it answered; the message says how."""
-
-
 class LoadRejected(Exception):
-    """The worker could not load the model; the message is the engine's own."""
+    """The worker could not load or wake the model; the message is the engine's own."""
 
     def __init__(self, kind: FaultKind, message: str) -> None:
         super().__init__(message)
@@ -74,29 +68,29 @@ class LoadRejected(Exception):
 
 
 class SleepRejected(Exception):
-    """The model is not asleep, or its sleep is worth nothing; the message says why. It can only be unloaded."""
+    """The model is not asleep, or its sleep frees too little memory; the message says why. It must be unloaded."""
 
 
 class Damaged(Exception):
-    """The model did not survive its sleep; nothing of it is left in the worker, which is well."""
+    """The model did not survive its sleep and was closed; the worker still works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A model in a worker's memory. Opaque but for its facts."""
+    """A model in a worker's memory. Callers use it as an opaque reference, and read its sizes."""
 
     handle: int
     info: EngineInfo
     measured_bytes: int
-    """What it takes awake: the allocator's own count, never less than the engine's."""
+    """Its size while awake: the growth of the process, but never less than the engine's own count."""
     process_bytes: int
-    """What the worker holds for it of the memory that is counted; what must come back when it is unloaded."""
+    """The part of the worker's memory that it holds now, and that an unload must free."""
     host_bytes: int = 0
-    """Its weights in host memory while it sleeps; 0 awake."""
+    """The size of its weights in host memory while it is asleep; 0 while it is awake."""
 
 
 class ModelSink(Protocol):
-    """Who is told about a model in a worker. Called on the loop; must not raise, must not block."""
+    """Receives the events of one model. Called on the loop; must not raise, must not block."""
 
     def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None: ...
     def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None: ...
@@ -108,29 +102,26 @@ class ModelSink(Protocol):
 @dataclass(slots=True)
 class _Model:
     sink: ModelSink
-    loading: asyncio.Future[Resident]
-    live: set[str]
+    is_loaded: bool = False
+    live: set[str] = field(default_factory=set)
+    """Ids of the requests in it."""
 
 
 class WorkerSupervisor:
     def __init__(
-        self, device: DeviceAddress, worker_factory: WorkerFactory, *, patience: Patience | None = None
+        self, device: DeviceAddress, worker_factory: WorkerFactory, *, timeouts: WorkerTimeouts | None = None
     ) -> None:
         self.device = device
         self.state: WorkerState = "none"
         self.freed_at_s = -math.inf
-        """When memory was last given back here, on the loop's clock; readings may lag behind it."""
-        self._patience = patience or Patience()
+        """When memory was last freed here, on the loop's clock; readings of the device may lag behind."""
+        self._timeouts = timeouts or WorkerTimeouts()
         self._worker_factory = worker_factory
         self._worker: WorkerProcess | None = None
         self._spawning = asyncio.Lock()
         self._models: dict[int, _Model] = {}
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
-        """By handle: one order about a model is under way at a time."""
-        self._queries: dict[int, asyncio.Future[MemoryReading]] = {}
         self._numbers = itertools.count(1)
-        self._watch = ProgressWatch.begin(0.0)
-        self._watchdog: asyncio.Task[None] | None = None
+        """Handles and query numbers, never reused."""
 
     @property
     def process_id(self) -> int | None:
@@ -143,38 +134,41 @@ class WorkerSupervisor:
     # Models
 
     async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
-        """Loads a model. Cancelling this call calls the load off and returns when nothing of it is left.
+        """Loads a model. Cancelling this call cancels the load, and returns when nothing of it is left.
 
-        Raises LoadRejected (the engine said no; nothing is left) or WorkerLost (the device faulted).
+        Raises LoadRejected (nothing is left) or WorkerLost.
         """
         worker = await self._ensure_worker()
         handle = next(self._numbers)
-        loading: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
         try:
-            worker.send(Load(handle, spec))
+            reply = worker.call(handle, Load(handle, spec))
         except Unsendable as error:
-            raise LoadRejected(FaultKind.REQUEST, str(error)) from error
-        self._models[handle] = _Model(sink, loading, set())
+            raise LoadRejected(FaultKind.REQUEST, f"the load cannot be sent to the engine: {error}") from error
+        self._models[handle] = _Model(sink)
         try:
-            return await asyncio.shield(loading)
+            loaded = await asyncio.shield(reply)
         except asyncio.CancelledError:
-            await self._call_off(worker, handle, loading)
+            await self._cancel_load(worker, handle, reply)
             raise
+        if not isinstance(loaded, Loaded):
+            assert isinstance(loaded, ModelLoadFailed)
+            raise LoadRejected(loaded.kind, loaded.message)
+        return _resident(loaded)
 
-    async def _call_off(self, worker: WorkerProcess, handle: int, loading: asyncio.Future[Resident]) -> None:
+    async def _cancel_load(self, worker: WorkerProcess, handle: int, reply: asyncio.Future[Reply]) -> None:
         worker.send(CancelLoad(handle))
-        await asyncio.wait({loading}, timeout=self._patience.unload_s)
-        if not loading.done():
-            worker.kill(f"a cancelled load did not stop within {self._patience.unload_s:.0f} s")
-            await asyncio.wait({loading})
-        if loading.exception() is None:  # it had just finished
-            await self.unload(loading.result())
+        await asyncio.wait({reply}, timeout=self._timeouts.unload_s)
+        if not reply.done():
+            worker.kill(f"a cancelled load did not stop within {self._timeouts.unload_s:.0f} s")
+            await asyncio.wait({reply})
+        if reply.exception() is None and isinstance(loaded := reply.result(), Loaded):
+            await self.unload(_resident(loaded))  # it finished just before
 
     async def unload(self, resident: Resident) -> Reclaimed:
-        """Frees a model and waits, within bounds, until its memory is back. Never fails: where the worker
-        does not give the memory back and serves nothing else, the worker is replaced."""
+        """Frees a model and waits, with a timeout, until its memory is free. Never fails: if the memory does not come
+        back and the worker has no other models, the worker is replaced."""
         try:
-            unloaded = await self._answer_to(Unload(resident.handle))
+            unloaded = await self._call(resident.handle, Unload(resident.handle))
             assert isinstance(unloaded, Unloaded)
             reclaimed = await self._await_memory(resident, resident.process_bytes, unloaded)
         except WorkerLost:
@@ -186,73 +180,66 @@ class WorkerSupervisor:
         return reclaimed
 
     async def sleep(self, resident: Resident) -> Resident:
-        """Parks a model in host memory and waits, within bounds, until its device memory is back; as it is then.
+        """Moves a model to host memory and waits, with a timeout, until its device memory is free. Returns its new
+        sizes.
 
-        Raises SleepRejected, also where the memory does not come back, or WorkerLost.
+        Raises SleepRejected, also when the memory does not come back, or WorkerLost.
         """
-        answer = await self._answer_to(Sleep(resident.handle))
-        if not isinstance(answer, Slept):
-            assert isinstance(answer, SleepFailed)
-            raise SleepRejected(answer.message)
-        # On a CPU the weights stay in the very memory that is counted.
-        stays_bytes = answer.host_bytes if self.device.kind == "cpu" else 0
-        reclaimed = await self._await_memory(resident, max(0, resident.process_bytes - stays_bytes), answer)
+        slept = await self._call(resident.handle, Sleep(resident.handle))
+        if not isinstance(slept, Slept):
+            assert isinstance(slept, SleepFailed)
+            raise SleepRejected(slept.message)
+        # On a CPU the weights stay in the memory that is measured.
+        kept_bytes = slept.host_bytes if self.device.kind == "cpu" else 0
+        reclaimed = await self._await_memory(resident, max(0, resident.process_bytes - kept_bytes), slept)
         if not reclaimed.is_complete:
-            raise SleepRejected(f"it was put to sleep, but only {reclaimed}")
+            raise SleepRejected(f"the model was put to sleep, but only {reclaimed}")
         left_bytes = max(0, resident.process_bytes - reclaimed.freed_bytes)
-        return replace(resident, process_bytes=left_bytes, host_bytes=answer.host_bytes)
+        return replace(resident, process_bytes=left_bytes, host_bytes=slept.host_bytes)
 
     async def wake(self, resident: Resident) -> Resident:
-        """Brings a sleeping model back to answering; as it is then.
+        """Makes a sleeping model serve again. Returns its new sizes.
 
-        Raises LoadRejected (it sleeps as before), Damaged (nothing of it is left) or WorkerLost.
+        Raises LoadRejected (it is still asleep), Damaged (it was closed) or WorkerLost.
         """
-        answer = await self._answer_to(Wake(resident.handle))
-        if not isinstance(answer, Woken):
-            assert isinstance(answer, WakeFailed)
-            raise Damaged(answer.message) if answer.damaged else LoadRejected(answer.kind, answer.message)
-        process_bytes = resident.process_bytes + max(0, answer.after.process_bytes - answer.before.process_bytes)
+        woken = await self._call(resident.handle, Wake(resident.handle))
+        if not isinstance(woken, Woken):
+            assert isinstance(woken, WakeFailed)
+            raise Damaged(woken.message) if woken.damaged else LoadRejected(woken.kind, woken.message)
+        process_bytes = resident.process_bytes + max(0, woken.after.process_bytes - woken.before.process_bytes)
         measured_bytes = max(process_bytes, resident.info.weight_bytes + resident.info.kv_bytes)
         return replace(resident, measured_bytes=measured_bytes, process_bytes=process_bytes, host_bytes=0)
 
-    async def _answer_to(self, order: Unload | Sleep | Wake) -> Answer:
-        """Sends an order about a model that is in the worker. Raises WorkerLost, also when it is not any more."""
-        if self._worker is None or order.handle not in self._models:
-            raise WorkerLost("the worker that held the model is gone")
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answers[order.handle] = answer
-        self._worker.send(order)
-        return await answer
+    async def memory(self) -> MemoryReading:
+        """The worker's view of the device's memory, measured between two steps. Raises WorkerLost."""
+        query = next(self._numbers)
+        reply = await self._call(query, QueryMemory(query))
+        assert isinstance(reply, Memory)
+        return reply.memory
 
-    async def _await_memory(self, resident: Resident, expected_bytes: int, answer: Unloaded | Slept) -> Reclaimed:
-        deadline_s = _now_s() + self._patience.reclaim_s
-        memory = answer.after
+    async def _await_memory(self, resident: Resident, expected_bytes: int, freed: Unloaded | Slept) -> Reclaimed:
+        deadline_s = _now_s() + self._timeouts.reclaim_s
+        memory = freed.after
         while True:
-            freed_bytes = answer.before.process_bytes - memory.process_bytes
-            others = bool(self._models.keys() - {resident.handle})
-            if is_reclaimed(expected_bytes, freed_bytes) or others or _now_s() >= deadline_s:
-                # With other models at work in the same process its size says nothing about this one any more.
-                return Reclaimed(expected_bytes, freed_bytes, others_at_work=others)
+            freed_bytes = max(0, freed.before.process_bytes - memory.process_bytes)
+            shares_worker = bool(self._models.keys() - {resident.handle})
+            reclaimed = Reclaimed(expected_bytes, freed_bytes, shares_worker)
+            if reclaimed.is_complete or _now_s() >= deadline_s:
+                return reclaimed
             await asyncio.sleep(RECLAIM_INTERVAL_S)
             memory = await self.memory()
 
-    async def memory(self) -> MemoryReading:
-        """The worker's view of the device, taken between two steps. Raises WorkerLost."""
-        if self._worker is None:
-            raise WorkerLost("no worker runs on this device")
-        query = next(self._numbers)
-        answer: asyncio.Future[MemoryReading] = asyncio.get_running_loop().create_future()
-        self._queries[query] = answer
-        self._worker.send(QueryMemory(query))
-        try:
-            return await answer
-        finally:
-            self._queries.pop(query, None)
+    async def _call(self, number: int, command: Unload | Sleep | Wake | QueryMemory) -> Reply:
+        """Sends `command` and waits for its reply. Raises WorkerLost, also when the model was lost before."""
+        is_lost = not isinstance(command, QueryMemory) and number not in self._models
+        if self._worker is None or is_lost:
+            raise WorkerLost("the worker that held the model has ended" if is_lost else "the device has no worker")
+        return await self._worker.call(number, command)
 
     # Requests
 
     def submit(self, resident: Resident, request: EngineRequest) -> None:
-        """Hands a request over. What becomes of it reaches the model's sink; a lost worker does too."""
+        """Sends a request to a model; its outputs, or its failure, go to the model's sink."""
         if (model := self._models.get(resident.handle)) is not None:
             try:
                 self._send(Submit(resident.handle, request))
@@ -262,156 +249,105 @@ class WorkerSupervisor:
                 model.live.add(request.id)
 
     def cancel(self, resident: Resident, request_id: str) -> None:
-        """Asks for the end of a request; its final output follows. Unknown ids are ignored."""
+        """Cancels a request; its final output follows. Unknown ids are ignored."""
         if (model := self._models.get(resident.handle)) is not None and request_id in model.live:
             self._send(Cancel(resident.handle, request_id))
-
-    # The worker
-
-    async def recycle(self) -> bool:
-        """Replaces an idle worker, which gives the device everything back. False while models are in it."""
-        async with self._spawning:  # a load that comes now waits for the new worker, not for the leaving one
-            if self._models:
-                return False
-            if self._worker is not None:
-                await self._worker.stop(self._patience.exit_s)
-            return True
-
-    async def close(self) -> None:
-        """Ends the worker and whatever is in it; returns when the process is gone."""
-        if self._worker is not None:
-            await self._worker.stop(self._patience.exit_s)
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watchdog
-
-    def kill(self, reason: str) -> None:
-        """Ends the worker at once; its models are told `reason`."""
-        if self._worker is not None:
-            self._worker.kill(reason)
 
     def _send(self, command: Command) -> None:
         if self._worker is not None:
             self._worker.send(command)
 
+    # The worker
+
+    async def recycle(self) -> bool:
+        """Replaces a worker without models, which frees all its memory. False when it has models."""
+        async with self._spawning:  # a load that starts now waits for the new worker
+            if self._models:
+                return False
+            await self.close()
+            return True
+
+    async def close(self) -> None:
+        """Ends the worker and everything in it; returns when the process has exited."""
+        if self._worker is not None:
+            await self._worker.stop(self._timeouts.exit_s)
+
     async def _ensure_worker(self) -> WorkerProcess:
         async with self._spawning:
             if self._worker is None:
                 self.state = "starting"
+                worker = WorkerProcess(
+                    self.device,
+                    self._timeouts,
+                    on_event=self._on_event,
+                    on_lost=self._on_worker_lost,
+                    has_live_requests=self._has_live_requests,
+                )
                 try:
-                    self._worker = await WorkerProcess.spawn(
-                        self.device, self._worker_factory, on_event=self._received, on_lost=self._lost
-                    )
+                    await worker.spawn(self._worker_factory)
                 except OSError as error:
                     self.state = "faulted"
                     raise WorkerLost(f"the worker cannot be started: {error}") from error
-                self._watch = ProgressWatch.begin(_now_s())
-                if self._watchdog is None:
-                    self._watchdog = asyncio.create_task(self._keep_watch())
+                self._worker = worker
             return self._worker
 
-    def _received(self, event: Event) -> None:
+    def _has_live_requests(self) -> bool:
+        return any(model.live for model in self._models.values())
+
+    def _on_event(self, event: Event) -> None:
         match event:
-            case Outputs():
-                self._outputs(event)
+            case Hello():
+                self.state = "running"
             case Report():
-                self._watch = self._watch.reported(event.activity, event.progress, _now_s())
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
                         model.sink.on_stats(stats)
-            case RequestFailed():
-                if (model := self._models.get(event.handle)) is not None:
-                    model.live.discard(event.request_id)
-                    model.sink.on_request_failed(event.request_id, event.kind, event.message)
-            case LoadProgress():
-                if (model := self._models.get(event.handle)) is not None:
-                    model.sink.on_progress(event.stage, event.done_bytes, event.total_bytes)
             case Loaded():
-                self._models[event.handle].loading.set_result(_resident(event))
-            case ModelLoadFailed():
-                refusal = LoadRejected(event.kind, event.message)
-                _fail(self._models.pop(event.handle).loading, refusal)
-            case Unloaded() | Slept() | SleepFailed() | Woken() | WakeFailed():
-                self._answered(event)
-            case Memory():
-                if (query := self._queries.get(event.query)) is not None and not query.done():
-                    query.set_result(event.memory)
+                self._models[event.handle].is_loaded = True
+            case ModelLoadFailed() | WakeFailed(damaged=True):
+                self._models.pop(event.handle, None)
+            case Unloaded():
+                self._models.pop(event.handle, None)
+                self.freed_at_s = _now_s()
+            case Slept():
+                self.freed_at_s = _now_s()
+            case Outputs() | RequestFailed() | LoadProgress() | ModelBroken():
+                if (model := self._models.get(event.handle)) is not None:
+                    self._on_model_event(model, event)
+
+    def _on_model_event(self, model: _Model, event: Outputs | RequestFailed | LoadProgress | ModelBroken) -> None:
+        match event:
+            case Outputs():
+                model.live.difference_update(o.request_id for o in event.outputs if o.finish is not None)
+                model.sink.on_outputs(event.outputs)
+            case RequestFailed():
+                model.live.discard(event.request_id)
+                model.sink.on_request_failed(event.request_id, event.kind, event.message)
+            case LoadProgress():
+                model.sink.on_progress(event.stage, event.done_bytes, event.total_bytes)
             case ModelBroken():
-                if (model := self._models.pop(event.handle, None)) is not None:
-                    model.sink.on_lost(event.message)
-            case Hello():
-                self.state = "running"
+                del self._models[event.handle]
+                model.sink.on_lost(event.message)
 
-    def _answered(self, answer: Answer) -> None:
-        if isinstance(answer, Unloaded | Slept):
-            self.freed_at_s = _now_s()
-        if isinstance(answer, Unloaded) or (isinstance(answer, WakeFailed) and answer.damaged):
-            self._models.pop(answer.handle, None)
-        if (awaited := self._answers.pop(answer.handle, None)) is not None and not awaited.done():
-            awaited.set_result(answer)
-
-    def _outputs(self, event: Outputs) -> None:
-        model = self._models.get(event.handle)
-        if model is None:
-            return
-        for output in event.outputs:
-            if output.finish is not None:
-                model.live.discard(output.request_id)
-        model.sink.on_outputs(event.outputs)
-
-    def _lost(self, reason: str) -> None:
-        """The process is gone: everything that waited for it is told, once."""
+    def _on_worker_lost(self, reason: str) -> None:
+        """Notifies every loaded model, once. Pending calls raise WorkerLost on their own."""
         self._worker = None
         self.freed_at_s = _now_s()
         models, self._models = self._models, {}
-        answers, self._answers = self._answers, {}
-        queries, self._queries = self._queries, {}
         self.state = "faulted" if models else "none"
-        for answer in answers.values():
-            _fail(answer, WorkerLost(reason))
-        for query in queries.values():
-            _fail(query, WorkerLost(reason))
         for model in models.values():
-            if model.loading.done():
+            if model.is_loaded:
                 model.sink.on_lost(reason)
-            else:
-                _fail(model.loading, WorkerLost(reason))
-
-    async def _keep_watch(self) -> None:
-        limits_s = (self._patience.start_s, self._patience.step_s, self._patience.load_s, self._patience.unload_s)
-        interval_s = min(WATCH_INTERVAL_S, min(limits_s) / 4)
-        while True:
-            await asyncio.sleep(interval_s)
-            if not self._has_pending_work():
-                self._watch = self._watch.at_rest(_now_s())
-            elif (verdict := self._watch.verdict(_now_s(), self._patience)) is not None and self._worker is not None:
-                log.error("%s: %s; the worker is replaced", self.device.thread_name, verdict)
-                self._worker.kill(verdict)
-                self._watch = self._watch.at_rest(_now_s())
-
-    def _has_pending_work(self) -> bool:
-        return (
-            bool(self._answers)
-            or bool(self._queries)
-            or any(model.live or not model.loading.done() for model in self._models.values())
-        )
 
 
-def _resident(event: Loaded) -> Resident:
-    grown_bytes = max(0, event.after.process_bytes - event.before.process_bytes)
+def _resident(loaded: Loaded) -> Resident:
+    grown_bytes = max(0, loaded.after.process_bytes - loaded.before.process_bytes)
     return Resident(
-        handle=event.handle,
-        info=event.info,
-        measured_bytes=max(grown_bytes, event.info.weight_bytes + event.info.kv_bytes),
+        handle=loaded.handle,
+        info=loaded.info,
+        measured_bytes=max(grown_bytes, loaded.info.weight_bytes + loaded.info.kv_bytes),
         process_bytes=grown_bytes,
     )
-
-
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # read once, so that an answer nobody waits for any more makes no noise
 
 
 def _now_s() -> float:

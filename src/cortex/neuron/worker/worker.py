@@ -1,8 +1,8 @@
-"""The worker process, one per device, forked from `fork_server`.
+"""The worker process, one per device, forked from the fork server.
 
-Three threads: the reader turns frames into jobs, the engine thread (`cuda-dev-N` or `cpu`) does them, the
-writer sends what they give and a heartbeat. The process ends when it is told to, when its device faults,
-and when the daemon is gone, however it went: the channel's end and a death signal both say so.
+It has three threads: the reader turns frames into commands, the engine thread (`cuda-dev-N` or `cpu`) executes them,
+and the writer sends the events and a heartbeat. The process ends when it is asked to, when its device faults, and when
+the daemon dies.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import time
 from typing import NoReturn
 
 from cortex.ipc.channel import BlockingChannel, ChannelError
-from cortex.ipc.process_control import name_thread
-from cortex.neuron.worker.address import DeviceAddress
-from cortex.neuron.worker.executor import DeviceFault, Executor
-from cortex.neuron.worker.faults import explain
-from cortex.neuron.worker.outbox import Outbox
-from cortex.neuron.worker.protocol import CancelLoad, Command, Event, Faulted, Hello
+from cortex.ipc.child import name_thread
+from cortex.neuron.worker.executor import Executor
+from cortex.neuron.worker.faults import DeviceFault, explain
+from cortex.neuron.worker.protocol import CancelLoad, Command, DeviceAddress, Event, Faulted, Hello
 from cortex.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -30,18 +28,38 @@ EXIT_FAULTED = 70
 """EX_SOFTWARE: the device faulted or the engine cannot be imported."""
 
 
-def run(channel: int, device: DeviceAddress, engine: str) -> NoReturn:
-    """The life of a worker, in a process that was just forked. `channel` is its socket's file descriptor.
+class Outbox:
+    """Collects events until the writer thread sends them. Any thread may put, one thread takes."""
 
-    Leaves with `os._exit`: a wedged device must not hold up the end, and there is nothing in this process that
-    outlives it.
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+
+    def put(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify()
+
+    def take(self, timeout_s: float) -> list[Event]:
+        """All events so far; waits up to `timeout_s` for the first one, then returns an empty list."""
+        with self._changed:
+            if not self._events:
+                self._changed.wait(timeout_s)
+            events, self._events = self._events, []
+            return events
+
+
+def run(channel: int, device: DeviceAddress, engine: str) -> NoReturn:
+    """Runs the worker in a freshly forked process. `channel` is the file descriptor of its socket.
+
+    Ends with `os._exit`, so that a hanging device cannot delay the exit.
     """
     name_thread("neuron-worker")
     logs.configure(*logs.in_use(), lambda: {"device": device.thread_name})
     try:
         code = _serve(BlockingChannel(socket.socket(fileno=channel), Command), device, engine)
     except Exception:
-        log.exception("the worker ended")
+        log.exception("worker failed")
         code = EXIT_FAULTED
     os._exit(code)
 
@@ -50,8 +68,8 @@ def _serve(channel: BlockingChannel[Command], device: DeviceAddress, engine: str
     """Runs the three threads; returns the exit code."""
     outbox = Outbox()
     outbox.put(Hello(os.getpid()))
-    executor = Executor(device, engine, outbox)
-    farewell: list[Event] = []
+    executor = Executor(device, engine, outbox.put)
+    last_events: list[Event] = []
     ended = threading.Event()
 
     def read() -> None:
@@ -62,7 +80,7 @@ def _serve(channel: BlockingChannel[Command], device: DeviceAddress, engine: str
                         executor.cancel_load(command.handle)
                 executor.inbox.put(commands)
         except (OSError, ChannelError) as error:
-            log.error("the channel to the daemon failed: %s", error)
+            log.error("channel to the daemon failed: %s", error)
         os._exit(0)
 
     def execute() -> None:
@@ -70,10 +88,10 @@ def _serve(channel: BlockingChannel[Command], device: DeviceAddress, engine: str
         try:
             executor.run()
         except DeviceFault as fault:
-            farewell.append(Faulted(str(fault)))
+            last_events.append(Faulted(str(fault)))
         except Exception as error:
-            log.exception("the engine thread ended")
-            farewell.append(Faulted(f"the engine thread ended: {explain(error)}"))
+            log.exception("engine thread failed")
+            last_events.append(Faulted(f"the engine thread failed: {explain(error)}"))
         ended.set()
 
     threading.Thread(target=read, name="reader", daemon=True).start()
@@ -88,7 +106,7 @@ def _serve(channel: BlockingChannel[Command], device: DeviceAddress, engine: str
                 events.append(executor.report())
             if events:
                 channel.send(events)
-        channel.send([*outbox.take(0), *farewell])
+        channel.send([*outbox.take(0), *last_events])
     except OSError:
-        pass  # the daemon is gone; so are we
-    return EXIT_FAULTED if farewell else 0
+        pass  # the daemon is gone
+    return EXIT_FAULTED if last_events else 0

@@ -1,0 +1,58 @@
+"""A worker's memory: what it holds of its device, and whether the memory of an unloaded model came back.
+
+`measure` and `give_back` run on the engine thread, inside the worker. `Reclaimed` is the daemon's conclusion from the
+measurements: a worker's own claim that memory is free is not trusted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from dataclasses import dataclass
+
+from cortex.neuron.engine.memory.host import anonymous_bytes, read_host_memory
+from cortex.neuron.worker.protocol import DeviceAddress, MemoryReading
+
+_SLACK_BYTES = 64 * 1024 * 1024
+"""A worker's size changes by this much on its own: caches, arenas, the interpreter."""
+_MIN_FRACTION = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimed:
+    """The bytes that an unload freed, and the bytes that the load had taken."""
+
+    expected_bytes: int
+    freed_bytes: int
+    shares_worker: bool = False
+    """Other models use the worker, so its size does not show what this model freed."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.shares_worker or self.freed_bytes >= self.expected_bytes * _MIN_FRACTION - _SLACK_BYTES
+
+    def __str__(self) -> str:
+        return f"{self.freed_bytes >> 20} MiB of {self.expected_bytes >> 20} MiB came back"
+
+
+def measure(device: DeviceAddress) -> MemoryReading:
+    if device.kind == "cpu":
+        host = read_host_memory()
+        return MemoryReading(host.total_bytes, host.free_bytes, anonymous_bytes())
+    import torch  # only a worker that owns a GPU needs it here
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device.torch_device)
+    return MemoryReading(total_bytes, free_bytes, torch.cuda.memory_reserved(device.torch_device))
+
+
+def give_back(device: DeviceAddress) -> None:
+    """Returns this process's unused memory to the device, so that others can use it and measurements are true."""
+    gc.collect()
+    if device.kind == "cpu":
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        if malloc_trim is not None:
+            malloc_trim(0)
+        return
+    import torch
+
+    torch.cuda.empty_cache()

@@ -1,0 +1,15 @@
+"""How the result of a load on a node is reported to the dispatcher."""
+
+from fake_neuron import GB
+
+from cortex.wire.node import ModelState
+
+
+async def test_failed_load_is_not_out_of_memory_because_of_the_words_in_its_message(neurons, start_gateway):
+    killed = (502, "load_failed", "the worker was killed by SIGKILL (was the host out of memory? see dmesg)")
+    node = await neurons("n", sizes={"old": 4 * GB, "a": GB}, states={"old": ModelState.READY}, load_faults=[killed])
+    client = await start_gateway(node)
+    status, body = await client.chat("a")
+    assert (status, body["error"]["code"]) == (502, "load_failed")
+    assert node.unload_requests == [], "nothing is evicted for it"
+    assert len(node.load_requests) == 1

@@ -1,0 +1,73 @@
+"""Real child processes, and what ends them."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+from cortex.ipc.child import start_child
+
+CHILD = """
+import argparse, os, time
+from cortex.ipc.child import attach_to_parent
+
+options, control = attach_to_parent(argparse.ArgumentParser())
+control.sendall(b"ready")
+while control.recv(1 << 10):
+    pass
+"""
+
+PARENT = """
+import asyncio, socket, time
+from cortex.ipc.child import start_child
+
+async def main():
+    process, control = await start_child("ipc_test_child", kind=socket.SOCK_STREAM)
+    await asyncio.to_thread(control.recv, 16)
+    print(process.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_child_ignores_termination_signals_and_exits_when_its_socket_closes(tmp_path, monkeypatch):
+    (tmp_path / "ipc_test_child.py").write_text(CHILD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    process, control = await start_child("ipc_test_child", kind=socket.SOCK_STREAM)
+    with control:
+        assert await asyncio.to_thread(control.recv, 16) == b"ready"
+        assert os.getsid(process.pid) == process.pid
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            process.send_signal(number)
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+def test_child_is_killed_with_its_parent(tmp_path):
+    # The child's module never exits on its own: only the kernel can end it.
+    (tmp_path / "ipc_test_child.py").write_text(CHILD + "time.sleep(60)\n")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+    )
+    with parent, parent.stdout as output:
+        child = int(output.readline())
+        assert is_running(child)
+        parent.kill()
+    deadline_s = time.monotonic() + 30
+    while is_running(child) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not is_running(child)

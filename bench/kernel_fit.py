@@ -34,7 +34,7 @@ from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import delta_step
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
-from cortex.neuron.kernels.moe.routing import Lists
+from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
 from cortex.neuron.kernels.shared_memory import SharedMemory
 
@@ -124,7 +124,7 @@ def gated(rows: int) -> None:
 
 def experts(tokens: int) -> None:
     all_experts = Experts(empty(128, 2048), empty(1).expand(128, 1536, 2048), empty(1).expand(128, 2048, 768), 8, True)
-    lists = Lists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
+    lists = PairLists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
     tile = tiling(tokens * 8, 128)
     inner = expand_grouped(empty(tokens, 2048), lists, all_experts, tile)
     contract_grouped(inner, lists, all_experts, tile)

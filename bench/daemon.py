@@ -1,4 +1,4 @@
-"""A neuron that runs for the length of a benchmark, and how one speaks to it."""
+"""A neuron that runs as a child for the length of a benchmark, and a small client for it."""
 
 from __future__ import annotations
 
@@ -24,35 +24,33 @@ class Neuron:
     url: str
 
     def call(self, path: str, body: Any = None) -> Any:
-        """The JSON of one exchange, a POST when there is a body; a refusal ends the program."""
+        """The JSON response of one request, a POST when there is a body. An error response ends the program."""
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, content, {"content-type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=600) as response:
                 return json.load(response)
-        except urllib.error.HTTPError as refusal:
-            sys.exit(f"{path}: {refusal.code} {refusal.read().decode()}")
+        except urllib.error.HTTPError as error:
+            sys.exit(f"{path}: {error.code} {error.read().decode()}")
 
     def load(self, model_id: str, source: str) -> None:
         """Returns when the model is ready."""
         self.call("/models/load", {"model_id": model_id, "source": source})
 
     def unload(self, model_id: str) -> None:
-        """Returns when its memory is back."""
+        """Returns when its memory is free."""
         self.call("/models/unload", {"model_id": model_id})
 
-    def park(self, model_id: str) -> None:
-        """Returns when its weights are in host memory and nothing of it is on the device."""
-        told = self.call("/models/unload", {"model_id": model_id, "park": True})
-        if told["state"] != "asleep":
-            sys.exit(
-                f"{model_id} is {told['state']} and not asleep; give it room, as in NEURON_LIMITS__PARKED_MB=40000"
-            )
+    def put_to_sleep(self, model_id: str) -> None:
+        """Returns when the model is asleep: its weights are in host memory, its device memory is free."""
+        status = self.call("/models/unload", {"model_id": model_id, "park": True})
+        if status["state"] != "asleep":
+            sys.exit(f"{model_id} is {status['state']}, not asleep; allow host memory: NEURON_LIMITS__PARKED_MB=40000")
 
 
 @contextlib.contextmanager
 def running_neuron() -> Iterator[tuple[Neuron, int]]:
-    """A neuron without models that listens already, and its process id; it ends with the block."""
+    """A neuron without models that already listens, and its process id. The neuron ends with the block."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -72,4 +70,4 @@ def _wait_for(process: subprocess.Popen[bytes], url: str) -> Neuron:
         with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/version", timeout=5):
             return Neuron(url)
         time.sleep(0.02)
-    sys.exit("the neuron did not start")
+    sys.exit(f"the neuron did not start within {START_TIMEOUT_S:.0f} s; see its log above")

@@ -1,14 +1,14 @@
-"""The engine alone, no server: on one GPU with random weights of a named shape and nothing but torch and triton, or
-a checkpoint on a GPU or a CPU.
+"""Benchmarks the engine without a server: random weights of a named shape on one GPU, which needs only torch and
+triton, or a checkpoint on a GPU or a CPU.
 
     PYTHONPATH=src python bench/engine.py --model qwen3-8b --scenarios decode-1,prefill-2048 --json out.json
     GOMP_SPINCOUNT=1000 PYTHONPATH=src python bench/engine.py --checkpoint model.gguf --device cpu
 
-The variable is what the daemon gives its workers: threads that wait spin for a short while only.
+The daemon sets the same variable for its workers: waiting threads spin only for a short time.
 
-A decode scenario's speed is (tokens after the first) / (total time − time of the same run with one output token).
-Bytes per second count what a step must read (weights once, each row's KV and states once; of experts those that so
-many rows choose if they choose evenly); the limit is measured in the same run.
+The speed of a decode scenario is (tokens after the first) / (total time − time of the same run with one output token).
+Bytes per second count what a step must read: weights once, and the KV and states of each row once. Of experts, those
+count that the batch selects under uniform routing. The limit is measured in the same run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
 from shapes import SHAPES
-from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, told
+from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, table_row
 
 SCENARIOS = (
     "decode-1",
@@ -131,7 +131,7 @@ class Bench:
         }
 
     def _embedding_bytes(self) -> int:
-        """The embedding is looked up, not read through."""
+        """The embedding matrix; a step reads only a few of its rows."""
         model = self.engine._runner.model
         if model.config.tied:
             return 0
@@ -141,7 +141,7 @@ class Bench:
         return sum(tensor.nbytes for tensor in tensors)
 
     def _unread_form_bytes(self, rows: int) -> int:
-        """Of matrices that are kept dense and in four bits, the form that so many rows do not read."""
+        """Of matrices that are kept dense and in four bits, the form that a batch of `rows` does not read."""
         parameters = self.engine._runner.model.parameters
         matrices = {id(binding.matrix): binding.matrix for binding in parameters.four_bit_bindings}.values()
         if any(rows > matrix.max_rows for matrix in matrices):
@@ -150,7 +150,7 @@ class Bench:
         return sum(binding.destination.nbytes for binding in parameters.bindings if binding.source in sources)
 
     def _idle_expert_bytes(self, rows: int) -> float:
-        """What so many rows leave alone of all layers' experts, if they choose evenly."""
+        """The experts of all layers that a batch of `rows` does not select under uniform routing."""
         blocks = (getattr(layer, "mlp", None) for layer in self.engine._runner.model.layers)
         mixtures = [block.experts for block in blocks if isinstance(block, MoE)]
         idle = 0.0
@@ -218,7 +218,7 @@ def gpu_limits(device: torch.device) -> dict[str, float]:
 
 
 def cpu_limits() -> dict[str, float]:
-    """The same of a CPU, which others use too: the best try counts."""
+    """The same limits of a CPU. Other programs use it too, so the best try counts."""
     numbers = torch.ones(128 << 20)
     left, right = torch.randn(2, 2048, 2048).to(numeric_format("auto", torch.device("cpu")))
     return {
@@ -244,7 +244,7 @@ def loaded_engine(path: Path, device: torch.device, max_num_seqs: int) -> Engine
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--checkpoint", type=Path, help="a model's files, instead of random weights")
+    parser.add_argument("--checkpoint", type=Path, help="a model directory or GGUF file, instead of random weights")
     parser.add_argument("--quant", help="quantise random weights: q4, q5, q6 or q8, in any spelling")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}; on a CPU {','.join(CPU_SCENARIOS)}")
@@ -288,7 +288,7 @@ def main() -> None:
             "cached": bench.cached,
             "requests": bench.requests,
         }[kind](int(size))
-        print(told(scenario, results[scenario]), flush=True)
+        print(table_row(scenario, results[scenario]), flush=True)
     engine.check_integrity()
     if arguments.json:
         report = {"model": model, "limits": limits, "results": results}

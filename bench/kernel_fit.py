@@ -1,8 +1,8 @@
-"""What the kernels take of a device's shared memory, for any device: they are compiled for it, not run.
+"""The shared memory that the kernels take on a device. They are compiled for the device, not run.
 
     python bench/kernel_fit.py --capability 8.6
 
-Prints a line for every kernel of the shapes that models have, and ends with status 1 when one does not fit. Needs
+Prints one line for each kernel and model shape. The exit status is 1 when one does not fit. Needs
 Triton and a few minutes, no GPU. An A100 is 8.0, an RTX 30 card 8.6, an RTX 40 8.9, an RTX 50 12.0, a H100 or H200 9.0,
 a B200 10.0.
 """
@@ -34,7 +34,7 @@ from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import delta_step
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
-from cortex.neuron.kernels.moe.routing import Lists
+from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
 from cortex.neuron.kernels.shared_memory import SharedMemory
 
@@ -44,7 +44,7 @@ KIND = torch.bfloat16
 
 
 class Offline:
-    """A Triton driver that knows its target and has no device."""
+    """A Triton driver with a target and no device."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -60,7 +60,7 @@ class Offline:
 
 
 class Compiler:
-    """Takes the place of a launch: compiles for the target and prints what it takes."""
+    """Replaces a launch: compiles for the target and prints the shared memory that the kernel takes."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.what = ""
@@ -124,7 +124,7 @@ def gated(rows: int) -> None:
 
 def experts(tokens: int) -> None:
     all_experts = Experts(empty(128, 2048), empty(1).expand(128, 1536, 2048), empty(1).expand(128, 2048, 768), 8, True)
-    lists = Lists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
+    lists = PairLists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
     tile = tiling(tokens * 8, 128)
     inner = expand_grouped(empty(tokens, 2048), lists, all_experts, tile)
     contract_grouped(inner, lists, all_experts, tile)
@@ -166,7 +166,7 @@ def main() -> int:
         parser.error(f"unknown capability; known are {', '.join(f'{known / 10:.1f}' for known in SHARED_KB)}")
     shared = SharedMemory(SHARED_KB[capability] << 10, copies=2 if capability // 10 in (9, 10) else 1)
     compiler = Compiler(shared.num_bytes)
-    triton.runtime.driver.set_active(Offline(capability))  # type: ignore[arg-type]  # the part that compiling needs
+    triton.runtime.driver.set_active(Offline(capability))  # type: ignore[arg-type]  # only the part that compilation needs
     print(f"compute capability {options.capability}: {SHARED_KB[capability]} KB a program, Triton {triton.__version__}")
     with ExitStack() as patches:
         compile_instead = mock.patch.object(JITFunction, "run", lambda *args, **given: compiler(*args, **given))

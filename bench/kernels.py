@@ -1,11 +1,12 @@
-"""Each GPU kernel alone, beside its floor and beside what torch's libraries take for the same work.
+"""Benchmarks each GPU kernel alone, beside its lower bound and beside torch's libraries for the same work.
 
     PYTHONPATH=src python bench/kernels.py
     PYTHONPATH=src python bench/kernels.py prompts mixtures --json out.json
 
-A time is the median of one call in a captured chain over so many distinct buffers that none is still in the L2 cache
-when its turn comes again. The floor is what must be read, or computed, at the limits measured in the same run.
-Sizes are those of Qwen3-8B, of Qwen3-30B-A3B for mixtures and of Qwen3-Next for gated delta nets.
+A time is the median of one call in a captured chain of calls. The chain uses enough distinct buffers that none is still
+in the L2 cache when it is read again. The floor is the time for the bytes that must be read, or the operations that
+must be computed, at the limits measured in the same run. Sizes are those of Qwen3-8B, of Qwen3-30B-A3B for mixtures and
+of Qwen3-Next for gated delta nets.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from engine import matrix_limit, read_limit, timed
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 COLD_BYTES = 256 << 20
-"""More than any GPU's L2 cache holds."""
+"""Larger than the L2 cache of any GPU."""
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, DIM = 4096, 12288, 151936, 32, 8, 128
 PAGE, CONTEXT, EPS = 32, 40960, 1e-6
 
@@ -61,10 +62,10 @@ class Limits:
 
 
 def chain_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of one of the calls, captured one behind the other."""
+    """Microseconds per call, when all calls are captured in one graph."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        for call in calls:  # compiles, and makes the libraries allocate what they keep
+        for call in calls:  # compiles the kernels, and lets the libraries allocate their workspaces
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -75,7 +76,7 @@ def chain_us(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def copies(read_bytes: float) -> int:
-    """Buffers that a chain needs so that each is cold when it is read."""
+    """The number of buffers in a chain, so that each is cold when it is read."""
     return max(2, min(24, int(COLD_BYTES / read_bytes) + 1))
 
 
@@ -88,7 +89,7 @@ def attention_rules() -> AttentionRules:
 
 
 def decode_batch(rows: int, length: int, table: Tensor) -> Batch:
-    """One token for each row, behind `length - 1` others."""
+    """One token for each row, after `length - 1` others."""
     index = torch.arange(rows, device=DEVICE)
     return Batch(
         tokens=index,
@@ -121,13 +122,13 @@ def prompt_batch(start: int, count: int, table: Tensor) -> Batch:
 
 
 def page_table(rows: int, length: int) -> Tensor:
-    """Pages for so many rows of such a length, scattered over all there are; page 0 is nobody's."""
+    """Pages for `rows` rows of `length` tokens, in random order. Page 0 is unused."""
     pages = -(-length // PAGE)
     return torch.randperm(rows * pages, device=DEVICE).reshape(rows, pages).to(torch.int32) + 1
 
 
 def matrices(limits: Limits) -> Iterator[Row]:
-    """The products of a decode step, with the norm, gate or addition that rides along."""
+    """The products of a decode step, with the norm, gate or addition that is fused into them."""
     shapes = {
         "q/k/v": (HIDDEN, (HEADS + 2 * KV_HEADS) * DIM),
         "output": (HEADS * DIM, HIDDEN),
@@ -170,7 +171,7 @@ def attention(limits: Limits) -> Iterator[Row]:
 
 
 def prompts(limits: Limits) -> Iterator[Row]:
-    """A chunk of one prompt, against itself and all that came before it."""
+    """A chunk of one prompt, attending to itself and to all positions before it."""
     rules = attention_rules()
     for start, count in ((0, 512), (0, 2048), (6144, 2048), (0, 8192), (0, 16384)):
         table = page_table(1, start + count)
@@ -189,7 +190,7 @@ def prompts(limits: Limits) -> Iterator[Row]:
 
 
 def mixtures(limits: Limits) -> Iterator[Row]:
-    """The whole block: norm, choice, experts, sum."""
+    """The whole block: norm, routing, experts, sum."""
     hidden, inner, count, top_k = 2048, 768, 128, 8
     layers = [
         Experts(normal(count, hidden), normal(count, 2 * inner, hidden), normal(count, hidden, inner), top_k, True)
@@ -235,7 +236,7 @@ def deltas(limits: Limits) -> Iterator[Row]:
         batch = prompt_batch(0, tokens, page_table(1, tokens))
         projected = normal(tokens, rules.projected_size)
         us = chain_us([partial(gated_delta, projected, rules, batch, state(1))] * 2)
-        # A token recalls, corrects and reads each head's matrix: three products with it.
+        # A token recalls from, corrects and reads the matrix of each head: three products.
         yield Row("delta net, prompt", f"{tokens} tokens", us, limits.floor_us(moved, 6 * tokens * cells))
 
 

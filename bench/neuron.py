@@ -1,23 +1,23 @@
-"""A whole neuron over HTTP, as its clients see it: from the files on disk to the last byte of a stream.
+"""Benchmarks a whole neuron over HTTP, from the files on disk to the last byte of a stream.
 
     PYTHONPATH=src python bench/neuron.py --shape qwen3-8b --scenarios load,decode-1,cached-16384 --json out.json
 
-Writes a checkpoint of that shape with random weights (16 GB for 8B, into `--folder` or a temporary one), starts the
-daemon as a child, drives it and ends it. `--checkpoint DIR` takes one that is there already; `--url` a neuron that runs
-already, which must be able to read that path. The workloads are those of `bench/engine.py`, so that the difference
-between the two is what the daemon costs.
+Writes a checkpoint of that shape with random weights (16 GB for 8B, into `--folder` or a temporary folder), starts the
+daemon as a child, runs the scenarios and stops it. `--checkpoint DIR` uses an existing checkpoint. `--url` uses a
+running neuron, which must be able to read that path. The workloads are those of `bench/engine.py`, so that the
+difference between the two is the cost of the daemon.
 
 The daemon needs torch (with triton on a GPU), numpy, safetensors, tokenizers, aiohttp, uvloop, prometheus_client,
-msgspec, jinja2 (with markupsafe) and nvidia-ml-py; what a host lacks of them may lie on PYTHONPATH as unpacked wheels.
-Not needed here: click and rich (the commands), httptools (the gateway), llguidance (grammars).
+msgspec, jinja2 (with markupsafe) and nvidia-ml-py. Packages that the host lacks can be on PYTHONPATH as unpacked
+wheels. Not needed here: click and rich (the commands), httptools (the gateway), llguidance (grammars).
 
-start     daemon started → first token: imports, load and prompt
-load      order to load → first token; the files are in the page cache
-wake      the model sleeps in host memory: order to load → first token
-swap      order to unload one model → first token of the other, which has the same files under another name
-decode-N  N streams of 512 tokens in and 257 out; tokens after the first over the time beyond the first token
-prefill-N, cached-N   time to first token of N tokens, unknown and known
-requests-N            N requests at once, 128 to 1,024 tokens in and 256 out
+start     start of the daemon → first token: imports, load and prompt
+load      load request → first token; the files are in the page cache
+wake      load request for a model that is asleep in host memory → first token
+swap      unload request for one model → first token of the other, which has the same files under another name
+decode-N  N streams of 512 tokens in and 257 out; tokens after the first / time after the first token
+prefill-N, cached-N   time to first token of a prompt of N tokens, not cached and fully cached
+requests-N            N concurrent requests, 128 to 1,024 tokens in and 256 out
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import uvloop
 from daemon import Neuron, running_neuron
 from random_checkpoint import write_checkpoint
 from shapes import SHAPES
-from workloads import Prompt, Workloads, told
+from workloads import Prompt, Workloads, table_row
 
 SCENARIOS = (
     "start",
@@ -57,11 +57,11 @@ SCENARIOS = (
 )
 FIRST, SECOND = "bench/first", "bench/second"
 SETTLE_S = 8.0
-"""What steps want beyond the first token, graphs above all, is built while nothing is asked."""
+"""Time for the idle engine to build graphs and plans before throughput is measured."""
 
 
 class Bench:
-    """Belongs to one thread; `runner` has the loop that its requests run on."""
+    """Belongs to one thread. Requests run on the event loop of `runner`."""
 
     def __init__(self, node: Neuron, checkpoint: Path, runner: asyncio.Runner) -> None:
         self.node = node
@@ -73,47 +73,47 @@ class Bench:
         self.has_settled = False
 
     def run(self, prompts: Sequence[Prompt], max_tokens: int) -> float:
-        """Seconds from the first request to the last byte of all answers."""
-        return self.runner.run(self._answer_all(FIRST, prompts, max_tokens))
+        """Seconds from the first request to the last byte of all responses."""
+        return self.runner.run(self._complete_all(FIRST, prompts, max_tokens))
 
-    async def _answer_all(self, model_id: str, prompts: Sequence[Prompt], max_tokens: int) -> float:
+    async def _complete_all(self, model_id: str, prompts: Sequence[Prompt], max_tokens: int) -> float:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
         async with aiohttp.ClientSession(self.node.url, connector=connector, timeout=timeout) as session:
             bodies = [_body(model_id, prompt, max_tokens) for prompt in prompts]
             began_s = time.perf_counter()
-            await asyncio.gather(*(_answer(session, body, max_tokens) for body in bodies))
+            await asyncio.gather(*(_complete(session, body, max_tokens) for body in bodies))
             return time.perf_counter() - began_s
 
-    def bring_up(self, model_id: str) -> None:
-        """Returns when the model has said its first token."""
+    def load_and_generate(self, model_id: str) -> None:
+        """Returns when the model has generated its first token."""
         self.node.load(model_id, str(self.checkpoint))
-        self.runner.run(self._answer_all(model_id, [(1, 2, 3)], 1))
+        self.runner.run(self._complete_all(model_id, [(1, 2, 3)], 1))
 
     def load(self) -> dict[str, float]:
         weight_bytes = sum(file.stat().st_size for file in self.checkpoint.glob("*.safetensors"))
-        return {"s": self._back_after(self.node.unload), "GB": weight_bytes / 1e9}
+        return {"s": self._reload_s_after(self.node.unload), "GB": weight_bytes / 1e9}
 
     def wake(self) -> dict[str, float]:
-        return {"s": self._back_after(self.node.park)}
+        return {"s": self._reload_s_after(self.node.put_to_sleep)}
 
-    def _back_after(self, take_down: Callable[[str], None]) -> float:
-        self.bring_up(FIRST)
+    def _reload_s_after(self, unload: Callable[[str], None]) -> float:
+        self.load_and_generate(FIRST)
         seconds = []
         for _ in range(2):
-            take_down(FIRST)
-            seconds.append(_seconds(lambda: self.bring_up(FIRST)))
+            unload(FIRST)
+            seconds.append(_seconds(lambda: self.load_and_generate(FIRST)))
         return min(seconds)
 
     def swap(self) -> dict[str, float]:
-        self.bring_up(FIRST)
+        self.load_and_generate(FIRST)
         there_s = _seconds(lambda: self._swap(FIRST, SECOND))
         back_s = _seconds(lambda: self._swap(SECOND, FIRST))
         return {"s": min(there_s, back_s)}
 
     def _swap(self, old: str, new: str) -> None:
         self.node.unload(old)
-        self.bring_up(new)
+        self.load_and_generate(new)
 
     def decode(self, streams: int) -> dict[str, float]:
         step_s = self.workloads.decode_step_s(streams)
@@ -136,7 +136,7 @@ class Bench:
             self.has_settled = False
             return whole[kind]()
         if not self.has_settled:
-            self.bring_up(FIRST)
+            self.load_and_generate(FIRST)
             time.sleep(SETTLE_S)
             self.has_settled = True
         sized: dict[str, Callable[[int], dict[str, float]]] = {
@@ -162,14 +162,14 @@ def _body(model_id: str, prompt: Prompt, max_tokens: int) -> bytes:
     ).encode()
 
 
-async def _answer(session: aiohttp.ClientSession, body: bytes, max_tokens: int) -> None:
-    """Reads one stream to its end; ends the program unless it is whole."""
+async def _complete(session: aiohttp.ClientSession, body: bytes, max_tokens: int) -> None:
+    """Reads one stream to its end. An incomplete stream ends the program."""
     tail = b""
     async with session.post("/v1/completions", data=body) as response:
         async for chunk in response.content.iter_any():
             tail = tail[-2048:] + chunk
     if b'"completion_tokens":%d' % max_tokens not in tail:
-        sys.exit(f"an answer is not whole: {response.status} {tail.decode(errors='replace')[-500:]}")
+        sys.exit(f"incomplete response: {response.status} {tail.decode(errors='replace')[-500:]}")
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -181,22 +181,22 @@ def _seconds(work: Callable[[], None]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--folder", type=Path, help="where the random checkpoint goes, and stays")
+    parser.add_argument("--folder", type=Path, help="where to write and keep the random checkpoint")
     parser.add_argument("--checkpoint", type=Path, help="a model directory, instead of a random one")
-    parser.add_argument("--url", help="a neuron that runs already, instead of a child")
+    parser.add_argument("--url", help="a running neuron, instead of a child")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     scenarios: list[str] = options.scenarios.split(",")
     results: dict[str, dict[str, float]] = {}
 
-    def tell(scenario: str, figures: dict[str, float]) -> None:
+    def report_row(scenario: str, figures: dict[str, float]) -> None:
         results[scenario] = figures
-        print(told(scenario, figures), flush=True)
+        print(table_row(scenario, figures), flush=True)
 
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        checkpoint: Path = options.checkpoint or _written(stack, options.shape, options.folder)
+        checkpoint: Path = options.checkpoint or _random_checkpoint(stack, options.shape, options.folder)
         began_s = time.perf_counter()
         node = Neuron(options.url.rstrip("/")) if options.url else stack.enter_context(running_neuron())[0]
         bench = Bench(node, checkpoint, runner)
@@ -204,19 +204,19 @@ def main() -> int:
         device = discovery["devices"][0]["name"]
         print(f"{device}, neuron {discovery['version']}, {options.checkpoint or options.shape}", flush=True)
         if "start" in scenarios and not options.url:
-            bench.bring_up(FIRST)
-            tell("start", {"s": time.perf_counter() - began_s})
+            bench.load_and_generate(FIRST)
+            report_row("start", {"s": time.perf_counter() - began_s})
         for scenario in scenarios:
             if scenario != "start":
-                tell(scenario, bench.measure(scenario))
+                report_row(scenario, bench.measure(scenario))
     if options.json:
         report = {"model": str(options.checkpoint or options.shape), "device": device, "results": results}
         options.json.write_text(json.dumps(report, indent=1))
     return 0
 
 
-def _written(stack: ExitStack, shape: str, folder: Path | None) -> Path:
-    """The random checkpoint; written unless an earlier run left it there."""
+def _random_checkpoint(stack: ExitStack, shape: str, folder: Path | None) -> Path:
+    """The path of the random checkpoint. Writes it unless an earlier run did."""
     place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="neuron-bench-")))
     if not (place / "model.safetensors.index.json").exists():
         took_s = _seconds(lambda: write_checkpoint(SHAPES[shape], place))

@@ -1,4 +1,4 @@
-"""A checkpoint on disk with random weights: real files of a named shape, for what is measured from the disk on."""
+"""Writes a checkpoint with random weights: real files of a named shape, for benchmarks that include the load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cortex.neuron.models.registry import family_of
 
 SHARD_BYTES = 2 << 30
 BLOCK_ELEMENTS = (1 << 24) + 43
-"""Random numbers made once and laid out again and again. No multiple of any row, so that no two rows are alike."""
+"""Random numbers, generated once and repeated. Not a multiple of any row length, so that no two rows are equal."""
 
 
 def write_checkpoint(config: Mapping[str, Any], folder: Path) -> None:
-    """Config, a tokenizer of as many tokens as the embedding has rows, and bf16 shards."""
+    """Writes the config, a tokenizer of `vocab_size` tokens, and bf16 shards."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(int(config["vocab_size"]), folder / "tokenizer.json")
@@ -44,21 +44,21 @@ def write_checkpoint(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def shapes_on_disk(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What the model's own layers ask of a checkpoint."""
+    """The tensors that the layers of the model read from a checkpoint, with their shapes."""
     parameters = Parameters(torch.device("meta"), torch.bfloat16)
     family_of(config)(config, parameters, num_positions=1)
     return {binding.source: _stored_shape(binding) for binding in parameters.bindings_from(())}
 
 
 def _stored_shape(binding: Binding) -> tuple[int, ...]:
-    if binding.source.endswith("conv1d.weight"):  # stored as a convolution of one channel each
+    if binding.source.endswith("conv1d.weight"):  # stored as a depthwise convolution
         width, channels = binding.destination.shape
         return channels, 1, width
     return tuple(binding.destination.shape)
 
 
 class RandomWeights:
-    """Around 1 for a vector, which is a norm's; otherwise such that a layer keeps the size of what it is given."""
+    """Vectors (norms) are near 1. Matrices are scaled so that a layer keeps the magnitude of its input."""
 
     def __init__(self) -> None:
         self._block = torch.randn(BLOCK_ELEMENTS, generator=torch.Generator().manual_seed(0))
@@ -75,7 +75,7 @@ class RandomWeights:
 
 
 def write_tokenizer(vocab_size: int, path: Path) -> None:
-    """Single bytes, then words that nothing is cut into but that have a spelling."""
+    """Single bytes, then words that have a spelling but that no text is tokenised into."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġt{index}" for index in range(len(alphabet), vocab_size)]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate([*alphabet, *words])}, []))

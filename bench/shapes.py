@@ -1,4 +1,4 @@
-"""Model shapes that benchmarks give random weights to, as their configs say it; `tiny` is for trying a script out."""
+"""Model configs that benchmarks fill with random weights. `tiny` is for testing a script."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     },
-    # Half of the published layers: all of them do not fit on one GPU in bf16. A step of the whole takes twice as long.
+    # Half of the published layers: the whole model does not fit on one GPU in bf16. Its steps take twice as long.
     "qwen3-next": {
         "model_type": "qwen3_next",
         "hidden_size": 2048,

@@ -1,6 +1,6 @@
-"""What is measured of an engine, whoever drives it: in its own process, or over HTTP behind a daemon.
+"""The workloads of the engine benchmarks, run in-process or over HTTP against a daemon.
 
-Prompts are random token ids, answers are greedy and ignore the end token, so that work depends on sizes alone.
+Prompts are random token ids. Responses are greedy and ignore the end token, so that the work depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 Prompt = tuple[int, ...]
 Run = Callable[[Sequence[Prompt], int], float]
-"""(prompts, tokens to answer each with) → seconds from submission to the last token of all of them."""
+"""(prompts, output tokens of each) → seconds from submission to the last token of all of them."""
 
 DECODE_PROMPT_TOKENS = 512
 DECODED_TOKENS = 256
@@ -18,7 +18,7 @@ FIRST_TOKEN_ID, LAST_TOKEN_ID = 1_000, 150_000
 
 
 class Workloads:
-    """Each takes the best of a few runs, after one that does not count."""
+    """Each workload returns the best of a few runs, after one warm-up run."""
 
     def __init__(self, run: Run, vocab_size: int) -> None:
         self._run = run
@@ -26,25 +26,25 @@ class Workloads:
         self._random = random.Random(0)
 
     def decode_step_s(self, streams: int) -> float:
-        """Seconds a token: those after the first, over the time that the same run takes beyond its first token."""
+        """Seconds per token: (run − same run with one output token) / tokens after the first."""
         self._run(self._prompts(streams), 3)
         first_s = min(self._run(self._prompts(streams), 1) for _ in range(2))
         whole_s = min(self._run(self._prompts(streams), DECODED_TOKENS + 1) for _ in range(2))
         return (whole_s - first_s) / DECODED_TOKENS
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds to the first token of a prompt that nothing is known of."""
+        """Seconds to the first token of a prompt that is not cached."""
         self._run([self._prompt(tokens)], 1)
         return min(self._run([self._prompt(tokens)], 1) for _ in range(3))
 
     def cached_s(self, tokens: int) -> float:
-        """Seconds to the first token of a prompt that was sent before."""
+        """Seconds to the first token of a prompt that is fully cached."""
         prompt = self._prompt(tokens)
         self._run([prompt], 1)
         return min(self._run([prompt], 1) for _ in range(3))
 
     def requests_tokens_per_s(self, count: int) -> float:
-        """Output of so many requests at once, 128 to 1,024 tokens in and 256 out."""
+        """Output tokens per second of `count` concurrent requests, 128 to 1,024 tokens in and 256 out."""
         prompts = [self._prompt(self._random.randrange(128, 1025)) for _ in range(count)]
         return count * 256 / self._run(prompts, 256)
 
@@ -55,6 +55,6 @@ class Workloads:
         return tuple(self._random.randrange(FIRST_TOKEN_ID, self._top_id) for _ in range(length))
 
 
-def told(scenario: str, figures: Mapping[str, float]) -> str:
-    """One row of a table."""
+def table_row(scenario: str, figures: Mapping[str, float]) -> str:
+    """One scenario as a line of text."""
     return f"{scenario:15} " + "  ".join(f"{name} {value:,.2f}" for name, value in figures.items())

@@ -1,4 +1,4 @@
-"""Whole prompts through the library's attention; off the GPU through torch's own."""
+"""Whole prompts through cuDNN's attention; without a GPU, through torch's own."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ HEADS, KV_HEADS, DIM = 8, 2, 128
     ("count", "length"),
     [(1024, 1024), (1025, 1152), (2048, 2048), (2049, 2304), (8192, 8192), (8193, 9216), (16384, 16384)],
 )
-def test_a_prompt_runs_at_the_next_length_up(count, length):
+def test_pads_a_prompt_to_the_next_length(count, length):
     assert planned_length(count) == length
 
 
-def test_the_lengths_are_few_and_none_is_an_eighth_longer_than_needed():
+def test_padding_adds_at_most_an_eighth_with_33_lengths():
     lengths = list(planned_lengths(16384))
     assert lengths[0] == 1024
     assert lengths[-1] == 16384
@@ -31,16 +31,16 @@ def test_the_lengths_are_few_and_none_is_an_eighth_longer_than_needed():
         assert count <= length <= count * 9 / 8
 
 
-def test_lengths_reach_as_far_as_the_longest_prompt_and_no_further():
+def test_lengths_end_at_the_longest_prompt():
     assert list(planned_lengths(1100)) == [1024, 1152]
     assert list(planned_lengths(800)) == []
 
 
 @pytest.fixture
 def prepared(device, dtype, monkeypatch):
-    """Prompts from 16 tokens on go through the library; those up to 160 of them are prepared."""
+    """Prompts of 16 tokens and more use cuDNN; plans for up to 160 tokens are built."""
     monkeypatch.setattr(cudnn, "SHORTEST", 16)
-    monkeypatch.setattr(cudnn, "_plans", cudnn._Plans())
+    monkeypatch.setattr(cudnn, "plans", cudnn.Plans())
     geometry = Geometry(torch.empty(0, device=device).device, dtype, HEADS, KV_HEADS, DIM)
     for length in planned_lengths(160):
         cudnn.prepare(geometry, DIM**-0.5, length)
@@ -66,14 +66,14 @@ def test_whole_prompts_match_the_reference(
     decode_lengths, prefills, device, dtype, assert_close, prepared, monkeypatch
 ):
     batch, num_pages = make_batch(decode_lengths, prefills, device)
-    monkeypatch.setattr("cortex.neuron.kernels.attention.prefill.prefill_attention", None)  # nothing may reach it
+    monkeypatch.setattr("cortex.neuron.kernels.attention.prefill.prefill_attention", None)  # must not be called
     out, kept = run(batch, num_pages, device, dtype, attention)
     expected, expected_kept = run(batch, num_pages, device, torch.float32, attention_reference)
     assert_close(out, expected)
     assert_close(kept, expected_kept)
 
 
-def test_numbers_that_are_not_finite_behind_a_prompt_do_not_spoil_it(device, dtype, prepared):
+def test_gather_pads_with_zeros_where_pages_hold_nan(device, dtype, prepared):
     table = torch.tensor([2, 1], dtype=torch.int32, device=device)
     pages = torch.full((2, 3, PAGE_TOKENS, KV_HEADS, DIM), float("nan"), device=device, dtype=dtype)
     pages[:, 2] = 1.0
@@ -88,21 +88,21 @@ def test_numbers_that_are_not_finite_behind_a_prompt_do_not_spoil_it(device, dty
 @pytest.mark.parametrize(
     ("prefills", "window", "why"),
     [
-        ([(32, 64)], None, "it is not the prompt's beginning"),
-        ([(0, 8)], None, "it is short"),
-        ([(0, 64), (0, 8)], None, "one of them is short"),
-        ([(0, 64)], 50, "it looks back on a window only"),
-        ([(0, 200)], None, "no plan was built for such a length"),
+        ([(32, 64)], None, "does not start at position 0"),
+        ([(0, 8)], None, "too short"),
+        ([(0, 64), (0, 8)], None, "one of them is too short"),
+        ([(0, 64)], 50, "sliding window"),
+        ([(0, 200)], None, "no plan for this length"),
     ],
 )
-def test_what_stays_with_our_own_kernel(prefills, window, why, device, dtype, prepared):
+def test_uses_our_own_kernel_where_cudnn_does_not_apply(prefills, window, why, device, dtype, prepared):
     batch, _ = make_batch([], prefills, device)
     q = torch.empty(len(batch.positions), HEADS, DIM, device=device, dtype=dtype)
     rules = AttentionRules(DIM**-0.5, torch.empty(0), window=window)
     assert not cudnn.takes(q, KV_HEADS, rules, batch), why
 
 
-def test_plans_belong_to_a_geometry(device, dtype, prepared):
+def test_plan_applies_only_to_its_geometry(device, dtype, prepared):
     batch, _ = make_batch([], [(0, 64)], device)
     rules = AttentionRules(DIM**-0.5, torch.empty(0))
     assert cudnn.takes(torch.empty(64, HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
@@ -110,16 +110,16 @@ def test_plans_belong_to_a_geometry(device, dtype, prepared):
 
 
 @pytest.mark.parametrize(
-    ("said", "raised"),
+    ("message", "raised"),
     [
         ("No available kernel. Aborting execution.", cudnn.Unserved),
         ("CUDA error: an illegal memory access was encountered", RuntimeError),
     ],
 )
-def test_a_refusal_is_told_from_a_fault(said, raised, device, dtype, monkeypatch):
-    def fail(*_):
-        raise RuntimeError(said)
+def test_distinguishes_unsupported_geometry_from_device_fault(message, raised, device, dtype, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError(message)
 
-    monkeypatch.setattr(cudnn, "_attend", fail)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", fail)
     with pytest.raises(raised):
         cudnn.prepare(Geometry(device, dtype, HEADS, KV_HEADS, DIM), 1.0, 1024)

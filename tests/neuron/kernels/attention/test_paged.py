@@ -9,7 +9,7 @@ PAGE_TOKENS = 32
 
 
 def make_batch(decode_lengths, prefills, device):
-    """`prefills`: (start, count) of each prefill row. Pages are dealt out at random; page 0 is nobody's."""
+    """`prefills`: (start, count) of each prefill row. Pages are assigned at random; page 0 is unused."""
     lengths = [*decode_lengths, *(start + count for start, count in prefills)]
     max_pages = -(-max(lengths) // PAGE_TOKENS)
     table = torch.randperm(len(lengths) * max_pages).reshape(len(lengths), max_pages).int() + 1
@@ -55,7 +55,7 @@ def make_batch(decode_lengths, prefills, device):
         ([70], [(100, 40), (31, 2)]),
     ],
 )
-def test_attention_and_what_it_keeps_match_the_reference(
+def test_attention_and_stored_kv_match_the_reference(
     heads, kv_heads, dim, rotated, normed, window, decode_lengths, prefills, device, dtype, assert_close
 ):
     batch, num_pages = make_batch(decode_lengths, prefills, device)
@@ -81,8 +81,8 @@ def test_attention_and_what_it_keeps_match_the_reference(
 
 
 @pytest.mark.gpu
-def test_decode_attention_is_the_same_every_time(device, dtype):
-    """A moving result would be a race between the programs that combine a row."""
+def test_repeated_decode_attention_gives_the_same_result(device, dtype):
+    """A result that varies would be a race between the programs that combine a row."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     batch, num_pages = make_batch([3000] * 3 + [517], [], device)

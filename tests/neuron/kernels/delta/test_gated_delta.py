@@ -11,7 +11,7 @@ from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 
 
 def make_batch(decode_positions, prefills, device):
-    """`prefills`: (start, count) of each prefill row. Rows are dealt out at random among two more than there are."""
+    """`prefills`: (start, count) of each prefill row. Rows get random slots; two slots stay unused."""
     lengths = [*(position + 1 for position in decode_positions), *(start + count for start, count in prefills)]
     decodes = len(decode_positions)
     rows = torch.randperm(len(lengths) + 2)[: len(lengths)]
@@ -57,7 +57,7 @@ def in_float32(rules):
 
 
 def make_state(rules, slots, layers, device, dtype):
-    """One layer's view of states that are stored layer beside layer."""
+    """The view of one layer into states that interleave layers."""
     recent = torch.randn(slots, layers, *rules.conv_weight.shape, device=device, dtype=dtype)
     memory = torch.randn(slots, layers, rules.value_heads, rules.key_dim, rules.value_dim, device=device)
     return DeltaState(recent[:, 1], memory[:, 1])
@@ -90,7 +90,7 @@ def compare(rules, batch, projected, assert_close, device, dtype):
         ([7], [(0, 64), (2, 65), (300, 129)]),
     ],
 )
-def test_a_step_and_the_state_it_leaves_match_the_reference(
+def test_output_and_state_of_a_step_match_the_reference(
     key_heads, value_heads, key_dim, value_dim, taps, decode_positions, prefills, device, dtype, assert_close
 ):
     batch = make_batch(decode_positions, prefills, device)
@@ -99,11 +99,11 @@ def test_a_step_and_the_state_it_leaves_match_the_reference(
     compare(rules, batch, projected, assert_close, device, dtype)
 
 
-def test_a_prompt_of_one_token_repeated_matches_the_reference(device, dtype, assert_close):
-    """Equal keys, hardly any fading: the triangular systems at their worst.
+def test_prompt_of_one_repeated_token_matches_the_reference(device, dtype, assert_close):
+    """Equal keys and almost no decay: the worst case of the triangular systems.
 
-    The query is the key. Another would read next to nothing of the memory, and the norm after it would turn that, which
-    is mostly rounding, into an answer: of that, plain torch in bfloat16 is no surer than the kernel.
+    The query equals the key. Any other query would read almost nothing from the memory, and the norm would amplify the
+    rounding errors; plain torch in bfloat16 is no more accurate there than the kernel.
     """
     batch = make_batch([], [(0, 200)], device)
     rules = make_rules(1, 2, 16, 16, 4, device, dtype)
@@ -118,7 +118,7 @@ def test_a_prompt_of_one_token_repeated_matches_the_reference(device, dtype, ass
 
 
 @pytest.mark.gpu
-def test_a_captured_step_moves_the_state_on_at_every_replay(device, dtype, assert_close):
+def test_every_replay_of_a_captured_step_advances_the_state(device, dtype, assert_close):
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     rules = make_rules(2, 4, 128, 128, 4, device, dtype)

@@ -1,4 +1,4 @@
-"""The gated delta rule in torch: in chunks as token by token, and the same however a sequence is cut into steps."""
+"""The gated delta rule in torch: chunked equals recurrent, for any split of a sequence into steps."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def make_rules(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4):
 
 
 def garbage_state(rules, slots):
-    """What slots hold before anybody uses them must not matter, whatever it is."""
+    """Slots filled with NaN: the old contents of a slot must not matter."""
     taps, channels = rules.conv_weight.shape
     recent = torch.full((slots, taps, channels), torch.nan)
     return DeltaState(recent, torch.full((slots, rules.value_heads, rules.key_dim, rules.value_dim), torch.nan))
@@ -57,22 +57,22 @@ def step(rules, state, pieces):
 def assert_same(*inputs):
     *_, memory = inputs
     chunked, chunked_memory = delta_chunked(*inputs)
-    recurrent = delta_recurrent(*inputs)  # moves the memory on
+    recurrent = delta_recurrent(*inputs)  # updates the memory in place
     torch.testing.assert_close(chunked, recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(chunked_memory, memory, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
-@pytest.mark.parametrize("fading", [0.0, 0.1, 30.0])
-def test_chunked_is_recurrent(tokens, fading):
+@pytest.mark.parametrize("decay", [0.0, 0.1, 30.0])
+def test_chunked_equals_recurrent(tokens, decay):
     torch.manual_seed(tokens)
     q, k = torch.nn.functional.normalize(torch.randn(2, 3, tokens, 16), dim=-1)
     v, memory = torch.randn(3, tokens, 10), torch.randn(3, 16, 10)
-    assert_same(q, k, v, -fading * torch.rand(3, tokens), torch.rand(3, tokens), memory)
+    assert_same(q, k, v, -decay * torch.rand(3, tokens), torch.rand(3, tokens), memory)
 
 
-def test_chunked_is_recurrent_when_all_tokens_are_the_same():
-    """Equal keys written with full strength and no fading: the triangular system at its worst."""
+def test_chunked_equals_recurrent_when_all_tokens_are_equal():
+    """Equal keys with full write strength and no decay: the worst case of the triangular system."""
     key = torch.nn.functional.normalize(torch.ones(1, 128, 16), dim=-1)
     assert_same(key, key, torch.randn(1, 128, 4), torch.zeros(1, 128), torch.ones(1, 128), torch.zeros(1, 16, 4))
 
@@ -83,7 +83,7 @@ def test_chunked_is_recurrent_when_all_tokens_are_the_same():
     seed=st.integers(0, 1000),
     taps=st.sampled_from([2, 4]),
 )
-def test_a_sequence_cut_into_any_steps_beside_any_others_is_the_whole_sequence(cuts, seed, taps):
+def test_any_split_into_steps_beside_other_rows_equals_the_whole_sequence(cuts, seed, taps):
     torch.manual_seed(seed)
     rules = make_rules(taps=taps)
     sequences = [torch.randn(sum(parts), rules.projected_size) for parts in cuts]

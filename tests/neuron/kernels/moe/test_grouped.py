@@ -23,9 +23,9 @@ TILES = [Tiling(16, 16, 16, 4), Tiling(32, 64, 32, 4)]
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("shape", [(64, 32, 6, 0), (40, 25, 7, 1)])
-@pytest.mark.parametrize(("tokens", "favour"), [(5, 0.0), (41, 0.0), (41, 9.0)])
-def test_products_and_sum_match_their_references(tile, shape, tokens, favour, device, dtype, assert_close):
-    """`favour` sends every token to the same expert, which then has several tiles while others have none."""
+@pytest.mark.parametrize(("tokens", "bias"), [(5, 0.0), (41, 0.0), (41, 9.0)])
+def test_products_and_sum_match_their_references(tile, shape, tokens, bias, device, dtype, assert_close):
+    """`bias` routes every token to the same expert, which then has several tiles while others have none."""
     hidden, inner, routed, shared = shape
 
     def random(*size):
@@ -36,7 +36,7 @@ def test_products_and_sum_match_their_references(tile, shape, tokens, favour, de
     down = random(routed + shared, hidden, inner) * inner**-0.5
     x, residual = random(tokens, hidden), random(tokens, hidden)
     logits = random(tokens, len(router)).float()
-    logits[:, 2] += favour
+    logits[:, 2] += bias
     exact = Experts(router.float(), gate_up.float(), down.float(), 2, True, shared)
     experts = Experts(router, gate_up, down, 2, True, shared)
     lists = list_pairs_reference(logits, exact)
@@ -49,7 +49,7 @@ def test_products_and_sum_match_their_references(tile, shape, tokens, favour, de
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.sampled_from([16, 32, 128]))
-def test_there_are_programs_for_every_tile_that_there_could_be(counts, tile):
+def test_grid_covers_every_possible_tile(counts, tile):
     needed = sum(-(-count // tile) for count in counts)
     assert needed <= max_tiles(sum(counts), len(counts), tile)
 
@@ -57,7 +57,7 @@ def test_there_are_programs_for_every_tile_that_there_could_be(counts, tile):
 @pytest.mark.parametrize("num_pairs", [1, 72, 512, 2048, 16_384, 131_072])
 @pytest.mark.parametrize("num_experts", [2, 128, 512])
 @pytest.mark.parametrize("num_matrices", [1, 2])
-def test_tiles_fit_the_smallest_device_and_keep_it_busy(num_pairs, num_experts, num_matrices):
+def test_tiles_fit_the_smallest_device_with_three_stages(num_pairs, num_experts, num_matrices):
     tile = tiling(num_pairs, num_experts)
     inputs, stages = tile.fitted(num_matrices, 2, SMALLEST)
     assert stages >= 3

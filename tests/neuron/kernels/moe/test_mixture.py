@@ -30,8 +30,8 @@ def exact(experts):
     return Experts(*tensors, experts.top_k, experts.renormalise, experts.num_shared)
 
 
-def decided_rows(count, norm, experts):
-    """Random rows whose choice hangs on no rounding: the last expert that is taken leads the next one clearly."""
+def rows_with_clear_routing(count, norm, experts):
+    """Random rows whose routing does not depend on rounding: a clear margin after the last selected expert."""
     hidden = torch.randn(20 * count, len(norm), device=norm.device, dtype=norm.dtype)
     x = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], norm.float(), EPS)
     scores = (x @ experts.router[: experts.num_routed].float().t()).sort(descending=True).values
@@ -41,8 +41,8 @@ def decided_rows(count, norm, experts):
     return hidden[:count]
 
 
-def plainly(hidden, norm, experts):
-    """Token by token, expert by expert, as the definition says."""
+def mixture_by_definition(hidden, norm, experts):
+    """Token by token, expert by expert, by definition."""
     x = torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], norm, EPS)
     out = hidden.clone()
     choice = choose_reference(x @ experts.router.t(), experts)
@@ -59,38 +59,40 @@ SHAPES = [(64, 32, 8, 0), (36, 20, 5, 0), (20, 17, 12, 2), (33, 24, 1, 1)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_the_reference_is_what_the_definition_says(shape, renormalise, tokens):
+def test_reference_matches_the_definition(shape, renormalise, tokens):
     torch.manual_seed(0)
     experts = random_experts(shape, "cpu", torch.float32, top_k=min(3, shape[2]), renormalise=renormalise)
     hidden, norm = torch.randn(tokens, shape[0]), torch.randn(shape[0])
-    torch.testing.assert_close(mixture_reference(hidden, norm, EPS, experts), plainly(hidden, norm, experts))
+    torch.testing.assert_close(
+        mixture_reference(hidden, norm, EPS, experts), mixture_by_definition(hidden, norm, experts)
+    )
 
 
 @pytest.mark.parametrize(("shape", "top_k"), [((20, 10, 8, 0), 3), ((24, 17, 12, 2), 5), ((33, 24, 1, 1), 1)])
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 2), (mixture_grouped, 37)])
-def test_both_ways_match_the_reference(run, tokens, shape, top_k, device, dtype, assert_close):
+def test_small_and_large_batches_match_the_reference(run, tokens, shape, top_k, device, dtype, assert_close):
     experts = random_experts(shape, device, dtype, top_k=top_k, renormalise=True)
     norm = torch.randn(shape[0], device=device, dtype=dtype)
-    hidden = decided_rows(tokens, norm, experts)
+    hidden = rows_with_clear_routing(tokens, norm, experts)
     reference = mixture_reference(hidden.float(), norm.float(), EPS, exact(experts))
     assert_close(run(hidden, norm, EPS, experts), reference)
 
 
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 3), (mixture_grouped, 20)])
-def test_a_row_that_is_not_a_number_spoils_no_other(run, tokens, device, dtype, assert_close):
+def test_nan_row_does_not_affect_other_rows(run, tokens, device, dtype, assert_close):
     experts = random_experts((16, 8, 6, 1), device, dtype, top_k=2, renormalise=True)
     norm = torch.ones(16, device=device, dtype=dtype)
-    hidden = decided_rows(tokens, norm, experts)
+    hidden = rows_with_clear_routing(tokens, norm, experts)
     hidden[1] = float("nan")
-    sound = [token for token in range(tokens) if token != 1]
+    finite = [token for token in range(tokens) if token != 1]
     out = run(hidden, norm, EPS, experts)
     assert out[1].isnan().all()
-    assert_close(out[sound], mixture_reference(hidden[sound].float(), norm.float(), EPS, exact(experts)))
+    assert_close(out[finite], mixture_reference(hidden[finite].float(), norm.float(), EPS, exact(experts)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 1), (mixture_of_rows, 8), (mixture_grouped, 300)])
-def test_a_graph_holds_it_and_its_replays_are_all_the_same(run, tokens, device, dtype):
+def test_captured_graph_replays_give_equal_results(run, tokens, device, dtype):
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     experts = random_experts((512, 256, 32, 1), device, dtype, top_k=4, renormalise=True)

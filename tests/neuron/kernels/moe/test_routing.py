@@ -11,7 +11,7 @@ from cortex.neuron.kernels.moe.routing import (
 )
 
 COUNTS = [(8, 2, 0), (128, 8, 0), (5, 5, 0), (20, 4, 3), (1, 1, 1)]
-"""Routed experts, how many of them a token takes, shared experts."""
+"""Routed experts, experts per token, shared experts."""
 
 
 def make_experts(routed, top_k, shared, renormalise, device, hidden=48):
@@ -22,10 +22,10 @@ def make_experts(routed, top_k, shared, renormalise, device, hidden=48):
 
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_rows_choose_what_the_reference_chooses(routed, top_k, shared, renormalise, device, assert_close):
+def test_small_batch_choice_matches_the_reference(routed, top_k, shared, renormalise, device, assert_close):
     experts = make_experts(routed, top_k, shared, renormalise, device)
     hidden, norm = torch.randn(3, 48, device=device), torch.rand(48, device=device) * 0.3
-    for _ in range(2):  # the second run finds the counters as the first left them
+    for _ in range(2):  # the second run uses the counters that the first one reset
         choice = choose_rows(hidden, norm, 1e-6, experts)
         reference = choose_rows_reference(hidden, norm, 1e-6, experts)
         assert torch.equal(choice.experts, reference.experts)
@@ -34,7 +34,7 @@ def test_rows_choose_what_the_reference_chooses(routed, top_k, shared, renormali
 
 @pytest.mark.parametrize(("routed", "top_k", "shared"), COUNTS)
 @pytest.mark.parametrize("tokens", [1, 21])
-def test_every_expert_is_given_its_own_pairs(routed, top_k, shared, tokens, device, assert_close):
+def test_pair_lists_match_the_reference(routed, top_k, shared, tokens, device, assert_close):
     experts = make_experts(routed, top_k, shared, True, device)
     logits = torch.randn(tokens, len(experts.router), device=device)
     lists, reference = list_pairs(logits, experts), list_pairs_reference(logits, experts)
@@ -45,14 +45,14 @@ def test_every_expert_is_given_its_own_pairs(routed, top_k, shared, tokens, devi
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 7.0])
-def test_a_choice_is_of_distinct_experts_that_exist_whatever_the_scores(bad, device):
+def test_chooses_distinct_valid_experts_for_degenerate_scores(bad, device):
     experts = make_experts(11, 4, 1, True, device)
     lists = list_pairs(torch.full((3, 12), bad, device=device), experts)
     assert lists.counts.sum() == 3 * experts.slots
     assert lists.counts.max() <= 3
 
 
-def test_weights_add_up_to_one_only_where_the_model_wants_it():
+def test_weights_sum_to_one_only_with_renormalisation():
     logits = torch.randn(4, 6)
     kept = choose_reference(logits, make_experts(6, 2, 0, False, "cpu"))
     scaled = choose_reference(logits, make_experts(6, 2, 0, True, "cpu"))

@@ -1,4 +1,4 @@
-"""A hub on localhost that speaks the real one's API, and can be told to misbehave."""
+"""A fake hub on localhost with the API of the real one and injected faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMIT = "c0ffee" + "0" * 34
 
 @dataclass
 class FakeHub:
-    """Serves `files` of one repository. Faults are taken from `faults`, one for each request for contents."""
+    """Serves `files` of one repository. Each request for contents consumes one entry of `faults`."""
 
     files: dict[str, bytes]
     repository: str = "org/model"
@@ -63,21 +63,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub = self.hub
-        self.path = self.path.removeprefix("http://hub.invalid")  # as a proxy it is asked for whole addresses
+        self.path = self.path.removeprefix("http://hub.invalid")  # a proxy gets absolute URLs
         headers = {name.lower(): value for name, value in self.headers.items()}
         hub.requests.append((self.path, headers))
         if hub.token and headers.get("authorization") != f"Bearer {hub.token}" and not self.path.startswith("/cdn/"):
-            return self.answer(401, b"{}")
+            return self.respond(401, b"{}")
         if self.path.startswith(f"/api/models/{hub.repository}/revision/"):
-            return self.answer(
+            return self.respond(
                 hub.listing_status, json.dumps(hub.listing()).encode(), {"x-error-code": hub.listing_error_code}
             )
         prefix = f"/{hub.repository}/resolve/{hub.commit}/"
         if self.path.startswith(prefix) and hub.redirect_to:
-            return self.answer(302, b"", {"location": f"{hub.redirect_to}/cdn/{self.path.removeprefix(prefix)}"})
+            return self.respond(302, b"", {"location": f"{hub.redirect_to}/cdn/{self.path.removeprefix(prefix)}"})
         name = self.path.removeprefix(prefix).removeprefix("/cdn/")
         if name not in hub.files:
-            return self.answer(404, b"{}", {"x-error-code": "RepoNotFound"})
+            return self.respond(404, b"{}", {"x-error-code": "RepoNotFound"})
         return self.contents(hub.files[name], headers.get("range"))
 
     def contents(self, data: bytes, wanted: str | None) -> None:
@@ -86,19 +86,19 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = wanted.removeprefix("bytes=").split("-")
             start, end = int(first), min(int(last) + 1, len(data))
             if start >= len(data):
-                return self.answer(416, b"")
+                return self.respond(416, b"")
             status, extra = 206, {"content-range": f"bytes {start}-{end - 1}/{len(data)}"}
             data = data[start:end]
         fault = self.hub.faults.pop(0) if self.hub.faults else None
         if fault is None:
-            return self.answer(status, data, extra)
+            return self.respond(status, data, extra)
         altered = fault(self, data)
         if altered is not None:
-            self.answer(status, altered, extra | {"content-length": str(len(data))})
+            self.respond(status, altered, extra | {"content-length": str(len(data))})
             self.close_connection = True
         return None
 
-    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def respond(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in ({"content-length": str(len(body))} | (headers or {})).items():
             self.send_header(name, value)
@@ -130,10 +130,10 @@ def start_hub() -> Iterator[Callable[..., FakeHub]]:
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     from cortex.neuron.weights.hub import download, listing
 
-    monkeypatch.setattr(download, "_BACKOFF_S", 0.001)
-    monkeypatch.setattr(listing, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(download, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(listing, "BACKOFF_S", 0.001)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)

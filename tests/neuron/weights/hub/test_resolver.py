@@ -45,7 +45,7 @@ WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safeten
 
 
 class Client:
-    """Resolves against a fake hub and remembers the progress it was shown."""
+    """Resolves against a fake hub and records the reported progress."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
@@ -70,7 +70,7 @@ def client(tmp_path: Path) -> Client:
 
 
 def cut_after(num_bytes: int) -> Callable[[Any, bytes], bytes]:
-    """Promise everything, send a part, hang up."""
+    """Announce the whole length, send a part, close the connection."""
     return lambda handler, data: data[:num_bytes]
 
 
@@ -79,7 +79,7 @@ def corrupt(handler: Any, data: bytes) -> bytes:
 
 
 def send_too_much(handler: Any, data: bytes) -> bytes:
-    return data + b"and more than was promised"
+    return data + b"and more than was announced"
 
 
 def reset_connection(handler: Any, data: bytes) -> None:
@@ -88,11 +88,11 @@ def reset_connection(handler: Any, data: bytes) -> None:
 
 
 def unavailable(handler: Any, data: bytes) -> None:
-    handler.answer(503, b"later")
+    handler.respond(503, b"later")
 
 
 def wrong_range(handler: Any, data: bytes) -> None:
-    handler.answer(206, data, {"content-range": "bytes 5-10/11"})
+    handler.respond(206, data, {"content-range": "bytes 5-10/11"})
 
 
 def stall(handler: Any, data: bytes) -> None:
@@ -106,7 +106,7 @@ def stall(handler: Any, data: bytes) -> None:
     handler.hub.release.wait(60)
 
 
-def test_a_model_is_fetched_with_what_it_needs_and_nothing_else(start_hub: StartHub, client: Client) -> None:
+def test_downloads_only_the_files_that_the_model_needs(start_hub: StartHub, client: Client) -> None:
     path = client.resolve(start_hub(MODEL))
     assert {found.name for found in path.iterdir()} == WANTED
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
@@ -118,7 +118,7 @@ def test_a_model_is_fetched_with_what_it_needs_and_nothing_else(start_hub: Start
     assert not client.partials()
 
 
-def test_the_official_client_finds_what_we_fetched(start_hub: StartHub, client: Client) -> None:
+def test_official_client_finds_the_downloaded_files(start_hub: StartHub, client: Client) -> None:
     path = client.resolve(start_hub(MODEL))
     found = huggingface_hub.try_to_load_from_cache("org/model", "model.safetensors", cache_dir=client.cache)
     assert found == str(path / "model.safetensors")
@@ -126,7 +126,7 @@ def test_the_official_client_finds_what_we_fetched(start_hub: StartHub, client: 
     assert (path / "config.json").is_symlink()
 
 
-def test_what_is_there_is_not_fetched_again(start_hub: StartHub, client: Client) -> None:
+def test_does_not_download_cached_files_again(start_hub: StartHub, client: Client) -> None:
     hub = start_hub(MODEL)
     first = client.resolve(hub)
     hub.requests.clear()
@@ -141,7 +141,9 @@ def test_what_is_there_is_not_fetched_again(start_hub: StartHub, client: Client)
     [cut_after(0), cut_after(100_000), reset_connection, unavailable, wrong_range, send_too_much],
     ids=["hangs-up", "cut", "reset", "503", "wrong-range", "too-much"],
 )
-def test_a_download_survives(start_hub: StartHub, client: Client, fault: Callable[[Any, bytes], Any]) -> None:
+def test_download_recovers_from_transfer_faults(
+    start_hub: StartHub, client: Client, fault: Callable[[Any, bytes], Any]
+) -> None:
     hub = start_hub({"config.json": b"{}", "model.safetensors": WEIGHTS})
     hub.faults = [fault] * 3
     path = client.resolve(hub)
@@ -149,7 +151,7 @@ def test_a_download_survives(start_hub: StartHub, client: Client, fault: Callabl
     assert client.reports == sorted(client.reports)
 
 
-def test_a_failed_download_is_continued_by_the_next_call(start_hub: StartHub, client: Client) -> None:
+def test_next_call_resumes_a_failed_download(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
     hub.faults = [cut_after(400_000)] + [cut_after(0)] * 6
     with pytest.raises(HubUnreachable, match="byte 400000 of 1000074"):
@@ -161,14 +163,14 @@ def test_a_failed_download_is_continued_by_the_next_call(start_hub: StartHub, cl
     assert not client.partials()
 
 
-def test_a_server_without_ranges_is_asked_from_the_start(start_hub: StartHub, client: Client) -> None:
+def test_restarts_from_the_first_byte_when_the_server_ignores_ranges(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, ignores_ranges=True)
     hub.faults = [cut_after(400_000), cut_after(200_000)]
     assert client.resolve(hub).read_bytes() == WEIGHTS
     assert client.reports == sorted(client.reports)
 
 
-def test_a_corrupt_partial_file_is_noticed_and_fetched_anew(start_hub: StartHub, client: Client) -> None:
+def test_downloads_a_corrupt_partial_file_again(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
     hub.faults = [cut_after(400_000)] + [cut_after(0)] * 6
     with pytest.raises(HubUnreachable):
@@ -177,7 +179,7 @@ def test_a_corrupt_partial_file_is_noticed_and_fetched_anew(start_hub: StartHub,
     assert client.resolve(hub).read_bytes() == WEIGHTS
 
 
-def test_a_partial_file_that_is_too_long_is_thrown_away(start_hub: StartHub, client: Client) -> None:
+def test_discards_a_partial_file_that_is_too_long(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS})
     blobs = client.cache / "models--org--model" / "blobs"
     blobs.mkdir(parents=True)
@@ -186,7 +188,7 @@ def test_a_partial_file_that_is_too_long_is_thrown_away(start_hub: StartHub, cli
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_bytes_that_do_not_match_their_digest_are_never_shown(start_hub: StartHub, client: Client, name: str) -> None:
+def test_never_links_a_file_with_a_wrong_digest(start_hub: StartHub, client: Client, name: str) -> None:
     hub = start_hub(MODEL, digests={name: "0" * (64 if name.endswith("safetensors") else 40)})
     with pytest.raises(DownloadCorrupt, match=name):
         client.resolve(hub)
@@ -196,19 +198,19 @@ def test_bytes_that_do_not_match_their_digest_are_never_shown(start_hub: StartHu
         client.resolve(None)
 
 
-def test_one_corrupted_transfer_is_repaired(start_hub: StartHub, client: Client) -> None:
+def test_retries_after_one_corrupt_transfer(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[corrupt])
     assert client.resolve(hub).read_bytes() == WEIGHTS
 
 
 @pytest.mark.parametrize("size", [999_999, 2_000_000])
-def test_a_listing_that_lies_about_lengths_ends_in_an_error(start_hub: StartHub, client: Client, size: int) -> None:
+def test_wrong_size_in_the_listing_is_an_error(start_hub: StartHub, client: Client, size: int) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, sizes={"model-Q4_0.gguf": size})
     with pytest.raises(HubError, match=r"digest|stops at byte"):
         client.resolve(hub)
 
 
-def test_the_cache_serves_when_the_hub_does_not(start_hub: StartHub, client: Client) -> None:
+def test_uses_the_cache_when_the_hub_fails(start_hub: StartHub, client: Client) -> None:
     hub = start_hub(MODEL)
     path = client.resolve(hub)
     assert client.resolve(None) == path
@@ -220,14 +222,14 @@ def test_the_cache_serves_when_the_hub_does_not(start_hub: StartHub, client: Cli
         assert client.resolve(hub) == path
 
 
-def test_an_incomplete_model_in_the_cache_does_not_count(start_hub: StartHub, client: Client) -> None:
+def test_ignores_an_incomplete_model_in_the_cache(start_hub: StartHub, client: Client) -> None:
     path = client.resolve(start_hub(MODEL))
     (path / "model.safetensors").resolve().unlink()
     with pytest.raises(HubUnreachable):
         client.resolve(None)
 
 
-def test_a_missing_shard_is_named(start_hub: StartHub, client: Client) -> None:
+def test_error_names_the_missing_shard(start_hub: StartHub, client: Client) -> None:
     shards = {f"model-0000{n}-of-00002.safetensors": b"%d" % n for n in (1, 2)}
     index = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
     path = client.resolve(start_hub({"config.json": b"{}", "model.safetensors.index.json": index, **shards}))
@@ -236,7 +238,7 @@ def test_a_missing_shard_is_named(start_hub: StartHub, client: Client) -> None:
         client.resolve(None)
 
 
-def test_shards_without_their_index_are_no_model(start_hub: StartHub, client: Client) -> None:
+def test_cached_shards_without_an_index_are_incomplete(start_hub: StartHub, client: Client) -> None:
     shards = {f"model-0000{n}-of-00002.safetensors": b"%d" % n for n in (1, 2)}
     index = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
     hub = start_hub({"config.json": b"{}", "model.safetensors.index.json": index, **shards})
@@ -249,14 +251,14 @@ def test_shards_without_their_index_are_no_model(start_hub: StartHub, client: Cl
     assert (path / "model-00002-of-00002.safetensors").exists()
 
 
-def test_nothing_is_asked_of_the_network_when_offline(start_hub: StartHub, client: Client) -> None:
+def test_sends_no_request_when_offline(start_hub: StartHub, client: Client) -> None:
     hub = start_hub(MODEL)
     with pytest.raises(HubUnreachable, match="offline"):
         client.resolve(hub, offline=True)
     assert not hub.requests
 
 
-def test_the_token_is_sent_to_the_hub_and_not_to_its_content_network(start_hub: StartHub, client: Client) -> None:
+def test_sends_the_token_to_the_hub_but_not_to_a_redirect_target(start_hub: StartHub, client: Client) -> None:
     cdn = start_hub(MODEL)
     hub = start_hub(MODEL, token="hf_secret", redirect_to=cdn.endpoint)
     client.resolve(hub, token="hf_secret")
@@ -277,7 +279,9 @@ def test_the_token_is_sent_to_the_hub_and_not_to_its_content_network(start_hub: 
         (404, "RevisionNotFound", "revision"),
     ],
 )
-def test_a_refusal_says_what_to_do(start_hub: StartHub, client: Client, status: int, code: str, message: str) -> None:
+def test_rejection_by_the_hub_says_what_to_do(
+    start_hub: StartHub, client: Client, status: int, code: str, message: str
+) -> None:
     with pytest.raises(NotOnHub, match=message):
         client.resolve(start_hub(MODEL, listing_status=status, listing_error_code=code))
 
@@ -298,42 +302,42 @@ def test_a_refusal_says_what_to_do(start_hub: StartHub, client: Client, status: 
     ],
     ids=range(10),
 )
-def test_an_endpoint_that_is_no_hub_is_refused(start_hub: StartHub, client: Client, listing: Any) -> None:
+def test_rejects_an_endpoint_that_does_not_respond_like_a_hub(
+    start_hub: StartHub, client: Client, listing: Any
+) -> None:
     with pytest.raises(HubError, match="HF_ENDPOINT"):
         client.resolve(start_hub({}, listing_override=listing))
     assert not client.cache.exists()
 
 
-def test_a_model_that_does_not_fit_the_disk_is_refused_before_a_byte_is_fetched(
-    start_hub: StartHub, client: Client
-) -> None:
+def test_rejects_a_model_larger_than_the_disk_before_downloading(start_hub: StartHub, client: Client) -> None:
     hub = start_hub(MODEL, sizes={"model.safetensors": 1 << 60})
     with pytest.raises(DiskFull, match="HF_HUB_CACHE"):
         client.resolve(hub)
     assert not hub.contents_requests()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(start_hub: StartHub, client: Client) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_cache_is_a_hub_error(start_hub: StartHub, client: Client) -> None:
     client.cache.mkdir()
     client.cache.chmod(0o500)
     with pytest.raises(HubError, match="check permissions"):
         client.resolve(start_hub(MODEL))
 
 
-def test_a_stalled_download_can_be_called_off_at_once(start_hub: StartHub, client: Client) -> None:
+def test_cancels_a_stalled_download_at_once(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[stall])
-    called_off_at = 0.0
+    cancelled_at = 0.0
 
     def cancelled() -> bool:
-        nonlocal called_off_at
-        if hub.stalled.is_set() and not called_off_at:
-            called_off_at = time.monotonic()
-        return called_off_at > 0
+        nonlocal cancelled_at
+        if hub.stalled.is_set() and not cancelled_at:
+            cancelled_at = time.monotonic()
+        return cancelled_at > 0
 
     with pytest.raises(Cancelled):
         client.resolve(hub, cancelled=cancelled)
-    assert time.monotonic() - called_off_at < 30  # the download would stall for longer
+    assert time.monotonic() - cancelled_at < 30  # the download would stall for longer
     deadline = time.monotonic() + 30
     while any(thread.name.startswith("hub") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
@@ -342,7 +346,7 @@ def test_a_stalled_download_can_be_called_off_at_once(start_hub: StartHub, clien
     assert client.resolve(hub).read_bytes() == WEIGHTS
 
 
-def test_two_at_once_fetch_a_file_once(start_hub: StartHub, client: Client) -> None:
+def test_concurrent_calls_download_a_file_once(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"model-Q4_0.gguf": WEIGHTS}, faults=[cut_after(300_000), cut_after(100_000)])
     paths: list[Path] = []
     threads = [threading.Thread(target=lambda: paths.append(Client(client.cache).resolve(hub))) for _ in range(4)]
@@ -356,7 +360,7 @@ def test_two_at_once_fetch_a_file_once(start_hub: StartHub, client: Client) -> N
     assert len(hub.contents_requests()) == 3
 
 
-def test_a_new_commit_is_fetched_and_the_old_one_kept(start_hub: StartHub, client: Client) -> None:
+def test_downloads_a_new_commit_and_keeps_the_old_one(start_hub: StartHub, client: Client) -> None:
     hub = start_hub(dict(MODEL))
     first = client.resolve(hub)
     hub.commit = "beef" + "0" * 36
@@ -369,7 +373,7 @@ def test_a_new_commit_is_fetched_and_the_old_one_kept(start_hub: StartHub, clien
     assert open_checkpoint(second).config == {"model_type": "qwen3"}
 
 
-def test_a_local_path_is_itself(tmp_path: Path, client: Client) -> None:
+def test_returns_a_local_path_unchanged(tmp_path: Path, client: Client) -> None:
     (tmp_path / "model.gguf").touch()
     assert client.resolve(None, str(tmp_path)) == tmp_path
     assert client.resolve(None, str(tmp_path / "model.gguf")) == tmp_path / "model.gguf"
@@ -379,12 +383,14 @@ def test_a_local_path_is_itself(tmp_path: Path, client: Client) -> None:
     "source",
     ["", "/absent/model", "one-word", "a/b/c", "../absent", "org/..", "org/name:", "org/name@../x", "org/a\0b"],
 )
-def test_what_names_nothing_is_refused(client: Client, source: str) -> None:
+def test_rejects_a_source_that_is_neither_path_nor_hub_id(client: Client, source: str) -> None:
     with pytest.raises(FilesMissing, match="name a model directory"):
         client.resolve(None, source)
 
 
-def test_the_environments_proxy_is_used(start_hub: StartHub, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_the_proxy_of_the_environment(
+    start_hub: StartHub, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = start_hub(MODEL)
     monkeypatch.setenv("http_proxy", hub.endpoint.replace("http://", "http://user:p%40ss@"))
     path = client.resolve(hub, endpoint="http://hub.invalid/")
@@ -393,12 +399,12 @@ def test_the_environments_proxy_is_used(start_hub: StartHub, client: Client, mon
     assert {headers["proxy-authorization"] for _, headers in hub.requests} == {"Basic dXNlcjpwQHNz"}
 
 
-def test_redirects_in_circles_and_out_of_http_are_refused(start_hub: StartHub, client: Client) -> None:
+def test_rejects_redirect_loops_and_redirects_out_of_http(start_hub: StartHub, client: Client) -> None:
     hub = start_hub({"cdn/x": b"", "model-Q4_0.gguf": WEIGHTS})
     for target in ("ftp://hub.invalid", "file:///etc"):
         hub.redirect_to = target
-        with pytest.raises(HubError, match="not an HTTP address"):
+        with pytest.raises(HubError, match="not an HTTP URL"):
             client.resolve(hub)
     hub.redirect_to = f"{hub.endpoint}/{hub.repository}/resolve/{hub.commit}"
-    with pytest.raises(HubError, match="circles"):
+    with pytest.raises(HubError, match="loop"):
         client.resolve(hub)

@@ -22,11 +22,11 @@ QUANTS = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "m-bf1
          ["Q8_0/m-00001-of-00002.gguf", "Q8_0/m-00002-of-00002.gguf"]),
     ],
 )  # fmt: skip
-def test_one_gguf_model_is_chosen(paths: list[str], quant: str | None, chosen: list[str]) -> None:
+def test_selects_one_gguf_model(paths: list[str], quant: str | None, chosen: list[str]) -> None:
     assert select("org/m", paths, quant) == Selection(tuple(chosen), entry=chosen[0])
 
 
-def test_safetensors_come_with_their_companions_and_without_other_layouts() -> None:
+def test_selects_safetensors_with_companion_files_and_without_other_layouts() -> None:
     paths = [
         "config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "merges.txt",
         "model-00002-of-00002.safetensors", "consolidated.safetensors", "original/model.safetensors", "LICENSE.txt",
@@ -52,12 +52,12 @@ def test_safetensors_come_with_their_companions_and_without_other_layouts() -> N
         ([], None, "neither"),
     ],
 )
-def test_a_choice_that_cannot_be_made_says_what_there_is(paths: list[str], quant: str | None, message: str) -> None:
+def test_error_lists_the_alternatives_when_no_model_matches(paths: list[str], quant: str | None, message: str) -> None:
     with pytest.raises(NotOnHub, match=message):
         select("org/m", paths, quant)
 
 
-def test_missing_parts_of_a_split_model_are_found() -> None:
+def test_finds_missing_parts_of_a_split_model() -> None:
     assert missing_parts(Selection(("m-00001-of-00003.gguf", "m-00003-of-00003.gguf"), "m-00001-of-00003.gguf")) == [
         "m-00002-of-00003.gguf"
     ]

@@ -28,7 +28,7 @@ def entry(dtype: Any = "F32", shape: Any = (2,), span: Any = (0, 8)) -> dict[str
     return {"dtype": dtype, "shape": shape, "data_offsets": span}
 
 
-def test_a_sound_header_gives_the_tensors(tmp_path: Path, write_safetensors_bytes: Compose) -> None:
+def test_valid_header_yields_the_tensors(tmp_path: Path, write_safetensors_bytes: Compose) -> None:
     header = {
         "__metadata__": {"format": "pt"},
         "a": entry(),
@@ -72,13 +72,13 @@ def test_a_sound_header_gives_the_tensors(tmp_path: Path, write_safetensors_byte
         {"a": entry(span=[1 << 60, (1 << 60) + 8])},
         {"a": entry(span=["0", "8"])},
         {"a": entry(), "b": entry()},  # overlap
-        {"a": entry(shape=[1], span=[4, 8])},  # a hole in front
-        {"a": entry(shape=[1], span=[0, 4])},  # bytes nobody owns behind
+        {"a": entry(shape=[1], span=[4, 8])},  # gap at the start
+        {"a": entry(shape=[1], span=[0, 4])},  # bytes after the last tensor
         {},
     ],
     ids=range(27),
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, write_safetensors_bytes: Compose, header: Any) -> None:
+def test_rejects_inconsistent_header(tmp_path: Path, write_safetensors_bytes: Compose, header: Any) -> None:
     with pytest.raises(Malformed) as caught:
         parse(tmp_path / "m.safetensors", write_safetensors_bytes(header, bytes(8)))
     assert "\n" not in str(caught.value)
@@ -86,7 +86,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, write_safetensors_bytes: 
 
 
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, 17 << 20, 9])
-def test_a_header_length_beyond_reason_allocates_nothing(tmp_path: Path, length: int) -> None:
+def test_excessive_header_length_allocates_nothing(tmp_path: Path, length: int) -> None:
     tracemalloc.start()
     with pytest.raises(Malformed):
         parse(tmp_path / "m.safetensors", struct.pack("<Q", length) + b"{}")
@@ -94,12 +94,12 @@ def test_a_header_length_beyond_reason_allocates_nothing(tmp_path: Path, length:
     tracemalloc.stop()
 
 
-def test_an_unknown_dtype_is_unsupported(tmp_path: Path, write_safetensors_bytes: Compose) -> None:
+def test_unknown_dtype_is_unsupported(tmp_path: Path, write_safetensors_bytes: Compose) -> None:
     with pytest.raises(Unsupported, match="F3"):
         parse(tmp_path / "m.safetensors", write_safetensors_bytes({"a": entry("F3")}, bytes(8)))
 
 
-def test_every_truncation_is_refused(tmp_path: Path, write_safetensors_bytes: Compose) -> None:
+def test_rejects_every_truncation(tmp_path: Path, write_safetensors_bytes: Compose) -> None:
     whole = write_safetensors_bytes({"a": entry()}, bytes(8))
     for length in range(len(whole)):
         with pytest.raises(Malformed):
@@ -108,7 +108,7 @@ def test_every_truncation_is_refused(tmp_path: Path, write_safetensors_bytes: Co
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
+def test_random_damage_raises_nothing_but_checkpoint_errors(
     tmp_path: Path, write_safetensors_bytes: Compose, data: st.DataObject
 ) -> None:
     raw = bytearray(write_safetensors_bytes({"a": entry(), "b": entry("F16", [2, 2], [8, 16])}, bytes(16)))

@@ -1,10 +1,10 @@
-"""Whole new prompts through the attention of torch's library (cuDNN), where that is faster than our own kernel.
+"""Attention of whole new prompts through cuDNN, where it is faster than our own kernel.
 
-The library builds a plan for every length it meets, which takes it as long as a prompt takes. So prompts run at one of
-few lengths, the next one up, and only at lengths whose plan has been built while there was nothing else to do
-(`prepare`). Plans belong to the thread that built them.
+cuDNN builds a plan for every new length, which takes as long as computing a prompt. So prompts are padded to one of a
+few lengths, and only lengths are used whose plan was built while the device was idle (`prepare`). Plans belong to the
+thread that built them.
 
-What lies behind a prompt's end is harmless: no token looks that far ahead.
+The padding after a prompt does not affect the result: attention is causal.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 
 SHORTEST = 1024
-"""Below, attention is a small part of a step and the difference between the two is smaller still."""
+"""Shorter prompts use our own kernel: attention is a small part of their step."""
 STEPS_PER_DOUBLING = 8
-"""Lengths between one power of two and the next: at most an eighth is computed in vain."""
+"""Lengths between one power of two and the next: padding adds at most an eighth."""
 GATHERED_TOKENS = 8
-_REFUSAL = "No available kernel"
-"""How torch says that the one library it was told to use does not serve such tensors."""
+_UNSUPPORTED = "No available kernel"
+"""In torch's error where the selected backend does not support the tensors. Torch has no error type for it."""
 
 
 class Unserved(Exception):
-    """The library has no attention for this geometry."""
+    """cuDNN has no attention for this geometry."""
 
 
 class Geometry(NamedTuple):
-    """What a plan depends on, beside the length."""
+    """What a plan depends on besides the length."""
 
     device: torch.device
     dtype: torch.dtype
@@ -46,27 +46,29 @@ class Geometry(NamedTuple):
     dim: int
 
 
-class _Plans(threading.local):
+class Plans(threading.local):
+    """The plans that this thread has built."""
+
     def __init__(self) -> None:
         self.ready: set[tuple[Geometry, int]] = set()
 
 
-_plans = _Plans()
+plans = Plans()
 
 
 def is_faster_on(device: torch.device) -> bool:
-    """Measured on Hopper, where the library uses what our kernel cannot; elsewhere it stays with ours."""
+    """Measured on Hopper, where cuDNN uses instructions that Triton does not; elsewhere our own kernel is used."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def planned_length(count: int) -> int:
-    """The length that a prompt of `count` tokens runs at."""
+    """The length that a prompt of `count` tokens is padded to."""
     step = max(SHORTEST, 1 << (count - 1).bit_length() - 1) // STEPS_PER_DOUBLING
     return -(-count // step) * step
 
 
 def planned_lengths(longest: int) -> Iterator[int]:
-    """All of them, up to the one that `longest` tokens run at."""
+    """All lengths, up to the one that `longest` tokens are padded to."""
     length = SHORTEST
     while length <= planned_length(longest):
         yield length
@@ -74,37 +76,37 @@ def planned_lengths(longest: int) -> Iterator[int]:
 
 
 def prepare(geometry: Geometry, scale: float, length: int) -> None:
-    """Builds the plan for a length. Raises Unserved, and what torch raises when a device is out of memory or broken."""
+    """Builds the plan for a length. Raises Unserved, or torch's error when the device is out of memory or faulty."""
     device, dtype, heads, kv_heads, dim = geometry
     q, k, v = (torch.zeros(length, count, dim, dtype=dtype, device=device) for count in (heads, kv_heads, kv_heads))
     try:
         _attend(q, k, v, scale)
     except RuntimeError as error:
-        if _REFUSAL in str(error):
-            raise Unserved(f"no library attention for {heads} heads over {kv_heads} of {dim} in {dtype}") from error
+        if _UNSUPPORTED in str(error):
+            raise Unserved(f"cuDNN has no attention for {heads} heads over {kv_heads} of {dim} in {dtype}") from error
         raise
-    _plans.ready.add((geometry, length))
+    plans.ready.add((geometry, length))
 
 
 def takes(q: Tensor, kv_heads: int, rules: AttentionRules, batch: Batch) -> bool:
-    """Whether the prefill rows of this step can go through `prompt_attention`. q: [tokens, heads, dim]"""
+    """Whether `prompt_attention` can compute the prefill rows of this step. q: [tokens, heads, dim]"""
     geometry = Geometry(q.device, q.dtype, q.shape[1], kv_heads, q.shape[2])
     return rules.window is None and all(
-        row.start == 0 and row.count >= SHORTEST and (geometry, planned_length(row.count)) in _plans.ready
+        row.start == 0 and row.count >= SHORTEST and (geometry, planned_length(row.count)) in plans.ready
         for row in batch.prefills
     )
 
 
 def spare_tokens(batch: Batch) -> int:
-    """Rows that `prompt_attention` wants behind those of q."""
+    """The padding rows that `prompt_attention` needs after those of q."""
     return max(planned_length(row.count) + row.offset for row in batch.prefills) - len(batch.positions)
 
 
 def prompt_attention(
     q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor
 ) -> list[Tensor]:
-    """q: the prefill rows' tokens [tokens, heads, dim], rotated, and `spare_tokens` rows of any content behind them;
-    their KV is in the pages → for each prefill row [tokens, heads, dim]"""
+    """q: the prefill tokens [tokens, heads, dim], rotated, then `spare_tokens` rows of any content. Their KV
+    is in the pages. → [tokens, heads, dim] for each prefill row"""
     parts = []
     for row in batch.prefills:
         offset = row.offset - batch.num_decodes
@@ -115,7 +117,7 @@ def prompt_attention(
 
 
 def gather(table: Tensor, count: int, length: int, key_pages: Tensor, value_pages: Tensor) -> tuple[Tensor, Tensor]:
-    """The first `count` positions' keys and values of the row whose pages `table` lists, and zeros up to `length`."""
+    """Keys and values of the first `count` positions in the pages that `table` lists, then zeros up to `length`."""
     _, page_tokens, kv_heads, dim = key_pages.shape
     keys, values = torch.empty((2, length, kv_heads, dim), dtype=key_pages.dtype, device=key_pages.device)
     size = kv_heads * dim
@@ -138,7 +140,7 @@ def gather(table: Tensor, count: int, length: int, key_pages: Tensor, value_page
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q: [length, heads, dim], k and v: [length, kv heads, dim] → [length, heads, dim], causally"""
+    """q: [length, heads, dim], k and v: [length, kv heads, dim] → [length, heads, dim], causal"""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     library: AbstractContextManager[None] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext()
     with library:

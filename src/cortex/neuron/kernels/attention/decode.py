@@ -1,7 +1,7 @@
-"""One new token per row: norm and rotate it, keep its key and value, and attend to the row's paged KV, in one launch.
+"""Decode attention: norms and rotates one new token per row, stores its KV and attends to the paged KV, in one launch.
 
-Each program takes one row, one kv head and one stretch of the earlier positions; the last stretch also takes the new
-token, straight from the projection. The last program of a (row, kv head) to finish combines the stretches.
+Each program takes one row, one kv head and one split of the earlier positions. The last split also takes the new token,
+directly from the projection. The last program of a (row, kv head) to finish combines the splits.
 Every key and value is read once: bound by bandwidth. Reference: `paged.attention_reference`.
 """
 
@@ -28,14 +28,14 @@ from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 TILE = 64
 PROGRAMS_PER_PROCESSOR = 3
-"""With that many programs the memory is kept busy; splitting rows further only adds work."""
+"""This many programs saturate the memory bandwidth; more splits only add work."""
 COMBINED = 16
-"""Stretches that are combined at once."""
+"""Splits that are combined at once."""
 MAX_SPLITS = 64
 MAX_CELLS = 1 << 16
-"""Rows times kv heads of one launch."""
+"""Largest rows × kv heads of one launch."""
 QUERY_BYTES = 4 << 10
-"""Shared memory for what is made of the queries, beside themselves."""
+"""Shared memory for intermediate values of the queries, besides the queries."""
 LOG2_E = 1.4426950408889634
 
 
@@ -58,7 +58,7 @@ def decode_attention(
     group_pad = triton.next_power_of_2(group)
     group_block = max(16, group_pad)
     dim_block = triton.next_power_of_2(dim)
-    # Programs with whole rows to themselves, and no more than two of them on a processor, have more in flight each.
+    # With one split per row and at most two programs per processor, larger tiles keep more loads in flight.
     wanted = 2 * TILE if splits == 1 and cells <= 2 * num_processors(q.device) else TILE
     tile = fitting_tile(wanted, group_block, dim_block * q.element_size(), shared_memory(q.device))
     partial = torch.empty((cells * splits, group_pad, dim), dtype=torch.float32, device=q.device)
@@ -101,7 +101,7 @@ def decode_attention(
         NORM=rules.q_scale is not None,
         PAGE=page_tokens,
         TILE=tile,
-        HOLD=splits > 1,  # a program with one tile waits for it; one with many keeps its registers for the loop
+        HOLD=splits > 1,  # a program with a single tile loads it early; one with many needs its registers for the loop
         num_warps=max(1, tile // 32),
         num_stages=3,
         **launch_options(q.device),
@@ -109,7 +109,7 @@ def decode_attention(
 
 
 def fitting_tile(wanted: int, group_block: int, head_bytes: int, shared: SharedMemory) -> int:
-    """Positions at a time: their keys and values lie in shared memory, and twice the queries. `head_bytes`: of one."""
+    """Positions per tile: shared memory holds their keys and values, and twice the queries, of `head_bytes` each."""
     tile = wanted
     while tile > 16 and not shared.holds(2 * (tile + group_block) * head_bytes + QUERY_BYTES):
         tile //= 2
@@ -117,14 +117,14 @@ def fitting_tile(wanted: int, group_block: int, head_bytes: int, shared: SharedM
 
 
 def _num_splits(cells: int, max_length: int, device: torch.device) -> int:
-    """Enough stretches to fill the device, but none shorter than a tile."""
+    """Enough splits to fill the device, but none shorter than a tile."""
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // cells
     return int(max(1, min(MAX_SPLITS, wanted, triton.cdiv(max_length, TILE))))
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """How many stretches of each (row, kv head) are done; every launch leaves them at zero."""
+    """The number of finished splits of each (row, kv head). Every launch resets them to zero."""
     return torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
 
 
@@ -156,7 +156,7 @@ def _tile(
 
 @jit
 def _absorb(query, keys, values, valid, scale, highest, total, mixed):
-    """Adds a tile to the running softmax of each head. At least one of its positions is valid."""
+    """Adds a tile to the online softmax of each head. At least one of its positions is valid."""
     scores = tl.dot(query, tl.trans(keys)) * scale  # [group, tile], in powers of two
     scores = tl.where(valid[None, :], scores, -float("inf"))
     higher = tl.maximum(highest, tl.max(scores, 1))
@@ -219,12 +219,12 @@ def _decode_kernel(
     first = 0
     if window > 0:
         first = tl.maximum(0, newest + 1 - window)
-    stretch = tl.maximum(1, tl.cdiv(tl.cdiv(newest - first, splits), TILE)) * TILE
-    active = tl.maximum(1, tl.cdiv(newest - first, stretch))
+    split_tokens = tl.maximum(1, tl.cdiv(tl.cdiv(newest - first, splits), TILE)) * TILE
+    active = tl.maximum(1, tl.cdiv(newest - first, split_tokens))
     if split >= active:
         return
-    start = first + split * stretch
-    end = tl.minimum(newest, start + stretch)
+    start = first + split * split_tokens
+    end = tl.minimum(newest, start + split_tokens)
     # Earlier positions were written by earlier steps: they may be fetched before the wait.
     if HOLD:
         keys, values, valid = _tile(
@@ -240,7 +240,7 @@ def _decode_kernel(
     source = q + index * q_token_stride + kv_head * GROUP * q_head_stride
     exact = rotated_heads(source, head, q_head_stride, GROUP, q_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
     query = exact.to(q.dtype.element_ty)  # [group, dim]
-    # Only the last stretch needs the new token's key and value, but they come along here: later it would wait for them.
+    # Only the last split needs the key and value of the new token. All load them here, where the latency is hidden.
     only = tl.arange(0, 1)
     source = k + index * k_token_stride + kv_head * DIM
     exact = rotated_heads(source, only, DIM, 1, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)

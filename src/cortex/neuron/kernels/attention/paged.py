@@ -1,4 +1,4 @@
-"""Attention over paged KV, from projected q, k and v to mixed values: one entry for a whole step, and its reference."""
+"""Attention over paged KV for a whole step, from projected q, k and v to mixed values, and its reference."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def attention(
 ) -> Tensor:
     """q: [tokens, heads, dim], k and v: [tokens, kv heads, dim] (strided, each head dense) → [tokens, heads, dim].
 
-    Norms and rotates q and k, keeps k and v in the pages ([pages, page tokens, kv heads, dim]), and lets each token
-    attend to its own row's positions up to itself.
+    Norms and rotates q and k, stores k and v in the pages ([pages, page tokens, kv heads, dim]), and lets each token
+    attend to the positions of its row up to itself.
     """
     if not has_kernels(q):
         return attention_reference(q, k, v, rules, batch, key_pages, value_pages)
@@ -78,13 +78,13 @@ def _gather(pages: Tensor, table: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Which positions the decode rows of a step see."""
+    """The positions that the decode rows of a step attend to."""
 
     longest: int
     table: Tensor
-    """[rows, pages]: as many as the longest row has"""
+    """[rows, pages of the longest row]"""
     mask: Tensor | None
-    """[rows, 1, 1, longest] bool; None: one row, and all of it"""
+    """[rows, 1, 1, longest] bool; None: a single row that attends to all its positions"""
 
     @classmethod
     def of(cls, batch: Batch, page_tokens: int, window: int | None) -> _Decodes:
@@ -101,7 +101,7 @@ class _Decodes:
 
 
 def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
-    """All decode rows at once, padded to the longest. The query heads that share a kv head are its queries."""
+    """All decode rows at once, padded to the longest. Query heads are grouped by the kv head they share."""
     rows, heads, dim = q.shape
     page_tokens = key_pages.shape[1]
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
@@ -114,7 +114,7 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
 def _prefill(
     q: Tensor, rules: AttentionRules, row: PrefillRow, table: Tensor, key_pages: Tensor, value_pages: Tensor
 ) -> Tensor:
-    """One row's chunk against everything before it and, causally, itself."""
+    """The chunk of one row, attending to all earlier positions and causally to itself."""
     length = row.start + row.count
     table = table[: -(-length // key_pages.shape[1])]
     k, v = _gather(key_pages, table, length)[None], _gather(value_pages, table, length)[None]

@@ -1,7 +1,7 @@
-"""Many query tokens per row against paged KV, causally. Bound by arithmetic once prompts are long.
+"""Prefill attention: many query tokens per row, causal, over paged KV. Bound by arithmetic for long prompts.
 
-Each program takes one tile of one row's tokens and one head. Rows of different lengths share a launch: the host lists
-the tiles. Reference: `paged.attention_reference`.
+Each program takes one tile of the tokens of one row, and one head. Rows of different lengths share a launch: the host
+lists the tiles. Reference: `paged.attention_reference`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
-"""Queries and keys that one program takes at a time, and its warps: the fastest on Hopper first."""
+"""Queries and keys per tile, and warps: the fastest on Hopper first."""
 
 
 def prefill_attention(
     q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, value_pages: Tensor, out: Tensor
 ) -> None:
-    """q and out: the prefill rows' tokens [tokens, heads, dim], contiguous, q rotated; their KV is in the pages."""
+    """q and out: the tokens of the prefill rows [tokens, heads, dim], contiguous, q rotated. Their KV is in the
+    pages."""
     _, heads, dim = q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
     assert batch.prefill_tiles is not None
@@ -57,7 +58,7 @@ def prefill_attention(
 
 
 def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int, int]:
-    """Queries, keys and warps of a program: the first of TILES whose queries, keys, values and scores fit."""
+    """Queries, keys and warps: the first of TILES whose queries, keys, values and scores fit in shared memory."""
     for queries, keys, warps in TILES:
         in_heads = (queries + 2 * shared.copies * keys) * dim_block
         if shared.holds((in_heads + queries * keys) * element_bytes):
@@ -65,7 +66,7 @@ def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> t
     return TILES[-1]
 
 
-# Slices behind the decode rows begin anywhere: no variant for each way they are aligned.
+# Slices after the decode rows have any alignment: do not compile a variant for each.
 @jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "lengths"])
 def _prefill_kernel(
     q,
@@ -96,12 +97,12 @@ def _prefill_kernel(
         gdc_wait()
     tile = tl.program_id(0) // PARTS
     prefill = tl.load(tiles + tile * 2)
-    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % PARTS * QUERY_TILE  # of this program's tokens in its row
+    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % PARTS * QUERY_TILE  # token of this program in its row
     head = tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
     offset = tl.load(offsets + prefill)
     count = tl.load(offsets + prefill + 1) - offset
-    if PARTS > 1:  # noqa: SIM102 - decided when the kernel is compiled, the other when it runs
+    if PARTS > 1:  # noqa: SIM102 - the first is decided at compile time, the second at run time
         if first >= count:
             return
     length = tl.load(lengths + prefill)
@@ -122,7 +123,7 @@ def _prefill_kernel(
     if WINDOWED:
         begin = tl.maximum(0, length - count + first - window + 1) // KEY_TILE * KEY_TILE
     end = tl.minimum(length, length - count + first + QUERY_TILE)
-    # Tiles that every query sees whole need no mask; the last ones, and all of a window's, do.
+    # Tiles that all queries see completely need no mask. The last tiles, and all tiles of a window, do.
     unmasked = begin if WINDOWED else (length - count + first + 1) // KEY_TILE * KEY_TILE
     highest, total, mixed = _attend(
         query, highest, total, mixed, position, begin, unmasked, end, window, table_row, key_pages, value_pages,
@@ -159,7 +160,7 @@ def _attend(
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds the positions from `begin` to `stop` to the running softmax."""
+    """Adds the positions from `begin` to `stop` to the online softmax."""
     dim = tl.arange(0, DIM_BLOCK)
     for tile in range(begin, stop, KEY_TILE):
         key_position = tile + tl.arange(0, KEY_TILE)

@@ -1,4 +1,4 @@
-"""What happens to prefill tokens' q, k and v between projection and attention, in one pass: norm, rotate, store."""
+"""Norms and rotates q and k of prefill tokens, and stores k and v in the pages, in one pass."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def rotate_and_store(
     value_pages: Tensor,
     spare_tokens: int = 0,
 ) -> Tensor:
-    """Returns the rotated q; writes the rotated k, and v, into their slots of the pages.
+    """Returns the rotated q. Writes the rotated k, and v, to their slots in the pages.
 
     q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], strided views allowed, each head dense. The result has
-    `spare_tokens` more, of any content.
+    `spare_tokens` more tokens, of any content.
     """
     tokens, heads, dim = q.shape
     out = torch.empty((tokens + spare_tokens, heads, dim), dtype=q.dtype, device=q.device)
@@ -64,12 +64,12 @@ def rotate_and_store(
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What the tokens of a step are rotated by: the same in all layers that share a table."""
+    """Cosines and sines for the tokens of a step: the same in all layers that share a table."""
 
     cosines: Tensor
     """[tokens, 1, rotated dims]"""
     sines: Tensor
-    """[tokens, 1, rotated dims]: negative in the first half, where the second half is taken away"""
+    """[tokens, 1, rotated dims]: negated in the first half, where the second half is subtracted"""
 
     @classmethod
     def at(cls, positions: Tensor, rope: Tensor, dtype: torch.dtype) -> Rotation:
@@ -77,7 +77,7 @@ class Rotation:
         return cls(torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, heads, dim] → the same, rotated; in few operations, because on a CPU each has its price."""
+        """x: [tokens, heads, dim] → the same, rotated. Uses few operations: on a CPU each one has a fixed cost."""
         dims = self.cosines.shape[-1]
         if dims < x.shape[-1]:
             return torch.cat((self(x[..., :dims]), x[..., dims:]), dim=-1)
@@ -94,7 +94,7 @@ def rotate_and_store_by(
     key_pages: Tensor,
     value_pages: Tensor,
 ) -> Tensor:
-    """The reference of `rotate_and_store`, with a rotation at hand."""
+    """The reference of `rotate_and_store`, with a precomputed rotation."""
     if rules.q_scale is not None and rules.k_scale is not None:
         q = rms_norm_reference(q, rules.q_scale, rules.eps)
         k = rms_norm_reference(k, rules.k_scale, rules.eps)
@@ -136,7 +136,7 @@ def rotated_heads(
     return value * cosine[None, :] + other * sine[None, :]
 
 
-# Slices behind the decode rows begin anywhere: no variant for each way they are aligned.
+# Slices after the decode rows have any alignment: do not compile a variant for each.
 @jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_kernel(
     q,

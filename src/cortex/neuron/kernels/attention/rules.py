@@ -1,4 +1,4 @@
-"""How one layer attends: what is fixed for all its tokens."""
+"""The attention parameters of one layer, the same for all its tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
     scale: float
-    """What scores are multiplied by before the softmax."""
+    """The factor of the scores before the softmax."""
     rope: Tensor
-    """[positions, rotated dims] float32: cosines, then sines. Dimensions past the rotated ones pass through."""
+    """[positions, rotated dims] float32: cosines, then sines. Dimensions after the rotated ones are unchanged."""
     q_scale: Tensor | None = None
-    """[dim]: the gain of a norm on every query head; keys have theirs in `k_scale`."""
+    """[dim]: the weight of the norm on every query head; `k_scale` is that of the key heads."""
     k_scale: Tensor | None = None
     eps: float = 0.0
     window: int | None = None
-    """Positions a token looks back on, itself included; None: all."""
+    """Positions that a token attends to, including itself; None: all."""

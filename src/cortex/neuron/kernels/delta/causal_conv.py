@@ -1,4 +1,4 @@
-"""A short convolution over each channel's latest tokens, with the row's earlier tokens kept between steps."""
+"""A short causal convolution over each channel. The latest tokens of each row are kept between steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHANNEL_BLOCK, TOKEN_BLOCK = 64, 32
 
 
 def conv_chunks(x: Tensor, weight: Tensor, recent: Tensor, batch: Batch) -> Tensor:
-    """The step's prefill rows. x: [prefill tokens, channels], each token dense → silu(convolution), contiguous;
-    `recent` takes the tokens in. weight: [taps, channels]; recent: [slots, taps, channels], each slot dense."""
+    """The prefill rows of a step. x: [prefill tokens, channels], each token dense → silu(convolution), contiguous.
+    Stores the latest tokens in `recent`. weight: [taps, channels]; recent: [slots, taps, channels], each slot dense."""
     taps, channels = weight.shape
     assert batch.prefill_tiles is not None
     first = batch.num_decodes
@@ -33,13 +33,13 @@ def conv_chunks(x: Tensor, weight: Tensor, recent: Tensor, batch: Batch) -> Tens
     _conv_kernel[(len(batch.prefill_tiles) * parts, blocks)](
         x, weight, recent, *rows, batch.prefill_tiles, out, *strides, TOKEN_BLOCK=TOKEN_BLOCK, PARTS=parts, **shared
     )
-    # Apart, as rows of several tiles read what this overwrites.
-    _keep_kernel[(len(batch.prefills), blocks)](x, recent, *rows, *strides, **shared)
+    # A separate launch, because the tiles of a row read what this overwrites.
+    _store_recent_kernel[(len(batch.prefills), blocks)](x, recent, *rows, *strides, **shared)
     return out
 
 
 def conv_rows_reference(x: Tensor, weight: Tensor, recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """One token of each row. x: [rows, channels] → silu(convolution), same shape; `recent` takes the tokens in.
+    """One token of each row. x: [rows, channels] → silu(convolution), same shape. Stores the tokens in `recent`.
 
     weight: [taps, channels]; recent: [slots, taps, channels]; rows and positions: [rows] int64.
     """
@@ -49,7 +49,7 @@ def conv_rows_reference(x: Tensor, weight: Tensor, recent: Tensor, rows: Tensor,
 
 
 def conv_chunk_reference(x: Tensor, weight: Tensor, recent: Tensor, row: PrefillRow) -> Tensor:
-    """Consecutive tokens of one row. x: [count, channels] → silu(convolution), same shape; `recent` takes them in."""
+    """Consecutive tokens of one row. x: [count, channels] → silu(convolution), same shape. Stores them in `recent`."""
     taps, channels = weight.shape
     first = torch.tensor([row.start], device=x.device)
     earlier = _earlier(recent, torch.tensor([row.row], device=x.device), first)[0]
@@ -61,7 +61,7 @@ def conv_chunk_reference(x: Tensor, weight: Tensor, recent: Tensor, row: Prefill
 
 
 def _earlier(recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """The tokens before `positions`, oldest first, zeros before the beginning: [rows, taps − 1, channels]"""
+    """The tokens before `positions`, oldest first, zeros before position 0: [rows, taps − 1, channels]"""
     taps = recent.shape[1]
     before = positions[:, None] + torch.arange(1 - taps, 0, device=recent.device)
     found = recent[rows[:, None], before % taps]
@@ -70,7 +70,7 @@ def _earlier(recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
 
 @jit
 def convolved(token, ring, weight, channel, inside, keeps, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """silu of the convolution of one token at `channel`, float32. Where `keeps`, the row's ring takes the token in."""
+    """silu of the convolution of one token at `channel`, float32. Where `keeps`, stores the token in the row's ring."""
     x = tl.load(token + channel, mask=inside, other=0.0)
     total = x.to(tl.float32) * tl.load(weight + (TAPS - 1) * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(TAPS - 1):
@@ -118,7 +118,7 @@ def _conv_kernel(
     inside = (token < count)[:, None] & channel_inside[None, :]
     total = tl.zeros((TOKEN_BLOCK, CHANNEL_BLOCK), tl.float32)
     for tap in tl.static_range(TAPS):
-        before = token - (TAPS - 1 - tap)  # within this step's tokens of the row; below zero: in an earlier step
+        before = token - (TAPS - 1 - tap)  # index among the tokens of this step; negative: in an earlier step
         here = inside & (before >= 0)[:, None]
         value = tl.load(x + (offset + before)[:, None] * x_stride + channel[None, :], mask=here, other=0.0)
         position = start + before
@@ -133,7 +133,7 @@ def _conv_kernel(
 
 
 @jit(do_not_specialize_on_alignment=["rows", "lengths"])
-def _keep_kernel(
+def _store_recent_kernel(
     x,
     recent,
     rows,

@@ -1,8 +1,8 @@
-"""Prefill rows through a gated delta net, in chunks; the mathematics is that of `gated_delta.delta_chunked`.
+"""Prefill rows of a gated delta net, in chunks, with the mathematics of `gated_delta.delta_chunked`.
 
-All chunks are prepared at once: the triangular system of each is inverted, and everything that does not depend on the
-memory is brought into the form the second kernel multiplies with. That one carries each head's memory from chunk to
-chunk, a few columns of it per program. Reference: `gated_delta.gated_delta_reference`.
+The first kernel prepares all chunks at once: it inverts the triangular system of each chunk and computes everything
+that does not depend on the memory. The second kernel carries the memory of each head from chunk to chunk, a few columns
+per program. Reference: `gated_delta.gated_delta_reference`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 VALUE_COLUMNS = 32
-"""Columns of a head's memory that one program carries."""
+"""Columns of the memory of a head that one program carries."""
 PREPARE_WARPS, CARRY_WARPS = 8, 4
 
 
 def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
-    """projected: [prefill tokens, projected size], out: [prefill tokens, value size], contiguous; the rows' state is
-    moved on."""
+    """projected: [prefill tokens, projected size], out: [prefill tokens, value size], contiguous. Advances the state
+    of the rows."""
     assert batch.prefill_tiles is not None
     device, kind, tokens = projected.device, projected.dtype, len(projected)
     heads, key_dim, value_dim = rules.value_heads, rules.key_dim, rules.value_dim
@@ -34,9 +34,10 @@ def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delt
     def by_head(size: int) -> Tensor:
         return torch.empty((tokens, heads, size), dtype=kind, device=device)
 
-    faded_q, faded_k, w = by_head(key_dim), by_head(key_dim), by_head(key_dim)
+    decayed_q, decayed_k, w = by_head(key_dim), by_head(key_dim), by_head(key_dim)
     u, attended = by_head(value_dim), by_head(CHUNK)
-    kept = torch.empty((tokens, heads), dtype=torch.float32, device=device)  # at each chunk's first token
+    # Stored at the first token of each chunk.
+    chunk_decay = torch.empty((tokens, heads), dtype=torch.float32, device=device)
     sizes = {
         "HEADS": heads,
         "KEY_DIM": key_dim,
@@ -52,12 +53,12 @@ def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delt
         rules.decay_bias,
         batch.prefill_offsets,
         batch.prefill_tiles,
-        faded_q,
-        faded_k,
+        decayed_q,
+        decayed_k,
         w,
         u,
         attended,
-        kept,
+        chunk_decay,
         projected.stride(0),
         key_dim**-0.5,
         KEY_HEADS=rules.key_heads,
@@ -72,12 +73,12 @@ def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delt
     columns = max(16, min(VALUE_COLUMNS, triton.next_power_of_2(value_dim)))
     carried = torch.empty((tokens, rules.value_size), dtype=kind, device=device)
     _carry_kernel[(len(batch.prefills), heads, triton.cdiv(value_dim, columns))](
-        faded_q,
-        faded_k,
+        decayed_q,
+        decayed_k,
         w,
         u,
         attended,
-        kept,
+        chunk_decay,
         batch.rows[first:],
         batch.lengths[first:],
         batch.prefill_offsets,
@@ -94,7 +95,7 @@ def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delt
 
 
 def carry_stages(key_block: int, columns: int, element_bytes: int, shared: SharedMemory) -> int:
-    """Chunks that the carrying kernel has under way: the one it works on and, where both fit, the next."""
+    """Pipeline stages of the carry kernel: two where the current and the next chunk fit in shared memory."""
     in_chunk = CHUNK * (3 * key_block + columns + CHUNK)
     return 2 if shared.holds((shared.copies * in_chunk + 2 * key_block * columns) * element_bytes) else 1
 
@@ -107,12 +108,12 @@ def _prepare_kernel(
     decay_bias,
     offsets,
     tiles,
-    faded_q,
-    faded_k,
+    decayed_q,
+    decayed_k,
     w,
     u,
     attended,
-    kept,
+    chunk_decay,
     gates_stride,
     scale,
     HEADS: tl.constexpr,
@@ -150,8 +151,8 @@ def _prepare_kernel(
     gate = gates + token * gates_stride + head
     strength = tl.sigmoid(tl.load(gate, mask=token_inside, other=0.0).to(tl.float32))
     strength = tl.where(token_inside, strength, 0.0)
-    fade = tl.load(gate + HEADS, mask=token_inside, other=0.0).to(tl.float32)
-    log_decay = log_decay_of(fade, tl.load(decay_rate + head), tl.load(decay_bias + head))
+    decay_input = tl.load(gate + HEADS, mask=token_inside, other=0.0).to(tl.float32)
+    log_decay = log_decay_of(decay_input, tl.load(decay_rate + head), tl.load(decay_bias + head))
     log_decay = tl.where(token_inside, log_decay, 0.0)
     total = tl.cumsum(log_decay, 0)
     last = tl.sum(log_decay, 0)
@@ -163,16 +164,16 @@ def _prepare_kernel(
     target = (token[:, None] * HEADS + head) * KEY_DIM + key_dim[None, :]
     k = tl.load(source + KEY_SIZE, mask=inside, other=0.0).to(tl.float32)
     k *= tl.rsqrt(tl.sum(k * k, 1) + L2_EPS)[:, None]
-    tl.store(faded_k + target, (k * tl.exp(last - total)[:, None]).to(kind), mask=inside)
+    tl.store(decayed_k + target, (k * tl.exp(last - total)[:, None]).to(kind), mask=inside)
     k = k.to(kind)
     q = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     q *= (tl.rsqrt(tl.sum(q * q, 1) + L2_EPS) * scale)[:, None]
-    tl.store(faded_q + target, (q * tl.exp(total)[:, None]).to(kind), mask=inside)
+    tl.store(decayed_q + target, (q * tl.exp(total)[:, None]).to(kind), mask=inside)
     scores = tl.dot(q.to(kind), tl.trans(k), input_precision="tf32x3") * between
     where = (token[:, None] * HEADS + head) * CHUNK + earlier
     tl.store(attended + where, scores.to(kind), mask=token_inside[:, None])
 
-    # (1 + system)⁻¹, from blocks of one up: [[P, 0], [Q, R]]⁻¹ = [[P⁻¹, 0], [−R⁻¹ Q P⁻¹, R⁻¹]] for all pairs of blocks.
+    # (1 + system)⁻¹, from blocks of size 1: [[P, 0], [Q, R]]⁻¹ = [[P⁻¹, 0], [−R⁻¹ Q P⁻¹, R⁻¹]] for all block pairs.
     system = tl.dot(k, tl.trans(k), input_precision="tf32x3") * between * strength[:, None]
     system = tl.where(later > earlier, system, 0.0)
     inverse = tl.where(later == earlier, 1.0, 0.0)
@@ -190,17 +191,17 @@ def _prepare_kernel(
     v = tl.load(source, mask=inside, other=0.0).to(tl.float32) * strength[:, None]
     target = (token[:, None] * HEADS + head) * VALUE_DIM + value_dim[None, :]
     tl.store(u + target, tl.dot(inverse, v.to(kind), input_precision="tf32x3").to(kind), mask=inside)
-    tl.store(kept + (offset + first) * HEADS + head, tl.exp(last))
+    tl.store(chunk_decay + (offset + first) * HEADS + head, tl.exp(last))
 
 
 @jit(do_not_specialize_on_alignment=["rows", "lengths"])
 def _carry_kernel(
-    faded_q,
-    faded_k,
+    decayed_q,
+    decayed_k,
     w,
     u,
     attended,
-    kept,
+    chunk_decay,
     rows,
     lengths,
     offsets,
@@ -248,13 +249,13 @@ def _carry_kernel(
         reading = tl.load(w + by_key, mask=key_mask, other=0.0)
         correction -= tl.dot(reading, rounded, input_precision="tf32x3")
         correction = correction.to(kind)
-        query = tl.load(faded_q + by_key, mask=key_mask, other=0.0)
+        query = tl.load(decayed_q + by_key, mask=key_mask, other=0.0)
         mixed = tl.dot(query, rounded, input_precision="tf32x3")
         within = by_head[:, None] * CHUNK + place[None, :]
         scores = tl.load(attended + within, mask=token_inside[:, None], other=0.0)
         mixed += tl.dot(scores, correction, input_precision="tf32x3")
         tl.store(out + by_column, mixed.to(out.dtype.element_ty), mask=column_mask)
-        key = tl.load(faded_k + by_key, mask=key_mask, other=0.0)
-        known *= tl.load(kept + (offset + first) * HEADS + head)
+        key = tl.load(decayed_k + by_key, mask=key_mask, other=0.0)
+        known *= tl.load(chunk_decay + (offset + first) * HEADS + head)
         known += tl.dot(tl.trans(key), correction, input_precision="tf32x3")
     tl.store(where, known, mask=inside)

@@ -1,7 +1,7 @@
-"""The gated delta net, from projected tokens to mixed, gated values: one entry for a whole step, and its references.
+"""The gated delta net for a whole step, from projected tokens to mixed, gated values, and its references.
 
-Each value head of a row keeps a matrix M [key dim, value dim]. A token lets it fade, corrects what it recalls for the
-token's key towards the token's value, and reads it with the token's query:
+Each value head of a row keeps a matrix M [key dim, value dim]. A token decays M, corrects the value that M recalls for
+the key of the token, and reads M with its query:
 
     M ← e^g M;   M ← M + k ⊗ β (v − Mᵀk);   out = Mᵀq
 """
@@ -19,7 +19,7 @@ from cortex.neuron.kernels.jit import has_kernels
 
 
 def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
-    """projected: [tokens, projected size] → [tokens, value size], and the rows' state moved on by their tokens."""
+    """projected: [tokens, projected size] → [tokens, value size]. Advances the state of the rows by their tokens."""
     if not has_kernels(projected):
         return gated_delta_reference(projected, rules, batch, state)
     from cortex.neuron.kernels.delta.chunks import delta_chunks
@@ -36,16 +36,16 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
 
 def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
     heads = rules.value_heads
-    x, gate, write, fade = projected.split([rules.channels, rules.value_size, heads, heads], dim=-1)
+    x, gate, write, decay_input = projected.split([rules.channels, rules.value_size, heads, heads], dim=-1)
     strength = write.float().sigmoid()
-    log_decay = -rules.decay_rate * F.softplus(fade.float() + rules.decay_bias)
+    log_decay = -rules.decay_rate * F.softplus(decay_input.float() + rules.decay_bias)
     parts = []
     decodes = batch.num_decodes
     if decodes:
         rows, positions = batch.rows[:decodes], batch.positions[:decodes]
         mixed = conv_rows_reference(x[:decodes], rules.conv_weight, state.recent, rows, positions)
         q, k, v = (part[:, :, None] for part in split_heads(mixed, rules))
-        # A row alone is moved on where it is: its memory is most of what a step touches.
+        # A single row is updated in place: its memory is most of the bytes that a step touches.
         memory = state.memory[rows] if decodes > 1 else state.memory[int(rows[0]) :][:1]
         memory.index_fill_(0, (positions == 0).nonzero()[:, 0], 0)
         out = delta_recurrent(q, k, v, log_decay[:decodes, :, None], strength[:decodes, :, None], memory)
@@ -66,7 +66,7 @@ def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, st
 
 
 def split_heads(mixed: Tensor, rules: DeltaRules) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed: [tokens, channels] → q and k of length one (q scaled for its dim), and v: [tokens, value heads, dim]"""
+    """mixed: [tokens, channels] → q and k of unit length (q scaled by its dim), and v: [tokens, value heads, dim]"""
     q, k, v = mixed.float().split([rules.key_size, rules.key_size, rules.value_size], dim=-1)
     q, k = (x.unflatten(-1, (rules.key_heads, rules.key_dim)) for x in (q, k))
     q, k = (x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for x in (q, k))
@@ -76,7 +76,7 @@ def split_heads(mixed: Tensor, rules: DeltaRules) -> tuple[Tensor, Tensor, Tenso
 
 
 def delta_recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor) -> Tensor:
-    """Token by token, as the rule is written; `memory` is moved on in place.
+    """Token by token, by definition. Updates `memory` in place.
 
     q and k: [..., tokens, key dim], v: [..., tokens, value dim], log_decay and strength: [..., tokens],
     memory: [..., key dim, value dim]; all float32.
@@ -94,9 +94,9 @@ def delta_recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength
 def delta_chunked(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, CHUNK tokens at a time; gives the memory after the last token and leaves the given one alone.
+    """The same, CHUNK tokens at a time. Returns the memory after the last token; does not change its argument.
 
-    With G the sum of g from a chunk's beginning, and M its first memory, the corrections d of its tokens solve a
+    With G the sum of g from the start of a chunk, and M the memory before it, the corrections d of its tokens solve a
     triangular system:
 
         d_i = β_i (v_i − e^{G_i} Mᵀk_i − Σ_{j<i} e^{G_i − G_j} (k_i·k_j) d_j)
@@ -116,13 +116,13 @@ def delta_chunked(
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     attended = q @ k.transpose(-1, -2) * between
-    faded_q = q * total[..., None].exp()
+    decayed_q = q * total[..., None].exp()
     last = total[..., -1:]
-    faded_k = (k * (last - total)[..., None].exp()).transpose(-1, -2)
-    kept = last[..., None].exp()
+    decayed_k = (k * (last - total)[..., None].exp()).transpose(-1, -2)
+    chunk_decay = last[..., None].exp()
     outs = []
     for chunk in range(v.shape[-3]):
         correction = u[..., chunk, :, :] - w[..., chunk, :, :] @ memory
-        outs.append(faded_q[..., chunk, :, :] @ memory + attended[..., chunk, :, :] @ correction)
-        memory = kept[..., chunk, :, :] * memory + faded_k[..., chunk, :, :] @ correction
+        outs.append(decayed_q[..., chunk, :, :] @ memory + attended[..., chunk, :, :] @ correction)
+        memory = chunk_decay[..., chunk, :, :] * memory + decayed_k[..., chunk, :, :] @ correction
     return torch.cat(outs, dim=-2)[..., :tokens, :], memory

@@ -1,4 +1,4 @@
-"""The norm on every output head of a gated delta net, and its gate: norm(x) · silu(gate)."""
+"""The norm and gate of every output head of a gated delta net: norm(x) · silu(gate)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one gated delta net layer mixes tokens, and what it remembers of each row."""
+"""The parameters of one gated delta net layer, and its state of each row."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 L2_EPS = 1e-6
-"""Under the root where queries and keys are brought to length one."""
+"""Added under the root where queries and keys are normalised to unit length."""
 CHUNK = 64
-"""Tokens of a prefill row whose corrections are solved together."""
+"""Tokens of a prefill row whose corrections are solved in one system."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRules:
-    """What is fixed for all tokens of a layer.
+    """The parameters that all tokens of a layer share.
 
-    A projected token is laid out as queries, keys, values (the channels that are convolved), gate, write strengths,
-    decay inputs. Each key head serves `value_heads / key_heads` value heads in a row.
+    The layout of a projected token: queries, keys, values (the convolved channels), gate, write strengths, decay
+    inputs. Each key head serves `value_heads / key_heads` consecutive value heads.
     """
 
     key_heads: int
@@ -25,13 +25,13 @@ class DeltaRules:
     key_dim: int
     value_dim: int
     conv_weight: Tensor
-    """[taps, channels]: the last tap is the token itself"""
+    """[taps, channels]: the last tap is for the token itself"""
     decay_rate: Tensor
     """[value heads] float32, positive"""
     decay_bias: Tensor
     """[value heads] float32"""
     norm_weight: Tensor
-    """[value dim]: the gain of the norm on every output head"""
+    """[value dim]: the weight of the norm on every output head"""
     eps: float
 
     @property
@@ -53,10 +53,10 @@ class DeltaRules:
 
 @dataclass(frozen=True, slots=True)
 class DeltaState:
-    """One layer's memory of every row. A row that starts at position 0 does not read what its slot held before."""
+    """The state of one layer for every row. A row that starts at position 0 ignores the old contents of its slot."""
 
     recent: Tensor
-    """[slots, taps, channels]: the latest inputs of the convolution, that of position p at p mod taps. The token being
-    computed writes its own place and reads the others, so programs that share a row never wait for each other."""
+    """[slots, taps, channels]: the latest inputs of the convolution, with position p at p mod taps. A token writes its
+    own entry and reads only the others, so programs that share a row need no synchronisation."""
     memory: Tensor
-    """[slots, value heads, key dim, value dim] float32: what the delta rule has stored"""
+    """[slots, value heads, key dim, value dim] float32: the matrix M of the delta rule"""

@@ -1,8 +1,8 @@
-"""One new token per row through a gated delta net, in one launch: convolution, gates, memory, norm and output gate.
+"""A decode step of a gated delta net in one launch: convolution, gates, memory, norm and output gate.
 
-Each program takes one value head of one row and reads and writes its memory once: bound by bandwidth. With few rows it
-takes the whole memory at once, before the projection is done; with many it takes it in parts, so that several programs
-share a processor. Reference: `gated_delta.gated_delta_reference`.
+Each program takes one value head of one row and reads and writes its memory once: bound by bandwidth. In small batches
+it loads the whole memory at once, before the projection is done. In large batches it loads the memory in parts, so that
+several programs share a processor. Reference: `gated_delta.gated_delta_reference`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 
 
 def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
-    """Writes the first `batch.num_decodes` rows of `out` ([tokens, value size], contiguous); moves their state on."""
+    """Writes the first `batch.num_decodes` rows of `out` ([tokens, value size], contiguous); advances their state."""
     value_block = triton.next_power_of_2(rules.value_dim)
     fills = batch.num_decodes * rules.value_heads > 2 * num_processors(projected.device)
     columns = min(32, value_block) if fills else value_block
@@ -51,9 +51,9 @@ def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaS
 
 
 @jit
-def log_decay_of(fade, rate, bias):
-    """The logarithm of what a memory is multiplied by: −rate · softplus(fade + bias), all float32."""
-    x = fade + bias
+def log_decay_of(decay_input, rate, bias):
+    """The logarithm of the factor of the memory: −rate · softplus(decay_input + bias), all float32."""
+    x = decay_input + bias
     return -rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
 
 
@@ -104,15 +104,15 @@ def _step_kernel(
     token = projected + index * projected_stride
     ring = recent + row * recent_stride
     channel = head // SHARED * KEY_DIM + key_dim
-    keeps = key_dim < tl.where(head % SHARED == 0, KEY_DIM, 0)  # one of the value heads that share a key head
+    keeps = key_dim < tl.where(head % SHARED == 0, KEY_DIM, 0)  # only one of the value heads that share a key head
     q = convolved(token, ring, conv_weight, channel, key_inside, keeps, position, CHANNELS, TAPS)
     k = convolved(token, ring, conv_weight, KEY_SIZE + channel, key_inside, keeps, position, CHANNELS, TAPS)
     q = q * tl.rsqrt((tl.sum(q * q, 0) + L2_EPS) * KEY_DIM)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     gates = token + CHANNELS + VALUE_SIZE + head
     strength = tl.sigmoid(tl.load(gates).to(tl.float32))
-    fade = tl.load(gates + VALUE_HEADS).to(tl.float32)
-    decay = tl.exp(log_decay_of(fade, tl.load(decay_rate + head), tl.load(decay_bias + head)))
+    decay_input = tl.load(gates + VALUE_HEADS).to(tl.float32)
+    decay = tl.exp(log_decay_of(decay_input, tl.load(decay_rate + head), tl.load(decay_bias + head)))
 
     part = tl.arange(0, PARTS)
     mixed = tl.zeros((PARTS, COLUMNS), tl.float32)

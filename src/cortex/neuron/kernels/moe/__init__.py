@@ -1,1 +1,1 @@
-"""A mixture of experts, from the residual stream before it to the one after."""
+"""Mixture of experts, from the residual stream before the block to the one after it."""

@@ -1,4 +1,4 @@
-"""One layer's experts as the kernels see them."""
+"""The experts of one layer, as tensors for the kernels."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts stacked in one tensor per matrix: first those that are chosen among, then those that every token takes.
+    """Experts stacked in one tensor per matrix: first the routed experts, then the shared ones, which every token uses.
 
-    A shared expert that is several times as wide as the others is several experts here: the sum is the same.
+    A shared expert that is several times as wide as the others is stored as several experts: the sum is the same.
     """
 
     router: Tensor
-    """[routed (+ 1), hidden]: a score for each routed expert; with shared ones a last row, their gate"""
+    """[routed (+ 1), hidden]: a score for each routed expert; with shared experts, the last row is their gate"""
     gate_up: Tensor
     """[experts, 2 · inner, hidden]"""
     down: Tensor
     """[experts, hidden, inner]"""
     top_k: int
-    """Routed experts that each token takes."""
+    """Routed experts per token."""
     renormalise: bool
-    """Whether the weights of the chosen add up to one; else they are what the softmax over all gave them."""
+    """Whether the weights of the selected experts are scaled to sum to one after the softmax over all."""
     num_shared: int = 0
 
     @property
@@ -36,7 +36,7 @@ class Experts:
 
     @property
     def slots(self) -> int:
-        """Experts that each token takes, shared ones included."""
+        """Experts per token, including the shared ones."""
         return self.top_k + self.num_shared
 
     @property

@@ -1,9 +1,9 @@
-"""The experts of many rows: each expert's pairs, gathered into tiles, times its matrices on the tensor cores.
+"""The experts of large batches: the pairs of each expert, gathered into tiles, times its matrices on tensor cores.
 
-How many tiles an expert has is known only on the device: a launch has programs for the most there could be, each finds
-its own tile from the experts' counts, and those beyond the last tile leave. So a launch's shape depends on nothing but
-the number of rows, and a graph can hold it. The matrix is the left operand: its rows fill a tensor core's tile however
-few the tokens are.
+The number of tiles of an expert is known only on the device. A launch has programs for the largest possible number;
+each finds its tile from the counts of the experts, and programs after the last tile exit. So the grid depends only on
+the number of rows, and the launch can be captured in a graph. The matrix is the left operand: its rows fill a tensor
+core tile even when there are few tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.routing import Lists
+from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.shared_memory import SharedMemory, loop_over_columns, shared_memory
 from cortex.neuron.kernels.silu import silu_mul_reference
 
@@ -25,7 +25,7 @@ MAX_STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What one program takes: pairs, rows of the matrix, and how much of their inputs at a time."""
+    """The tile of one program: pairs, rows of the matrix, and inputs per iteration."""
 
     pairs: int
     outputs: int
@@ -33,32 +33,32 @@ class Tiling:
     warps: int
 
     def fitted(self, num_matrices: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int]:
-        """Inputs at a time and how many such steps are on their way at once, as the device's shared memory allows."""
+        """Inputs per iteration and pipeline stages that the shared memory of the device allows."""
         column_bytes = (num_matrices * self.outputs + self.pairs) * element_bytes
         return loop_over_columns(self.inputs, MAX_STAGES, column_bytes, shared)
 
 
 def tiling(num_pairs: int, num_experts: int) -> Tiling:
-    """Room for about twice the pairs that an expert has on average, so that most need one tile."""
+    """Tiles for about twice the average number of pairs per expert, so that most experts need one tile."""
     wanted = -(-2 * num_pairs // num_experts)
     pairs = max(16, min(128, 1 << (wanted - 1).bit_length()))
     return Tiling(pairs, 64, 128, 4) if pairs < 64 else Tiling(pairs, 128, 64, 8)
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_pairs: int) -> int:
-    """The most tiles that so many pairs can make, however they are spread over the experts."""
+    """The largest number of tiles for `num_pairs`, for any distribution over the experts."""
     busy = min(num_pairs, num_experts)
     return busy + (num_pairs - busy) // tile_pairs
 
 
-def expand_grouped(x: Tensor, lists: Lists, experts: Experts, tile: Tiling) -> Tensor:
+def expand_grouped(x: Tensor, lists: PairLists, experts: Experts, tile: Tiling) -> Tensor:
     """silu(x Gᵀ) · x Uᵀ by pair. x: [tokens, hidden], normed → [tokens · slots, inner]"""
     out = torch.empty((len(x) * experts.slots, experts.inner), dtype=x.dtype, device=x.device)
     _launch(x, experts.gate_up, lists, out, tile, pairs_per_row=experts.slots, gated=True)
     return out
 
 
-def contract_grouped(inner: Tensor, lists: Lists, experts: Experts, tile: Tiling) -> Tensor:
+def contract_grouped(inner: Tensor, lists: PairLists, experts: Experts, tile: Tiling) -> Tensor:
     """weight · inner Dᵀ by pair. inner: [tokens · slots, inner] → [tokens · slots, hidden]"""
     out = torch.empty((len(inner), experts.down.shape[1]), dtype=inner.dtype, device=inner.device)
     _launch(inner, experts.down, lists, out, tile, pairs_per_row=1, gated=False)
@@ -83,14 +83,14 @@ def combine(parts: Tensor, residual: Tensor) -> Tensor:
     return out
 
 
-def expand_grouped_reference(x: Tensor, lists: Lists, experts: Experts) -> Tensor:
+def expand_grouped_reference(x: Tensor, lists: PairLists, experts: Experts) -> Tensor:
     out = torch.empty((len(x) * experts.slots, experts.inner), dtype=x.dtype, device=x.device)
     for gate_up, pairs in zip(experts.gate_up, _pairs(lists), strict=True):
         out[pairs] = silu_mul_reference(F.linear(x[pairs // experts.slots], gate_up))
     return out
 
 
-def contract_grouped_reference(inner: Tensor, lists: Lists, experts: Experts) -> Tensor:
+def contract_grouped_reference(inner: Tensor, lists: PairLists, experts: Experts) -> Tensor:
     out = torch.empty((len(inner), experts.down.shape[1]), dtype=inner.dtype, device=inner.device)
     weights = lists.weights.flatten()
     for down, pairs in zip(experts.down, _pairs(lists), strict=True):
@@ -102,13 +102,13 @@ def combine_reference(parts: Tensor, residual: Tensor) -> Tensor:
     return residual + parts.view(len(residual), -1, residual.shape[1]).sum(1)
 
 
-def _pairs(lists: Lists) -> list[Tensor]:
-    """Each expert's pairs."""
+def _pairs(lists: PairLists) -> list[Tensor]:
+    """The pairs of each expert."""
     return [members[:count].long() for members, count in zip(lists.members, lists.counts.tolist(), strict=True)]
 
 
 def _launch(
-    x: Tensor, weight: Tensor, lists: Lists, out: Tensor, tile: Tiling, *, pairs_per_row: int, gated: bool
+    x: Tensor, weight: Tensor, lists: PairLists, out: Tensor, tile: Tiling, *, pairs_per_row: int, gated: bool
 ) -> None:
     num_pairs, outputs = out.shape
     inputs = x.shape[1]

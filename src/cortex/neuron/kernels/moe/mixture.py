@@ -1,4 +1,4 @@
-"""The whole block: one entry for any number of rows, and its reference, which is also how a CPU runs it."""
+"""The whole block for any number of rows, and its reference, which CPUs use."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from cortex.neuron.kernels.moe.rows import contract_rows, expand_rows
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.silu import silu_mul_reference
 
-FEW_ROWS = 8
-"""Up to this many rows most of the chosen experts differ, and a product per pair reads little twice."""
+SMALL_BATCH_ROWS = 8
+"""Up to this many rows most of the selected experts differ, and one product per pair reads few bytes twice."""
 
 
 def mixture(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Tensor:
     """hidden: [tokens, hidden] → hidden + Σ weight · expert(norm(hidden)) over each token's experts"""
     if not has_kernels(hidden):
         return mixture_reference(hidden, norm_weight, eps, experts)
-    if len(hidden) <= FEW_ROWS:
+    if len(hidden) <= SMALL_BATCH_ROWS:
         return mixture_of_rows(hidden, norm_weight, eps, experts)
     return mixture_grouped(hidden, norm_weight, eps, experts)
 
 
 def mixture_of_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Tensor:
-    """Each pair alone: three launches."""
+    """Each pair on its own, in three launches."""
     choice = choose_rows(hidden, norm_weight, eps, experts)
     inner = expand_rows(hidden, norm_weight, eps, choice, experts)
     return contract_rows(inner, choice, hidden, experts)
 
 
 def mixture_grouped(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Tensor:
-    """Each expert's pairs together."""
+    """The pairs of each expert together."""
     x = rms_norm(hidden, norm_weight, eps)
     lists = list_pairs(F.linear(x, experts.router), experts)
     tile = tiling(len(hidden) * experts.top_k, experts.num_routed)
@@ -44,7 +44,7 @@ def mixture_grouped(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Ex
 
 
 def mixture_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Tensor:
-    """Pairs sorted by expert, so that each expert runs once and reads and writes whole stretches of memory."""
+    """Sorts pairs by expert, so that each expert runs once on contiguous memory."""
     x = rms_norm_reference(hidden, norm_weight, eps)
     choice = choose_reference(F.linear(x, experts.router), experts)
     by_expert, order = choice.experts.flatten().sort(stable=True)
@@ -53,9 +53,9 @@ def mixture_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: 
     used, counts = by_expert.unique_consecutive(return_counts=True)
     start = 0
     for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
-        stretch = slice(start, start + count)
-        inner = silu_mul_reference(F.linear(gathered[stretch], experts.gate_up[expert]))
-        torch.mm(inner, experts.down[expert].t(), out=parts[stretch])
+        span = slice(start, start + count)
+        inner = silu_mul_reference(F.linear(gathered[span], experts.gate_up[expert]))
+        torch.mm(inner, experts.down[expert].t(), out=parts[span])
         start += count
     by_pair = parts.index_select(0, order.argsort()).view(*choice.weights.shape, -1)  # [tokens, slots, hidden]
     weights = choice.weights.to(parts.dtype)[:, None]

@@ -1,8 +1,8 @@
-"""Which experts each token takes, and how much of each: softmax over the scores, the largest few, shared ones always.
+"""Routing: the experts and weights of each token. Softmax over the scores, then top k, plus the shared experts.
 
-A pair is one token with one of its experts; pair = token · slots + slot. A few rows get their pairs' experts by pair,
-in one launch from the residual stream on. Many rows get, per expert, the list of its pairs: the order within a list is
-whatever the device's was, and nothing depends on it, because every pair's result has its own place.
+A pair is one token with one of its experts; pair = token · slots + slot. Small batches get the experts by pair, in one
+launch from the residual stream on. Large batches get a list of pairs for each expert. The order within a list is not
+deterministic, and nothing depends on it: the result of every pair has its own place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 1024
-"""Rows of one launch of `choose_rows`."""
+"""Largest number of rows of `choose_rows`."""
 ROUTER_BLOCK = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
-    """What each token takes, by pair."""
+    """The experts and weights of each token, by pair."""
 
     experts: Tensor
     """[tokens, slots] int32"""
@@ -34,15 +34,15 @@ class ExpertChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Lists:
-    """What each expert is given."""
+class PairLists:
+    """The pairs of each expert."""
 
     weights: Tensor
     """[tokens, slots] float32"""
     counts: Tensor
     """[experts] int32: pairs of each expert"""
     members: Tensor
-    """[experts, tokens] int32: the pairs themselves, valid up to the expert's count"""
+    """[experts, tokens] int32: the pairs, valid up to the count of the expert"""
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
@@ -60,7 +60,7 @@ def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
 
 
 def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
-    """Norm, scores and choice of a few rows in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
+    """Norm, scores and choice of a small batch in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
     rows, size = hidden.shape
     scores = torch.empty((rows, len(experts.router)), dtype=torch.float32, device=hidden.device)
     chosen = torch.empty((rows, experts.slots), dtype=torch.int32, device=hidden.device)
@@ -89,7 +89,7 @@ def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, exper
     return choose_reference(F.linear(rms_norm_reference(hidden, norm_weight, eps), experts.router), experts)
 
 
-def list_pairs(logits: Tensor, experts: Experts) -> Lists:
+def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
     """logits: [tokens, routed (+ 1)], contiguous"""
     if not has_kernels(logits):
         return list_pairs_reference(logits, experts)
@@ -108,10 +108,10 @@ def list_pairs(logits: Tensor, experts: Experts) -> Lists:
         **_choice_constants(experts),
         **launch_options(device),
     )
-    return Lists(weights, counts, members)
+    return PairLists(weights, counts, members)
 
 
-def list_pairs_reference(logits: Tensor, experts: Experts) -> Lists:
+def list_pairs_reference(logits: Tensor, experts: Experts) -> PairLists:
     choice = choose_reference(logits, experts)
     by_pair = choice.experts.flatten()
     members = torch.zeros((experts.num_experts, len(logits)), dtype=torch.int32, device=logits.device)
@@ -119,7 +119,7 @@ def list_pairs_reference(logits: Tensor, experts: Experts) -> Lists:
         (pairs,) = (by_pair == expert).nonzero(as_tuple=True)
         members[expert, : len(pairs)] = pairs
     counts = torch.bincount(by_pair, minlength=experts.num_experts).to(torch.int32)
-    return Lists(choice.weights, counts, members)
+    return PairLists(choice.weights, counts, members)
 
 
 def _choice_constants(experts: Experts) -> dict[str, int | bool]:
@@ -135,7 +135,7 @@ def _choice_constants(experts: Experts) -> dict[str, int | bool]:
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """How many programs of each row are done; every launch leaves them at zero."""
+    """The number of finished programs of each row. Every launch resets them to zero."""
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
 
@@ -149,11 +149,12 @@ def _choose(
     SLOTS_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):
-    """One token's experts and weights, [slots] each. Always distinct experts that exist, whatever the scores are."""
+    """The experts and weights of one token, [slots] each. The experts are distinct and valid for any scores, NaN
+    too."""
     expert = tl.arange(0, ROUTED_BLOCK)
     slot = tl.arange(0, SLOTS_BLOCK)
     score = tl.load(scores + expert, mask=expert < ROUTED, other=0.0, cache_modifier=".cg").to(tl.float32)
-    # Not a number compares with nothing and would be no expert's; the token's own values carry it on.
+    # A NaN compares false and would select no expert. The output is NaN anyway, through the values of the token.
     score = tl.where(score > -1.0e30, score, -1.0e30)
     score = tl.where(expert < ROUTED, score, -float("inf"))
     highest = tl.max(score, 0)
@@ -198,7 +199,7 @@ def _choose_rows_kernel(
     RENORMALISE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK_OUT scores; the last of a row to finish chooses."""
+    """One program per row and BLOCK_OUT scores. The last program of a row to finish makes the choice."""
     if OVERLAP:
         gdc_launch_dependents()
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -242,7 +243,7 @@ def _list_pairs_kernel(
     RENORMALISE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per token. A shared expert's list is every token in order."""
+    """One program per token. The list of a shared expert has every token in order."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

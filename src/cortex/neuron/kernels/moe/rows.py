@@ -1,7 +1,7 @@
-"""The experts of a few rows: each pair is a product of its expert's matrices with one vector.
+"""The experts of small batches: each pair is a product of the expert's matrices with one vector.
 
-Bound by the bytes of the chosen matrices, so the norm before, the gate between, and the sum over experts and the
-residual after ride along. Two rows that chose the same expert run side by side and share its bytes through the cache.
+Bound by the bytes of the selected matrices, so the norm, the gate, the sum over experts and the residual are fused in.
+Two rows with the same expert run side by side and share its bytes through the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cortex.neuron.kernels.norm import rms_norm_reference
 from cortex.neuron.kernels.silu import silu_mul_reference
 
 TILE_ELEMENTS = 16_384
-"""Of the matrices that one program of the second product has on their way at once."""
+"""Matrix elements that one program of the second product loads at once."""
 
 
 def expand_rows(hidden: Tensor, norm_weight: Tensor, eps: float, choice: ExpertChoice, experts: Experts) -> Tensor:
@@ -147,7 +147,7 @@ def _contract_kernel(
     BLOCK_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK_OUT outputs, all of the row's experts at once: the sum has a fixed order."""
+    """One program per row and BLOCK_OUT outputs, for all experts of the row: the sum has a fixed order."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

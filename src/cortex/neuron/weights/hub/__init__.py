@@ -1,7 +1,7 @@
-"""Models from the hub, kept in the hub's own cache layout, so that other tools find them and we find theirs.
+"""Downloads models from the hub into the hub's own cache layout, which other tools share.
 
-Written on the standard library: the official client drops a half-finished file when a download fails, does not check
-digests over plain HTTP and cannot be called off, which are the three things a node needs from it.
+Written on the standard library. The official client drops a partial file when a download fails, does not check digests
+over plain HTTP and cannot be cancelled; a node needs all three.
 """
 
 from cortex.neuron.weights.hub.resolver import resolve

@@ -18,21 +18,21 @@ _LOCK_POLL_S: Final = 0.1
 
 
 def cache_directory(environment: Mapping[str, str]) -> Path:
-    """Where the environment keeps the hub's cache."""
+    """The directory of the hub's cache, from the environment."""
     if directory := environment.get("HF_HUB_CACHE"):
         return Path(directory).expanduser()
     return hub_home(environment) / "hub"
 
 
 def hub_home(environment: Mapping[str, str]) -> Path:
-    """Where the hub's own tools keep the cache and the token."""
+    """The directory in which the hub's own tools keep the cache and the token."""
     if home := environment.get("HF_HOME"):
         return Path(home).expanduser()
     return Path(environment.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface"
 
 
 class RepositoryCache:
-    """One repository's corner of the cache. What is under `snapshots` is always whole and verified."""
+    """One repository in the cache. Files under `snapshots` are always complete and verified."""
 
     def __init__(self, cache_directory: Path, repository: str) -> None:
         folder = f"models--{repository.replace('/', '--')}"
@@ -43,14 +43,14 @@ class RepositoryCache:
         return self.root / "blobs" / file.digest
 
     def partial(self, file: RemoteFile) -> Path:
-        """Where a file grows until it is whole; it outlives a failed download, so that the next one continues."""
+        """The path of an incomplete file. It is kept after a failed download, so that the next one continues it."""
         return self.root / "blobs" / f"{file.digest}.incomplete"
 
     def snapshot(self, commit: str) -> Path:
         return self.root / "snapshots" / commit
 
     def num_missing_bytes(self, file: RemoteFile) -> int:
-        """What is still to be fetched of `file`."""
+        """The bytes of `file` that are not downloaded yet."""
         if self.blob(file).exists():
             return 0
         try:
@@ -59,7 +59,7 @@ class RepositoryCache:
             return file.num_bytes
 
     def link(self, commit: str, file: RemoteFile) -> None:
-        """Show the blob under the file's own name, at once or not at all."""
+        """Link the blob under the file's own name, atomically."""
         pointer = self.snapshot(commit) / file.path
         if pointer.exists() and pointer.samefile(self.blob(file)):
             return
@@ -69,7 +69,7 @@ class RepositoryCache:
         temporary.replace(pointer)
 
     def remember(self, revision: str, commit: str) -> None:
-        """Note which commit `revision` was, once its snapshot is complete."""
+        """Store the commit of `revision`. Call it once the snapshot is complete."""
         if self.commit_of(revision) == commit:
             return
         ref = self.root / "refs" / revision
@@ -79,7 +79,7 @@ class RepositoryCache:
         temporary.replace(ref)
 
     def commit_of(self, revision: str) -> str | None:
-        """The commit that `revision` was when we last heard; None where the cache does not know."""
+        """The commit of `revision` at the last download; None where the cache does not have it."""
         if _COMMIT.fullmatch(revision):
             return revision
         try:
@@ -89,13 +89,14 @@ class RepositoryCache:
         return commit if _COMMIT.fullmatch(commit) else None
 
     def paths_in(self, commit: str) -> list[str]:
-        """Files of a snapshot whose contents are there."""
+        """The files of a snapshot whose contents exist."""
         snapshot = self.snapshot(commit)
         return sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
 
     @contextmanager
     def locked(self, file: RemoteFile, pause: Callable[[float], None]) -> Iterator[None]:
-        """Alone with the file among all processes that use this cache; `pause` waits, and may raise to give up."""
+        """Hold the lock of the file, shared by all processes that use this cache. `pause` sleeps, or raises to give
+        up."""
         self._locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._locks / f"{file.digest}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -1,4 +1,4 @@
-"""One file from the hub to the cache: continued where it stopped, checked against its digest, renamed when whole."""
+"""Downloads one file into the cache: resumes a partial file, checks the digest, renames it when complete."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import BinaryIO, Final
 
 from cortex.neuron.weights.errors import DownloadCorrupt, HubUnreachable
 from cortex.neuron.weights.hub.cache import RepositoryCache
-from cortex.neuron.weights.hub.listing import RemoteFile, raise_if_refused
+from cortex.neuron.weights.hub.listing import RemoteFile, raise_if_rejected
 from cortex.neuron.weights.hub.transport import HubResponse, Interrupted, Transport
 
 _CHUNK_BYTES: Final = 256 << 10
-# Content networks refuse to serve more than 50 GB in one answer.
-_MAX_ANSWER_BYTES: Final = 16 << 30
-_NUM_FRUITLESS_ATTEMPTS: Final = 6
-_BACKOFF_S: Final = 0.5
+# Content networks serve at most 50 GB in one response.
+_MAX_RESPONSE_BYTES: Final = 16 << 30
+_MAX_ATTEMPTS_WITHOUT_PROGRESS: Final = 6
+BACKOFF_S: Final = 0.5
 _MAX_BACKOFF_S: Final = 15.0
-_NUM_CORRUPT_ATTEMPTS: Final = 2
+_MAX_CORRUPT_DOWNLOADS: Final = 2
 
 Report = Callable[[int], None]
-"""Called with the file's bytes that are in the cache; may fall when a partial file proves useless."""
+"""Called with the number of bytes in the cache. The number may fall when a partial file has to be discarded."""
 
 
 class FileDownload:
-    """Brings one file into the cache. Runs on its own thread; `transport.abort()` ends it."""
+    """The download of one file. Runs on its own thread; `transport.abort()` ends it."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class FileDownload:
         self._url = f"{transport.endpoint}/{repository}/resolve/{commit}/{path}"
 
     def run(self) -> None:
-        """Leave the whole file at `cache.blob(file)`.
+        """Download the file to `cache.blob(file)`.
 
-        Raises HubError, Cancelled, or OSError when the disk fails; what has come so far is kept for the next time.
+        Raises HubError, Cancelled, or OSError when the disk fails. The partial file is kept for the next call.
         """
         if not self._cache.blob(self._file).exists():
             with self._cache.locked(self._file, self._transport.pause):
@@ -61,41 +61,41 @@ class FileDownload:
     def _fetch_verified(self) -> None:
         partial = self._cache.partial(self._file)
         partial.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(_NUM_CORRUPT_ATTEMPTS):
+        for _ in range(_MAX_CORRUPT_DOWNLOADS):
             if self._fetch(partial) == self._file.digest:
                 partial.replace(self._cache.blob(self._file))
                 return
             partial.unlink()
         raise DownloadCorrupt(
-            f"{self._file.path} of {self._repository} does not have the digest the hub promises; "
-            "the network or the mirror alters files"
+            f"{self._file.path} of {self._repository} does not have the digest that the hub lists; "
+            "the network or a mirror alters files: check the proxy and HF_ENDPOINT"
         )
 
     def _fetch(self, partial: Path) -> str:
-        """Grow `partial` to its full size, and return its digest."""
-        num_fruitless, reason = 0, ""
+        """Download the rest of `partial` and return its digest."""
+        num_without_progress, reason = 0, ""
         with partial.open("ab+") as output:
             digest = self._digest_of(output)
             while (position := output.tell()) < self._file.num_bytes:
-                if num_fruitless == _NUM_FRUITLESS_ATTEMPTS:
+                if num_without_progress == _MAX_ATTEMPTS_WITHOUT_PROGRESS:
                     raise HubUnreachable(
                         f"{self._file.path} of {self._repository} stops at byte {position} of {self._file.num_bytes} "
-                        f"({reason}); try again, the rest will be continued"
+                        f"({reason}); try again to continue from there"
                     )
-                if num_fruitless:
-                    self._transport.pause(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (num_fruitless - 1)))
+                if num_without_progress:
+                    self._transport.pause(min(_MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_without_progress - 1)))
                 try:
                     reason = self._append(output, digest)
                 except Interrupted as error:
                     reason = str(error)
-                num_fruitless = 0 if output.tell() > position else num_fruitless + 1
-            # The name promises whole contents, also after the power fails.
+                num_without_progress = 0 if output.tell() > position else num_without_progress + 1
+            # A blob must be complete under its name, even after a power failure.
             output.flush()
             os.fsync(output.fileno())
         return digest.hexdigest()
 
     def _digest_of(self, output: BinaryIO) -> _Digest:
-        """The running digest of what is there already, with `output` left at its end."""
+        """The running digest of the existing bytes. Leaves `output` at its end."""
         digest = _Digest(self._file)
         output.seek(0, 2)
         if output.tell() > self._file.num_bytes:
@@ -108,32 +108,32 @@ class FileDownload:
         return digest
 
     def _append(self, output: BinaryIO, digest: _Digest) -> str:
-        """One request for what is missing. Returns why it ended without error; the caller looks at how far it came."""
+        """Send one request for the missing bytes. Returns why it ended without an error; the caller checks progress."""
         start = output.tell()
-        end = min(self._file.num_bytes, start + _MAX_ANSWER_BYTES)
-        with self._transport.get(self._url, {"range": f"bytes={start}-{end - 1}"}) as answer:
-            if answer.status == 206 and _range_start(answer) == start:
+        end = min(self._file.num_bytes, start + _MAX_RESPONSE_BYTES)
+        with self._transport.get(self._url, {"range": f"bytes={start}-{end - 1}"}) as response:
+            if response.status == 206 and _range_start(response) == start:
                 pass
-            elif answer.status == 200:
-                # The server knows no ranges: what it sends is the file from its first byte.
+            elif response.status == 200:
+                # The server does not support ranges: it sends the file from the first byte.
                 output.truncate(0)
                 output.seek(0)
                 digest.restart()
                 start = 0
             else:
-                raise_if_refused(answer, self._repository)
-                return f"the hub answers {answer.status}"
+                raise_if_rejected(response, self._repository)
+                return f"the hub responded with {response.status}"
             remaining = end - start
-            while remaining and (chunk := answer.read(min(_CHUNK_BYTES, remaining))):
+            while remaining and (chunk := response.read(min(_CHUNK_BYTES, remaining))):
                 output.write(chunk)
                 digest.update(chunk)
                 remaining -= len(chunk)
                 self._report(output.tell())
-        return "the connection ends early"
+        return "the connection closed early"
 
 
 class _Digest:
-    """The hub's digest of a file while its bytes pass by."""
+    """The hub's digest of a file, computed incrementally."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
@@ -152,6 +152,6 @@ class _Digest:
         return self._hash.hexdigest()
 
 
-def _range_start(answer: HubResponse) -> int | None:
-    match = re.match(r"bytes (\d{1,19})-", answer.header("content-range"))
+def _range_start(response: HubResponse) -> int | None:
+    match = re.match(r"bytes (\d{1,19})-", response.header("content-range"))
     return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""What the hub says is in a repository: files, sizes and digests, for one commit."""
+"""The hub's listing of a repository at one commit: files, sizes and digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cortex.neuron.weights.hub.transport import HubResponse, Interrupted, Transp
 
 _MAX_LISTING_BYTES: Final = 64 << 20
 _NUM_ATTEMPTS: Final = 3
-_BACKOFF_S: Final = 0.5
+BACKOFF_S: Final = 0.5
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -42,40 +42,41 @@ class Listing:
 
 
 def fetch_listing(transport: Transport, source: HubSource) -> Listing:
-    """Ask the hub; raises NotOnHub when it says no, HubUnreachable when it does not say anything useful."""
+    """Request the listing. Raises NotOnHub when the hub rejects it, HubUnreachable when there is no usable response."""
     revision = urllib.parse.quote(source.revision, safe="")
     url = f"{transport.endpoint}/api/models/{source.repository}/revision/{revision}?blobs=true"
     reason = ""
     for attempt in range(_NUM_ATTEMPTS):
         if attempt:
-            transport.pause(_BACKOFF_S * 2 ** (attempt - 1))
+            transport.pause(BACKOFF_S * 2 ** (attempt - 1))
         try:
-            with transport.get(url, {}) as answer:
-                if answer.status == 200:
-                    return _parse(answer.read(_MAX_LISTING_BYTES + 1), transport.endpoint)
-                raise_if_refused(answer, source.repository)
-                reason = f"it answers {answer.status}"
+            with transport.get(url, {}) as response:
+                if response.status == 200:
+                    return _parse(response.read(_MAX_LISTING_BYTES + 1), transport.endpoint)
+                raise_if_rejected(response, source.repository)
+                reason = f"it responded with {response.status}"
         except Interrupted as error:
             reason = str(error)
     raise HubUnreachable(f"{transport.endpoint} cannot be reached ({reason}); check the network or HF_ENDPOINT")
 
 
-def raise_if_refused(answer: HubResponse, repository: str) -> None:
-    """Raise NotOnHub for the answers that trying again will not change."""
-    code = answer.header("x-error-code")
+def raise_if_rejected(response: HubResponse, repository: str) -> None:
+    """Raise NotOnHub for error responses that a retry would not change."""
+    code = response.header("x-error-code")
     if code == "GatedRepo":
         raise NotOnHub(f"{repository} is gated; accept its terms on the hub and set HF_TOKEN")
     if code == "RevisionNotFound":
         raise NotOnHub(f"{repository} has no such revision; check the part after the @")
-    if answer.status in (401, 403, 404):
+    if response.status in (401, 403, 404):
         raise NotOnHub(
-            f"the hub shows no {repository} ({answer.status}); check the name, or set HF_TOKEN for private ones"
+            f"the hub has no {repository} or does not show it ({response.status}); "
+            "check the name, or set HF_TOKEN for a private repository"
         )
 
 
 def _parse(raw: bytes, endpoint: str) -> Listing:
     if len(raw) > _MAX_LISTING_BYTES:
-        raise HubError(f"{endpoint} sends an endless listing; check HF_ENDPOINT")
+        raise HubError(f"{endpoint} sent a listing of more than {_MAX_LISTING_BYTES >> 20} MiB; check HF_ENDPOINT")
     try:
         body = parse_json_object(raw, Path(endpoint))
         commit, siblings = body["sha"], body["siblings"]
@@ -83,7 +84,7 @@ def _parse(raw: bytes, endpoint: str) -> Listing:
             raise ValueError(f"the commit {commit[:80]!r}")
         files = [_file(sibling) for sibling in siblings]
     except (Malformed, KeyError, TypeError, ValueError) as error:
-        raise HubError(f"{endpoint} does not answer like a hub ({error}); check HF_ENDPOINT") from error
+        raise HubError(f"{endpoint} did not respond like a hub ({error}); check HF_ENDPOINT") from error
     return Listing(commit, {file.path: file for file in files})
 
 

@@ -1,4 +1,4 @@
-"""From what a user calls a model to files on disk."""
+"""Resolves a model name to files on disk; downloads them if necessary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPARE_DISK_BYTES: Final = 64 << 20
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), on the calling thread; never goes back."""
+"""Called with (bytes done, total bytes) on the calling thread; bytes done never fall."""
 
 
 def resolve(
@@ -41,11 +41,11 @@ def resolve(
     endpoint: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Path:
-    """The model directory or `.gguf` file that `source` names, downloaded first if need be.
+    """The model directory or `.gguf` file that `source` names, downloaded first if necessary.
 
-    Blocks, so it belongs on a thread; ends with Cancelled a moment after `cancelled()` turns true. What is not given is
+    Blocks, so call it on a thread. Raises Cancelled soon after `cancelled()` becomes true. Arguments that are None are
     taken from the environment (`HF_HUB_CACHE`, `HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, `HF_ENDPOINT`). When the hub
-    refuses or does not answer, a complete model in the cache is used. Raises CheckpointError.
+    rejects the request or does not respond, a complete model in the cache is used. Raises CheckpointError.
     """
     parsed = parse_source(source)
     if isinstance(parsed, Path):
@@ -71,7 +71,7 @@ def resolve(
         cache.remember(parsed.revision, listing.commit)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"the disk of {cache.root} is full; make room and try again") from error
+            raise DiskFull(f"the disk of {cache.root} is full; free some space and try again") from error
         raise HubError(f"cannot write to {cache.root}: {error.strerror}; check permissions or HF_HUB_CACHE") from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -103,7 +103,7 @@ def _download(
 
 
 class _Meter:
-    """Adds up what the downloads report on their threads, and shows it on the caller's, never going back."""
+    """Sums the progress that downloads report on their threads, and reports it on the caller's. Never falls."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
         self._total_bytes = total_bytes
@@ -127,7 +127,7 @@ def _finished(
     cancelled: Callable[[], bool],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[T]:
-    """Results of all futures; at the first failure or a cancellation the others are broken off."""
+    """The results of all futures. The first failure or a cancellation aborts the others."""
     try:
         while True:
             done, pending = wait(futures, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
@@ -137,12 +137,12 @@ def _finished(
             if not pending:
                 return [future.result() for future in futures]
             if cancelled():
-                raise Cancelled("the download was called off")
+                raise Cancelled("the download was cancelled")
     except BaseException:
         transport.abort()
         for future in futures:
             future.cancel()
-        # A thread that is still waiting for a connection cannot be reached; it ends by itself, with nothing to do.
+        # A thread that still waits for a connection cannot be interrupted. It ends on its own and does no more work.
         wait(futures, timeout=_LAST_WAIT_S)
         raise
 
@@ -155,13 +155,13 @@ def _check_disk(cache: RepositoryCache, files: Sequence[RemoteFile]) -> None:
     have = shutil.disk_usage(cache.root).free
     if need + _SPARE_DISK_BYTES > have:
         raise DiskFull(
-            f"{need / 1e9:.1f} GB are to be downloaded and {have / 1e9:.1f} GB are free on the disk of {cache.root}; "
-            "make room, or set HF_HUB_CACHE to another disk"
+            f"the download needs {need / 1e9:.1f} GB, but {have / 1e9:.1f} GB are free on the disk of {cache.root}; "
+            "free some space, or set HF_HUB_CACHE to another disk"
         )
 
 
 def _cached(cache: RepositoryCache, source: HubSource, reason: HubError) -> Path:
-    """The complete model in the cache; raises `reason` where there is none."""
+    """The model in the cache. Raises `reason` where the cache has no complete one."""
     commit = cache.commit_of(source.revision)
     if commit is None:
         raise reason
@@ -172,25 +172,25 @@ def _cached(cache: RepositoryCache, source: HubSource, reason: HubError) -> Path
     except CheckpointError:
         raise reason from None
     if missing:
-        raise HubUnreachable(f"{reason}; the cache holds a part of the model only ({missing[0]} is missing)")
+        raise HubUnreachable(f"{reason}; the cache holds only a part of the model ({missing[0]} is missing)")
     return snapshot / (selection.entry or "")
 
 
 def _missing_shards(snapshot: Path, selection: Selection) -> list[str]:
-    """Files that a safetensors model needs and its snapshot lacks."""
+    """The files of a safetensors model that its snapshot lacks."""
     needed = {"config.json"}
     if "model.safetensors.index.json" in selection.paths:
         weight_map = read_json(snapshot, "model.safetensors.index.json").get("weight_map")
         if isinstance(weight_map, dict):
             needed |= {str(shard) for shard in weight_map.values()}
     elif any(SHARD.fullmatch(path) for path in selection.paths):
-        # Other tools note the commit before they have its files; several shards never come without their index.
+        # Other tools store the commit before they have all its files. Sharded weights always have an index.
         needed.add("model.safetensors.index.json")
     return sorted(needed - set(selection.paths))
 
 
 def _environment_token(environment: Mapping[str, str]) -> str | None:
-    """`HF_TOKEN`, or what `hf auth login` left behind."""
+    """`HF_TOKEN`, or the token that `hf auth login` stored."""
     if token := environment.get("HF_TOKEN", "").strip():
         return token
     path = Path(environment.get("HF_TOKEN_PATH") or hub_home(environment) / "token").expanduser()

@@ -1,4 +1,4 @@
-"""Which of a repository's files make up the model that was asked for. Pure: names in, names out."""
+"""Selects the files of a repository that make up the requested model. Pure: names in, names out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _QUANT: Final = re.compile(r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)+|TQ\d_\d|MXFP4(?:_MO
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The files to have, and what a reader opens: one of them, or (None) the directory they are in."""
+    """The files of a model. `entry` is the one that a reader opens; None: it opens their directory."""
 
     paths: tuple[str, ...]
     entry: str | None
 
 
 def select(repository: str, paths: Iterable[str], quant: str | None) -> Selection:
-    """Choose from `paths`; raises NotOnHub with what there is instead."""
+    """Select from `paths`. Raises NotOnHub with the alternatives."""
     paths = sorted(paths)
     models = _gguf_models(paths)
     if quant is not None:
@@ -37,12 +37,12 @@ def select(repository: str, paths: Iterable[str], quant: str | None) -> Selectio
     if len(models) == 1:
         return _gguf_selection(next(iter(models.values())))
     if models:
-        raise NotOnHub(f"{repository} holds several GGUF models; name one, such as {repository}:{_middle(models)}")
+        raise NotOnHub(f"{repository} holds several GGUF models; name one, such as {repository}:{_suggested(models)}")
     raise NotOnHub(f"{repository} has neither safetensors nor GGUF weights; choose a repository that has")
 
 
 def missing_parts(selection: Selection) -> list[str]:
-    """Parts of a split GGUF model that its own names call for and the selection lacks."""
+    """The parts of a split GGUF model, by its file names, that the selection lacks."""
     if selection.entry is None:
         return []
     match = _GGUF_PART.fullmatch(selection.entry)
@@ -53,7 +53,7 @@ def missing_parts(selection: Selection) -> list[str]:
 
 
 def _safetensors(paths: list[str]) -> list[str]:
-    """The root's weights: shards or the single file, not other layouts of the same weights beside them."""
+    """The weights in the root directory: shards or the single file, but no other layouts of the same weights."""
     found = [path for path in paths if path.endswith(".safetensors") and "/" not in path]
     if "model.safetensors.index.json" in paths and (shards := [path for path in found if SHARD.fullmatch(path)]):
         return shards
@@ -63,7 +63,7 @@ def _safetensors(paths: list[str]) -> list[str]:
 
 
 def _gguf_models(paths: list[str]) -> dict[str, list[str]]:
-    """Paths of each GGUF model, by its quantisation, or by its name where it tells none."""
+    """The paths of each GGUF model, by its quantisation, or by its name where that has none."""
     models: dict[str, list[str]] = {}
     for path in paths:
         match = _GGUF_PART.fullmatch(path)
@@ -85,7 +85,7 @@ def _label_for(repository: str, models: dict[str, list[str]], quant: str) -> str
             return label
     if not models:
         raise NotOnHub(f"{repository} has no GGUF files, so no {quant}; leave the quantisation out of the name")
-    near = min(models, key=lambda label: (abs(_bits(label) - _bits(wanted)), -_likeness(label, wanted)))
+    near = min(models, key=lambda label: (abs(_bits(label) - _bits(wanted)), -_similarity(label, wanted)))
     raise NotOnHub(f"{repository} has no {quant}; the nearest is {repository}:{near} (there are {', '.join(models)})")
 
 
@@ -94,10 +94,10 @@ def _bits(label: str) -> int:
     return int(digits[0]) if digits else 0
 
 
-def _likeness(label: str, wanted: str) -> float:
+def _similarity(label: str, wanted: str) -> float:
     return difflib.SequenceMatcher(None, label.upper(), wanted).ratio()
 
 
-def _middle(models: dict[str, list[str]]) -> str:
-    """What most people want: four bits, medium."""
-    return min(models, key=lambda label: (abs(_bits(label) - 4), -_likeness(label, "Q4_K_M")))
+def _suggested(models: dict[str, list[str]]) -> str:
+    """The quantisation to suggest: the nearest to Q4_K_M."""
+    return min(models, key=lambda label: (abs(_bits(label) - 4), -_similarity(label, "Q4_K_M")))

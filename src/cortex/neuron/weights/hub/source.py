@@ -1,4 +1,4 @@
-"""What a user may name as a model: a path, or `owner/name`, `owner/name:Q4_K_M`, `owner/name@revision`."""
+"""The names of a model: a path, or `owner/name`, `owner/name:Q4_K_M`, `owner/name@revision`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOURCE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A model on the hub; `quant` picks one of a repository's GGUF models."""
+    """A model on the hub. `quant` selects one of the repository's GGUF models."""
 
     repository: str
     revision: str = DEFAULT_REVISION
@@ -33,11 +33,11 @@ def is_hub_id(text: str) -> bool:
 
 
 def parse_source(source: str) -> Path | HubSource:
-    """The local path or hub model that `source` names; raises FilesMissing when it can be neither."""
+    """The local path or hub model that `source` names. Raises FilesMissing when it can be neither."""
     path = Path(source).expanduser()
     if source and path.exists():
         return path
     match = _SOURCE.fullmatch(source)
     if match is None or ".." in source:
-        raise FilesMissing(f"there is no {source!r}; name a model directory, a .gguf file or owner/name on the hub")
+        raise FilesMissing(f"{source!r} does not exist; name a model directory, a .gguf file or owner/name on the hub")
     return HubSource(match["repository"], match["revision"] or DEFAULT_REVISION, match["quant"])

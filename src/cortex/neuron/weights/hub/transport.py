@@ -1,4 +1,4 @@
-"""HTTP GET with redirects and proxies, that another thread can break off at once."""
+"""HTTP GET with redirects and proxies, which another thread can abort at once."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _FAILURES: Final = (OSError, http.client.HTTPException)
 
 
 class Interrupted(Exception):
-    """The exchange broke off; trying again may help."""
+    """The request failed in transit; a retry may help."""
 
 
 class HubResponse:
-    """A response whose body is read piece by piece."""
+    """A response whose body is read in pieces."""
 
     def __init__(self, response: http.client.HTTPResponse, transport: Transport) -> None:
         self._response = response
@@ -42,7 +42,7 @@ class HubResponse:
         return self._response.getheader(name) or ""
 
     def read(self, num_bytes: int) -> bytes:
-        """At most `num_bytes` of the body, none at its end; raises Interrupted or Cancelled."""
+        """At most `num_bytes` of the body; empty at its end. Raises Interrupted or Cancelled."""
         try:
             return self._response.read(num_bytes)
         except _FAILURES as error:
@@ -50,9 +50,9 @@ class HubResponse:
 
 
 class Transport:
-    """Exchanges with one hub. Thread-safe; after `abort()` every running and later exchange raises Cancelled.
+    """Requests to one hub. Thread-safe. After `abort()` every running and later request raises Cancelled.
 
-    The token goes to the endpoint's own host only, never to where it redirects.
+    The token is sent only to the endpoint's own host, never to the target of a redirect.
     """
 
     def __init__(self, endpoint: str, token: str | None) -> None:
@@ -65,42 +65,42 @@ class Transport:
         self._sockets_lock = threading.Lock()
 
     def abort(self) -> None:
-        """Break off all exchanges; idempotent."""
+        """Abort all requests; idempotent."""
         self._aborted.set()
         with self._sockets_lock:
             for open_socket in self._sockets:
                 try:
-                    # Not TLS's own shutdown, which would pull the session from under the thread that reads.
+                    # Not the TLS shutdown: it would invalidate the session while another thread reads from it.
                     socket.shutdown(open_socket, SHUT_RDWR)
                 except OSError:
-                    pass  # it was closed by its peer, which is what we want
+                    pass  # the peer closed it already
 
     def pause(self, seconds: float) -> None:
-        """Sleep, but not through an abort; then raises Cancelled."""
+        """Sleep. Raises Cancelled at once on an abort."""
         self._aborted.wait(seconds)
         self.check()
 
     def check(self) -> None:
         """Raise Cancelled after an abort."""
         if self._aborted.is_set():
-            raise Cancelled("the download was called off")
+            raise Cancelled("the download was cancelled")
 
     def interrupted(self, error: Exception) -> Interrupted:
-        """What `error` means; raises Cancelled where it comes from an abort."""
+        """`error` as an Interrupted. Raises Cancelled where an abort caused it."""
         self.check()
         return Interrupted(str(error) or type(error).__name__)
 
     @contextmanager
     def get(self, url: str, headers: Mapping[str, str]) -> Iterator[HubResponse]:
-        """The answer at the end of the redirects, whatever its status; raises Interrupted, Cancelled or HubError."""
+        """The response after all redirects, with any status. Raises Interrupted, Cancelled or HubError."""
         for _ in range(_MAX_REDIRECTS):
-            with self._exchange(url, headers) as answer:
-                location = answer.header("location")
-                if answer.status not in _REDIRECTS or not location:
-                    yield answer
+            with self._exchange(url, headers) as response:
+                location = response.header("location")
+                if response.status not in _REDIRECTS or not location:
+                    yield response
                     return
                 url = urllib.parse.urljoin(url, location)
-        raise HubError(f"{self.endpoint} redirects in circles; check the endpoint")
+        raise HubError(f"{self.endpoint} redirects in a loop; check HF_ENDPOINT")
 
     @contextmanager
     def _exchange(self, url: str, headers: Mapping[str, str]) -> Iterator[HubResponse]:
@@ -122,7 +122,7 @@ class Transport:
 
     @contextmanager
     def _watched(self, open_socket: socket) -> Iterator[None]:
-        """While inside, `abort` reaches the socket."""
+        """Within the block, `abort` shuts the socket down."""
         open_socket.settimeout(IDLE_TIMEOUT_S)
         with self._sockets_lock:
             self._sockets.add(open_socket)
@@ -134,11 +134,11 @@ class Transport:
                 self._sockets.discard(open_socket)
 
     def _connection(self, url: str) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
-        """A connection for `url`, through the environment's proxy if it asks for one; the request's target; headers
-        that are for the proxy."""
+        """A connection for `url`, through a proxy if the environment names one; the request target; headers for the
+        proxy."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise HubError(f"{self.endpoint} leads to {url[:200]!r}, which is not an HTTP address; check the endpoint")
+            raise HubError(f"{self.endpoint} redirects to {url[:200]!r}, which is not an HTTP URL; check HF_ENDPOINT")
         target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         proxy = urllib.request.getproxies().get(parts.scheme)
         if not proxy or urllib.request.proxy_bypass(parts.hostname):

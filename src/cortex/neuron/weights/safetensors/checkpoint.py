@@ -23,7 +23,7 @@ class SafetensorsCheckpoint:
     """See `checkpoint.Checkpoint`."""
 
     def __init__(self, directory: Path) -> None:
-        """Open `directory` and check every header; raises CheckpointError."""
+        """Open `directory` and check every header. Raises CheckpointError."""
         self.path = directory
         self.config: Mapping[str, Any] = read_json(directory, "config.json")
         self.generation_config: Mapping[str, Any] = read_optional_json(directory, "generation_config.json")
@@ -46,7 +46,7 @@ class SafetensorsCheckpoint:
             return self._stored[name]
         except KeyError:
             raise TensorMissing(
-                f"{self.path} has no tensor {name!r}; is this the model its config describes?"
+                f"{self.path} has no tensor {name!r}; check that config.json belongs to these weights"
             ) from None
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class SafetensorsCheckpoint:
                 stored[name] = shards[shard_name][name]
             except KeyError:
                 raise Malformed(
-                    f"{self.path / shard_name} lacks the tensor {name!r} that the index promises; download it again"
+                    f"{self.path / shard_name} lacks the tensor {name!r} that the index lists; download it again"
                 ) from None
         return stored
 

@@ -1,4 +1,4 @@
-"""The table of tensors at the start of a safetensors file, checked against the file's size, without torch."""
+"""Parses the header of a safetensors file and checks it against the file size, without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import StoredTensor
 
-# A header takes about 130 bytes a tensor; this is room for more than a hundred thousand of them.
+# A header takes about 130 bytes per tensor, so this allows more than 100,000 tensors.
 _MAX_HEADER_BYTES: Final = 16 << 20
 _MAX_DIMENSIONS: Final = 16
 
@@ -36,14 +36,14 @@ _ITEM_BYTES: Final = {
 
 
 def parse_header(file: MappedFile) -> dict[str, StoredTensor]:
-    """The tensors of one file by name; together they cover its data exactly. Raises CheckpointError."""
+    """The tensors of one file by name. Together they cover its data exactly. Raises CheckpointError."""
     if file.num_bytes < 8:
         raise Malformed(f"{file.path} is too short to be a safetensors file; download it again")
     header_bytes = int.from_bytes(file.buffer[:8], "little")
     data_start = 8 + header_bytes
     if header_bytes > _MAX_HEADER_BYTES or data_start > file.num_bytes:
         raise Malformed(
-            f"{file.path} is no sound safetensors file: it claims a header of {header_bytes} bytes; download it again"
+            f"{file.path} is not a valid safetensors file: its header length is {header_bytes} bytes; download it again"
         )
     table = parse_json_object(file.buffer[8:data_start], file.path)
     tensors = {name: _tensor(file, data_start, name, entry) for name, entry in table.items() if name != "__metadata__"}
@@ -72,7 +72,7 @@ def _tensor(file: MappedFile, data_start: int, name: str, entry: Any) -> StoredT
     if end - start != num_bytes:
         raise malformed(f"spans {end - start} bytes, its shape and dtype need {num_bytes}")
     if data_start + end > file.num_bytes:
-        raise malformed(f"ends at byte {data_start + end} of a file with {file.num_bytes}: the file is cut short")
+        raise malformed(f"ends at byte {data_start + end} of a file with {file.num_bytes}: the file is truncated")
     return StoredTensor(file, data_start + start, tuple(shape), dtype, num_bytes)
 
 
@@ -81,11 +81,13 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_cover(file: MappedFile, data_start: int, tensors: dict[str, StoredTensor]) -> None:
-    """The format allows neither overlaps nor gaps, which is also what keeps other data out of a model file."""
+    """Check that there are no overlaps and no gaps: the format forbids both, so a model file holds no other data."""
     position = data_start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if tensor.offset != position:
-            raise Malformed(f"{file.path}: tensor {name[:200]!r} does not start where the one before ends; get it anew")
+            raise Malformed(
+                f"{file.path}: tensor {name[:200]!r} does not start where the previous one ends; download it again"
+            )
         position += tensor.num_bytes
     if position != file.num_bytes:
-        raise Malformed(f"{file.path} has {file.num_bytes - position} bytes that belong to no tensor; get it anew")
+        raise Malformed(f"{file.path} has {file.num_bytes - position} bytes outside of all tensors; download it again")

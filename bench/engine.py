@@ -28,6 +28,7 @@ from cortex.neuron.engine.memory.kv_cache import page_bytes
 from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
@@ -155,7 +156,7 @@ class Bench:
         mixtures = [block.experts for block in blocks if isinstance(block, MoE)]
         idle = 0.0
         for experts in mixtures:
-            expert_bytes = experts.gate_up[0].nbytes + experts.down[0].nbytes
+            expert_bytes = (_num_bytes(experts.gate_up) + _num_bytes(experts.down)) / experts.num_experts
             idle += (1 - experts.top_k / experts.num_routed) ** rows * experts.num_routed * expert_bytes
         return idle
 
@@ -183,6 +184,10 @@ class Bench:
 
     def requests(self, count: int) -> dict[str, float]:
         return {"tok/s": self.workloads.requests_tokens_per_s(count)}
+
+
+def _num_bytes(matrix: torch.Tensor | PackedMatrix) -> int:
+    return sum(tensor.nbytes for tensor in matrix.tensors) if isinstance(matrix, PackedMatrix) else matrix.nbytes
 
 
 def timed(function: Callable[[], object], repeats: int = 20) -> float:

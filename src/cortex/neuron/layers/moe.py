@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
+from cortex.neuron.kernels.quantised.experts import PackedExperts
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Binding, Parameters
 
@@ -39,6 +40,10 @@ class MoE:
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
         hidden, inner, routed = config.hidden, config.inner, config.experts
+        packed = _packed_experts(parameters, config, prefix)
+        if packed is not None:
+            self.experts: Experts | PackedExperts = packed
+            return
         num_experts = routed + config.num_shared
         gate_up = parameters.empty(num_experts, 2 * inner, hidden)
         down = parameters.empty(num_experts, hidden, inner)
@@ -67,6 +72,20 @@ class MoE:
     def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [tokens, hidden] → hidden + experts(norm(hidden))"""
         return mixture(hidden, norm.weight, norm.eps, self.experts)
+
+
+def _packed_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> PackedExperts | None:
+    """Experts that stay quantised; None where they are stored dense or in several formats, or where some are shared."""
+    if config.shared_inner:
+        return None
+    names = [f"{prefix}.experts.{expert}" for expert in range(config.experts)]
+    halves = [(f"{name}.{half}_proj.weight", config.inner) for name in names for half in ("gate", "up")]
+    downs = [(f"{name}.down_proj.weight", config.hidden) for name in names]
+    if not parameters.can_stack(halves) or not parameters.can_stack(downs):
+        return None
+    gate_up, down = parameters.packed_stack(halves, config.hidden), parameters.packed_stack(downs, config.inner)
+    router = parameters.load(f"{prefix}.gate.weight", config.experts, config.hidden)
+    return PackedExperts(router, gate_up, down, config.top_k, config.renormalise)
 
 
 def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:

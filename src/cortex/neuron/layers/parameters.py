@@ -156,17 +156,25 @@ class Parameters:
         if None in layouts:
             return None
         matrices: list[PackedMatrix] = []
-        for layout, members in groupby(zip(sources.items(), layouts, strict=True), key=itemgetter(1)):
-            rows = {source: count for (source, count), _ in members}
-            assert layout is not None
-            matrix = empty_matrix(layout, sum(rows.values()), inputs, self.device)
-            self.num_bytes += layout.num_bytes(matrix.outputs, inputs)
-            matrices.append(matrix)
-            first_row = 0
-            for source, count in rows.items():
-                self.packed_bindings.append(PackedBinding(source, matrix, first_row, count))
-                first_row += count
+        for _, members in groupby(zip(sources.items(), layouts, strict=True), key=itemgetter(1)):
+            matrices.append(self.packed_stack([source for source, _ in members], inputs))
         return matrices
+
+    def can_stack(self, sources: Sequence[tuple[str, int]]) -> bool:
+        """Whether all of `sources` (name, rows) are packed, in one layout."""
+        layouts = {self._packing.layouts.get(source) for source, _ in sources}
+        return len(layouts) == 1 and None not in layouts
+
+    def packed_stack(self, sources: Sequence[tuple[str, int]], inputs: int) -> PackedMatrix:
+        """One matrix for the rows of `sources` (name, rows), in order. They must stack (`can_stack`)."""
+        layout = self._packing.layouts[sources[0][0]]
+        matrix = empty_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
+        self.num_bytes += layout.num_bytes(matrix.outputs, inputs)
+        first_row = 0
+        for source, rows in sources:
+            self.packed_bindings.append(PackedBinding(source, matrix, first_row, rows))
+            first_row += rows
+        return matrix
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory behind all parameters, each piece once however many tensors share it."""

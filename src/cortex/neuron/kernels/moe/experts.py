@@ -3,8 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+
+class RoutedExperts(Protocol):
+    """What routing has to know of a layer's experts, however their weights are stored."""
+
+    @property
+    def router(self) -> Tensor: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def renormalise(self) -> bool: ...
+
+    @property
+    def num_shared(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def num_routed(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

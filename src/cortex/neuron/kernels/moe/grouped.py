@@ -137,6 +137,23 @@ def _launch(
     )
 
 
+@jit
+def find_tile(counts, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """This program's tile (its second coordinate counts them): its expert, its first pair and the expert's pairs.
+
+    The expert is EXPERTS or more where there is no such tile.
+    """
+    tile_index = tl.program_id(1)
+    each = tl.arange(0, EXPERTS_BLOCK)
+    count = tl.load(counts + each, mask=each < EXPERTS, other=0)
+    tiles = (count + BLOCK_PAIRS - 1) // BLOCK_PAIRS
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((ends <= tile_index).to(tl.int32), 0)
+    is_mine = each == expert
+    first = (tile_index - tl.sum(tl.where(is_mine, ends - tiles, 0), 0)) * BLOCK_PAIRS
+    return expert, first, tl.sum(tl.where(is_mine, count, 0), 0)
+
+
 @jit(do_not_specialize=["members_stride"])
 def _grouped_kernel(
     x,
@@ -164,18 +181,9 @@ def _grouped_kernel(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    tile_index = tl.program_id(1)
-    each = tl.arange(0, EXPERTS_BLOCK)
-    count = tl.load(counts + each, mask=each < EXPERTS, other=0)
-    tiles = (count + BLOCK_PAIRS - 1) // BLOCK_PAIRS
-    ends = tl.cumsum(tiles, 0)
-    if tile_index >= tl.sum(tiles, 0):
+    expert, first, num_pairs = find_tile(counts, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS)
+    if expert >= EXPERTS:
         return
-    expert = tl.sum((ends <= tile_index).to(tl.int32), 0)
-    is_mine = each == expert
-    first = (tile_index - tl.sum(tl.where(is_mine, ends - tiles, 0), 0)) * BLOCK_PAIRS
-    num_pairs = tl.sum(tl.where(is_mine, count, 0), 0)
-
     expert = expert.to(tl.int64)
     place = first + tl.arange(0, BLOCK_PAIRS)
     valid = place < num_pairs

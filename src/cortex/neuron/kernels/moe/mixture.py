@@ -12,32 +12,45 @@ from cortex.neuron.kernels.moe.grouped import combine, contract_grouped, expand_
 from cortex.neuron.kernels.moe.routing import choose_reference, choose_rows, list_pairs
 from cortex.neuron.kernels.moe.rows import contract_rows, expand_rows
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
+from cortex.neuron.kernels.quantised.experts import (
+    PackedExperts,
+    contract_packed_grouped,
+    contract_packed_rows,
+    expand_packed_grouped,
+    expand_packed_rows,
+)
 from cortex.neuron.kernels.silu import silu_mul_reference
 
 SMALL_BATCH_ROWS = 8
 """Up to this many rows most of the selected experts differ, and one product per pair reads few bytes twice."""
 
 
-def mixture(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Tensor:
+def mixture(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts | PackedExperts) -> Tensor:
     """hidden: [tokens, hidden] → hidden + Σ weight · expert(norm(hidden)) over each token's experts"""
     if not has_kernels(hidden):
-        return mixture_reference(hidden, norm_weight, eps, experts)
+        dense = experts.dense() if isinstance(experts, PackedExperts) else experts
+        return mixture_reference(hidden, norm_weight, eps, dense)
     if len(hidden) <= SMALL_BATCH_ROWS:
         return mixture_of_rows(hidden, norm_weight, eps, experts)
     return mixture_grouped(hidden, norm_weight, eps, experts)
 
 
-def mixture_of_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Tensor:
+def mixture_of_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts | PackedExperts) -> Tensor:
     """Each pair on its own, in three launches."""
     choice = choose_rows(hidden, norm_weight, eps, experts)
+    if isinstance(experts, PackedExperts):
+        inner = expand_packed_rows(hidden, norm_weight, eps, choice, experts)
+        return combine(contract_packed_rows(inner, choice, experts), hidden)
     inner = expand_rows(hidden, norm_weight, eps, choice, experts)
     return contract_rows(inner, choice, hidden, experts)
 
 
-def mixture_grouped(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> Tensor:
+def mixture_grouped(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts | PackedExperts) -> Tensor:
     """The pairs of each expert together."""
     x = rms_norm(hidden, norm_weight, eps)
     lists = list_pairs(F.linear(x, experts.router), experts)
+    if isinstance(experts, PackedExperts):
+        return combine(contract_packed_grouped(expand_packed_grouped(x, lists, experts), lists, experts), hidden)
     tile = tiling(len(hidden) * experts.top_k, experts.num_routed)
     inner = expand_grouped(x, lists, experts, tile)
     return combine(contract_grouped(inner, lists, experts, tile), hidden)

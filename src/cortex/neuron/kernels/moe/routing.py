@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
-from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.experts import RoutedExperts
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 1024
@@ -45,7 +45,7 @@ class PairLists:
     """[experts, tokens] int32: the pairs, valid up to the count of the expert"""
 
 
-def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
+def choose_reference(logits: Tensor, experts: RoutedExperts) -> ExpertChoice:
     """logits: [tokens, routed (+ 1)]"""
     routed = logits[:, : experts.num_routed]
     weights, chosen = routed.softmax(-1, dtype=torch.float32).topk(experts.top_k)
@@ -59,7 +59,7 @@ def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
     return ExpertChoice(chosen.to(torch.int32), weights)
 
 
-def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
+def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: RoutedExperts) -> ExpertChoice:
     """Norm, scores and choice of a small batch in one launch. hidden: [rows ≤ MAX_ROWS, hidden]"""
     rows, size = hidden.shape
     scores = torch.empty((rows, len(experts.router)), dtype=torch.float32, device=hidden.device)
@@ -85,11 +85,11 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
     return ExpertChoice(chosen, weights)
 
 
-def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
+def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: RoutedExperts) -> ExpertChoice:
     return choose_reference(F.linear(rms_norm_reference(hidden, norm_weight, eps), experts.router), experts)
 
 
-def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
+def list_pairs(logits: Tensor, experts: RoutedExperts) -> PairLists:
     """logits: [tokens, routed (+ 1)], contiguous"""
     if not has_kernels(logits):
         return list_pairs_reference(logits, experts)
@@ -111,7 +111,7 @@ def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
     return PairLists(weights, counts, members)
 
 
-def list_pairs_reference(logits: Tensor, experts: Experts) -> PairLists:
+def list_pairs_reference(logits: Tensor, experts: RoutedExperts) -> PairLists:
     choice = choose_reference(logits, experts)
     by_pair = choice.experts.flatten()
     members = torch.zeros((experts.num_experts, len(logits)), dtype=torch.int32, device=logits.device)
@@ -122,7 +122,7 @@ def list_pairs_reference(logits: Tensor, experts: Experts) -> PairLists:
     return PairLists(choice.weights, counts, members)
 
 
-def _choice_constants(experts: Experts) -> dict[str, int | bool]:
+def _choice_constants(experts: RoutedExperts) -> dict[str, int | bool]:
     return {
         "ROUTED": experts.num_routed,
         "ROUTED_BLOCK": triton.next_power_of_2(experts.num_routed),

@@ -52,12 +52,41 @@ def one_row_product(
     residual: Tensor | None,
 ) -> None:
     """out = norm(x) Wᵀ + bias + residual. x: [1, inputs]; out and residual: [1, outputs]"""
-    _launch(x, matrix, out, bias, norm_weight, eps, residual, gated=False)
+    _launch(x, matrix, out, bias, norm_weight, eps, residual)
 
 
 def gated_one_row_product(x: Tensor, gate_up: PackedMatrix, out: Tensor, norm_weight: Tensor, eps: float) -> None:
     """out = silu(norm(x) Gᵀ) · norm(x) Uᵀ. x: [1, inputs]; gate_up: [2 · outputs, inputs]; out: [1, outputs]"""
     _launch(x, gate_up, out, None, norm_weight, eps, None, gated=True)
+
+
+def expert_rows_product(
+    x: Tensor,
+    matrix: PackedMatrix,
+    out: Tensor,
+    chosen: Tensor,
+    weights: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    *,
+    pairs_per_row: int,
+) -> None:
+    """Each pair of a row and one of its experts: a vector times that expert's rows of the matrix.
+
+    Without `weights` the rows are gate and up: out = silu(norm(x) Gᵀ) · norm(x) Uᵀ; with them out = weight · x Wᵀ.
+    x: [pairs / pairs_per_row, inputs]; out: [pairs, outputs]; chosen, weights: [pairs]
+    """
+    pairs = ExpertPairs(chosen, weights, len(out), pairs_per_row)
+    _launch(x, matrix, out, None, norm_weight, eps, None, gated=weights is None, pairs=pairs)
+
+
+class ExpertPairs(NamedTuple):
+    """Which expert each pair takes, and with which weight."""
+
+    chosen: Tensor
+    weights: Tensor | None
+    num_pairs: int
+    per_row: int
 
 
 def _launch(
@@ -69,12 +98,15 @@ def _launch(
     eps: float,
     residual: Tensor | None,
     *,
-    gated: bool,
+    gated: bool = False,
+    pairs: ExpertPairs | None = None,
 ) -> None:
     layout, chunks = matrix.layout, matrix.low.shape[1] // 16
-    tiles = one_row_tiles(chunks, matrix.outputs)
+    outputs = out.shape[1]
+    tiles = one_row_tiles(chunks, (2 * outputs if gated else outputs) * (pairs.num_pairs if pairs else 1))
     paired = x.dtype == torch.bfloat16
-    _one_row_kernel[(triton.cdiv(matrix.outputs, tiles.outputs),)](
+    rows = tiles.outputs // 2 if gated else tiles.outputs
+    _one_row_kernel[(triton.cdiv(outputs, rows), pairs.num_pairs if pairs else 1)](
         x.view(torch.int32) if paired else x,
         matrix.low,
         matrix.high,
@@ -83,7 +115,9 @@ def _launch(
         norm_weight if norm_weight is None or not paired else norm_weight.view(torch.int32),
         residual,
         out,
-        matrix.outputs // 2 if gated else matrix.outputs,
+        pairs.chosen if pairs else None,
+        pairs.weights if pairs else None,
+        outputs,
         eps,
         INPUTS=matrix.inputs,
         CHUNKS=chunks,
@@ -92,6 +126,8 @@ def _launch(
         NORM=norm_weight is not None,
         RESIDUAL=residual is not None,
         GATED=gated,
+        PAIRS_PER_ROW=pairs.per_row if pairs else 0,
+        WEIGHTED=pairs is not None and pairs.weights is not None,
         LOW_BITS=layout.low_bits,
         HIGH_BITS=layout.high_bits,
         GROUP=layout.group,
@@ -119,6 +155,8 @@ def _one_row_kernel(
     norm_weight,
     residual,
     out,
+    chosen,
+    weights,
     outputs,
     eps,
     INPUTS: tl.constexpr,
@@ -128,6 +166,8 @@ def _one_row_kernel(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -141,6 +181,7 @@ def _one_row_kernel(
     """One program per BLOCK_OUT rows of the matrix. The first tile is on its way before the vector is there.
 
     GATED: the matrix has twice `outputs` rows, the gate's first; a program takes as many of either.
+    PAIRS_PER_ROW: the second coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -157,6 +198,13 @@ def _one_row_kernel(
         line = tl.minimum(row, outputs - 1)
     row_inside = row < outputs
     line = line.to(tl.int64)[:, None]
+    if PAIRS_PER_ROW > 0:
+        if OVERLAP:
+            gdc_wait()  # the kernel before chose the experts
+        pair = tl.program_id(1).to(tl.int64)
+        line += tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if GATED else 1))
+        x += pair // PAIRS_PER_ROW * (INPUTS // 2 if PAIRED else INPUTS)
+        out += pair * outputs
     unit = tl.arange(0, BLOCK_CHUNKS * 16)[None, :]
     where = line * (CHUNKS * 16) + unit
     scale = scales + (line * (CHUNKS * 4) + (unit // 16) * 4 + unit % 4) * SCALE_WORDS
@@ -164,7 +212,7 @@ def _one_row_kernel(
     word, above, scale_0, scale_1 = _units(
         low, high, scale, where, unit, 0, CHUNKS, LOW_BITS, HIGH_BITS, SCALE_WORDS, whole
     )
-    if OVERLAP:
+    if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_wait()
     total = tl.zeros((BLOCK_OUT, BLOCK_CHUNKS * 16), tl.float32)
     squares = tl.zeros((BLOCK_CHUNKS * 16,), tl.float32)
@@ -208,6 +256,8 @@ def _one_row_kernel(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_OUT // 2)), (1, 0)))
         y = gate * tl.sigmoid(gate) * up
+    if WEIGHTED:
+        y *= tl.load(weights + tl.program_id(1))
     if BIAS:
         y += tl.load(bias + row, mask=row_inside, other=0.0).to(tl.float32)
     if RESIDUAL:

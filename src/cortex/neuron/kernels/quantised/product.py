@@ -102,7 +102,7 @@ def _dequantise(matrix: PackedMatrix, rows: Tensor | None, first_row: int, num_r
         BLOCK_OUT=block_out,
         WARPS=warps,
         num_warps=warps,
-        **_layout_options(matrix.layout),
+        **layout_options(matrix.layout),
     )
 
 
@@ -154,7 +154,7 @@ def _small_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **_layout_options(matrix.layout),
+        **layout_options(matrix.layout),
         **launch_options(x.device),
     )
 
@@ -170,7 +170,7 @@ def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int) -> 
     return Tiles(64, 1, warps=4, stages=5, split=split)
 
 
-def _layout_options(layout: Layout) -> dict[str, object]:
+def layout_options(layout: Layout) -> dict[str, object]:
     return {
         "LOW_BITS": layout.low_bits,
         "HIGH_BITS": layout.high_bits,
@@ -182,7 +182,7 @@ def _layout_options(layout: Layout) -> dict[str, object]:
 
 
 @jit
-def _operand(
+def operand(
     low,
     high,
     scales,
@@ -201,7 +201,7 @@ def _operand(
 ):
     """Weights of matrix rows `row` in BLOCK_CHUNKS chunks from `start` on. → [BLOCK_OUT, 128 · BLOCK_CHUNKS] bfloat16
 
-    The rows come out in another order (`_operand_row`): a warp loads eight rows at a time and multiplies sixteen.
+    The rows come out in another order (`operand_row`): a warp loads eight rows at a time and multiplies sixteen.
     """
     unit = tl.arange(0, BLOCK_CHUNKS * 16)
     where = row[:, None] * (CHUNKS * 16) + start * 16 + unit[None, :]
@@ -223,7 +223,7 @@ def _operand(
 
 
 @jit
-def _operand_row(BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
+def operand_row(BLOCK_OUT: tl.constexpr, WARPS: tl.constexpr):
     """Which of the loaded rows each row of the operand is."""
     repeats: tl.constexpr = BLOCK_OUT // (8 * WARPS)
     loaded = tl.reshape(tl.arange(0, BLOCK_OUT), (repeats, WARPS, 8))
@@ -277,7 +277,7 @@ def _small_batch_kernel(
     source = x + row[None, :] * INPUTS + column[:, None]
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     for start in tl.range(part * per_part, (part + 1) * per_part, BLOCK_CHUNKS, num_stages=STAGES):
-        weights = _operand(
+        weights = operand(
             low, high, scales, loaded, start,
             CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, SCALE_WORDS, PTX,
         )  # fmt: skip
@@ -287,7 +287,7 @@ def _small_batch_kernel(
             inside = row_inside[None, :] & (start * 128 + column < INPUTS)[:, None]
         values = tl.load(source + start * 128, mask=inside, other=0.0)  # [in, rows]
         total = tl.dot(weights.to(values.dtype), values, total)
-    output = block * BLOCK_OUT + _operand_row(BLOCK_OUT, WARPS)
+    output = block * BLOCK_OUT + operand_row(BLOCK_OUT, WARPS)
     inside = (output < outputs)[:, None] & row_inside[None, :]
     is_last = True
     if SPLIT > 1:
@@ -336,11 +336,11 @@ def _dequantise_kernel(
     chunk = tl.program_id(1)
     loaded = tl.minimum(block + tl.arange(0, BLOCK_OUT), num_rows - 1).to(tl.int64)
     loaded = tl.load(rows + loaded).to(tl.int64) if GATHER else first_row + loaded
-    weights = _operand(
+    weights = operand(
         low, high, scales, loaded, chunk,
         CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, SCALE_WORDS, PTX,
     )  # fmt: skip
-    output = block + _operand_row(BLOCK_OUT, WARPS)
+    output = block + operand_row(BLOCK_OUT, WARPS)
     column = chunk * 128 + tl.arange(0, 128)
     inside = (output < num_rows)[:, None] & (column < INPUTS)[None, :]
     tl.store(

@@ -340,6 +340,18 @@ async def test_a_full_queue_is_overloaded_with_a_time_to_come_back(tmp_path):
         assert await answer(second) == [1, 2, 3, 4, 5]
 
 
+async def test_keeps_requests_in_the_queue_while_the_cache_is_full(tmp_path):
+    async with running_node(tmp_path, models(tmp_path, m={"num_pages": 1})) as node:
+        await load(node)
+        first = node.submit("m", request("first", max_tokens=10**6))
+        await anext(first)
+        await until(lambda: node.model("m").load.kv_used_fraction == 1.0)
+        second = node.submit("m", request("second"))
+        assert (node.model("m").load.running, node.model("m").load.waiting) == (1, 1)
+        first.cancel()
+        assert await answer(second) == [1, 2, 3, 4, 5]
+
+
 async def test_reads_are_quick_while_engines_are_saturated_and_loading(tmp_path):
     config = models(tmp_path, m={"step_s": 0.0}, slow={"pieces": 100, "piece_s": 0.01})
     async with running_node(tmp_path, config) as node:

@@ -31,6 +31,10 @@ from cortex.wire.errors import (
 from cortex.wire.node import ModelLoad
 
 
+_CACHE_TOKENS_AHEAD = 512
+"""KV cache that a request needs beyond its prompt before it starts. The engine keeps as much ahead of each sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
     """What a loaded model takes from its callers."""
@@ -47,7 +51,6 @@ class _Running:
     request: EngineRequest
     generation: Generation
     queued: QueuedRequest
-    has_produced: bool = False
 
 
 class Instance:
@@ -82,6 +85,7 @@ class Instance:
 
     def loaded(self, resident: Resident) -> None:
         self._resident = resident
+        self._admission.cache_reported(resident.info.num_pages * resident.info.page_tokens, time.monotonic())
 
     @property
     def resident(self) -> Resident:
@@ -127,8 +131,9 @@ class Instance:
         generation = Generation(request.id, lambda: self._cancel(request.id))
         queued = QueuedRequest(
             request.principal,
+            len(request.prompt) + min(request.max_tokens, _CACHE_TOKENS_AHEAD),
             start=lambda: self.supervisor.submit(self.resident, request),
-            refuse=lambda retry_after_s: self._end_with_error(
+            reject=lambda retry_after_s: self._end_with_error(
                 request.id, self._overloaded(self._admission.waiting, retry_after_s)
             ),
         )
@@ -190,8 +195,9 @@ class Instance:
                 message = output.error or "the engine ended this request without saying why; see the node's log"
                 running.generation.fail(GenerationFailed(message))
             else:
-                running.has_produced = running.has_produced or bool(output.tokens)
                 running.generation.push(output)
+                if output.tokens:
+                    self._admission.produced(running.queued, time.monotonic())
             if output.finish is not None:
                 self._over(running, finished=output.finish in ("stop", "length"))
 
@@ -202,7 +208,10 @@ class Instance:
 
     def on_stats(self, stats: EngineStats) -> None:
         self._stats = stats
-        self._throughput.sample(time.monotonic(), stats.completion_tokens)
+        now_s = time.monotonic()
+        self._throughput.sample(now_s, stats.completion_tokens)
+        info = self.resident.info
+        self._admission.cache_reported((info.num_pages - stats.used_pages) * info.page_tokens, now_s)
 
     def on_lost(self, reason: str) -> None:
         self.end(
@@ -270,7 +279,7 @@ def _error_of(kind: FaultKind, message: str, running: _Running, *, alone: bool) 
     if kind is FaultKind.REQUEST:
         return InvalidValue(message)
     if kind is FaultKind.OUT_OF_MEMORY:
-        if alone and not running.has_produced:
+        if alone and not running.queued.has_output:
             tokens = len(running.request.prompt)
             return PromptTooLongForMemory(
                 f"a prompt of {tokens} tokens does not fit the device's memory; shorten it ({message})",

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -62,7 +63,7 @@ async def until(condition):
 
 
 def worker_of(node):
-    return node._supervisors[0].process_id
+    return node.devices.supervisors[0].process_id
 
 
 def alive(process_id):
@@ -106,11 +107,12 @@ async def test_a_directory_is_a_model_too(tmp_path):
         assert (await load(node, "short", source=path)).state is ModelState.READY
 
 
-async def test_many_loads_of_one_model_are_one_load(tmp_path):
+async def test_joins_concurrent_loads_of_one_model(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 10, "piece_s": 0.02})) as node:
         statuses = await asyncio.gather(*(load(node) for _ in range(5)))
         assert {status.state for status in statuses} == {ModelState.READY}
-        assert len(node._supervisors[0]._models) == 1
+        assert [line for line in caplog.messages if "loading → ready" in line] == ["m: loading → ready"]
 
 
 async def test_loading_is_seen_with_progress_and_joined(tmp_path):
@@ -134,7 +136,7 @@ async def test_a_failed_load_says_why_leaves_nothing_and_can_be_asked_again(tmp_
         status = node.model("m")
         assert status.state is ModelState.FAILED
         assert reason in status.reason
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
         with pytest.raises(LoadFailed, match=reason):
             node.submit("m", request())
         write_model(tmp_path / "m")
@@ -187,7 +189,7 @@ async def test_unloading_while_loading_calls_the_load_off(tmp_path):
         assert status.state is ModelState.COLD
         with pytest.raises(LoadFailed, match="unloaded while"):
             await waiting
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
 
 
 async def test_unloading_right_after_asking_to_load_is_not_stuck(tmp_path):
@@ -274,7 +276,7 @@ async def test_a_fault_that_always_comes_back_ends_in_failed(tmp_path):
         os.kill(worker_of(node), signal.SIGKILL)
         await until(lambda: node.model("m").state is ModelState.RECOVERING)
         await until(lambda: node.model("m").state is ModelState.FAILED)
-        assert "given up after" in node.model("m").reason
+        assert "gave up after" in node.model("m").reason
         write_model(tmp_path / "m")
         assert (await load(node)).state is ModelState.READY
 
@@ -481,7 +483,7 @@ async def test_a_tokenizer_that_cannot_be_read_fails_the_load_and_nothing_stays_
         with pytest.raises(LoadFailed, match="tokenizer"):
             await load(node, "m")
         assert node.model("m").state is ModelState.FAILED
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
         broken = False
         await load(node, "n")
 
@@ -498,12 +500,31 @@ async def test_a_load_called_off_while_the_text_is_read_leaves_nothing(tmp_path)
 
     async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
         loading = asyncio.create_task(load(node, "m"))
-        await until(lambda: node._supervisors[0].has_models)
+        await until(lambda: node.devices.supervisors[0].has_models)
         await asyncio.sleep(0.2)  # by now the worker has loaded it
         await node.unload(UnloadRequest(model_id="m"))
         with pytest.raises(LoadFailed, match="unloaded while"):
             await loading
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
+
+
+async def test_recovers_when_the_worker_is_lost_after_the_weights_and_before_the_tokenizer(tmp_path):
+    tokenizer_ready = asyncio.Event()
+
+    class SlowText(faulty_models.PlainText):
+        async def read(self):
+            await tokenizer_ready.wait()
+            return await super().read()
+
+    async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
+        loading = asyncio.create_task(load(node, "m"))
+        await until(lambda: (p := node.model("m").progress) is not None and p.stage == "read")
+        await asyncio.sleep(0.2)  # by now the worker has loaded it
+        os.kill(worker_of(node), signal.SIGKILL)
+        await until(lambda: worker_of(node) is None)
+        tokenizer_ready.set()
+        assert (await asyncio.wait_for(loading, WAIT_S)).state is ModelState.READY
+        assert await asyncio.wait_for(answer(node.submit("m", request())), WAIT_S) == [1, 2, 3, 4, 5]
 
 
 async def test_the_process_behind_a_text_rests_while_its_model_is_not_in_memory(tmp_path):

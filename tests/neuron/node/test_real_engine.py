@@ -81,7 +81,7 @@ async def test_a_killed_worker_comes_back_and_answers_the_same(tmp_path):
         assert len(first) == 8
         stream = node.submit("a", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=400))
         await anext(stream)
-        os.kill(node._supervisors[0].process_id, signal.SIGKILL)
+        os.kill(node.devices.supervisors[0].process_id, signal.SIGKILL)
         with pytest.raises(Recovering):
             async for _ in stream:
                 pass
@@ -137,7 +137,7 @@ async def cycle(node, times, held_bytes):
 async def test_cycles_of_two_models_leave_the_host_memory_where_it_was(tmp_path):
     node = await start(tmp_path)
     try:
-        held = await cycle(node, 6, lambda: anonymous_bytes(node._supervisors[0].process_id))
+        held = await cycle(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
         assert held[-1] - held[2] < 16 * MEBIBYTE
     finally:
         await node.close()
@@ -164,7 +164,7 @@ async def sleep_and_wake(node, times, held_bytes):
 async def test_asleep_and_awake_again_the_answers_and_the_host_memory_are_the_same(tmp_path):
     node = await start(tmp_path, parked_mb=256)
     try:
-        held = await sleep_and_wake(node, 6, lambda: anonymous_bytes(node._supervisors[0].process_id))
+        held = await sleep_and_wake(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
         assert held[-1] - held[2] < 16 * MEBIBYTE
     finally:
         await node.close()

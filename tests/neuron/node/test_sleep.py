@@ -50,7 +50,7 @@ async def until(condition):
 
 
 def worker_of(node):
-    return node._supervisors[0].process_id
+    return node.devices.supervisors[0].process_id
 
 
 async def test_park_wake_unload(tmp_path):
@@ -62,7 +62,7 @@ async def test_park_wake_unload(tmp_path):
             assert (status.state, status.host_bytes) == (ModelState.ASLEEP, MEBIBYTE)
             assert status.measured_bytes >= MEBIBYTE, "what it will take again"
             assert (await park(node)).state is ModelState.ASLEEP
-            with pytest.raises(Overloaded, match="asleep; POST /models/load"):
+            with pytest.raises(Overloaded, match="asleep; load it with POST /models/load"):
                 await answer(node)
             status = await load(node)
             assert (status.state, status.host_bytes) == (ModelState.READY, 0)
@@ -74,7 +74,8 @@ async def test_park_wake_unload(tmp_path):
         assert (await park(node)).state is ModelState.COLD
 
 
-async def test_many_who_want_a_sleeper_wake_it_once(tmp_path):
+async def test_wakes_a_model_once_for_many_callers(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     async with running_node(tmp_path, config(tmp_path, m={"wake": "slow"})) as node:
         await load(node)
         await park(node)
@@ -88,7 +89,7 @@ async def test_many_who_want_a_sleeper_wake_it_once(tmp_path):
                 break
         assert {status.state for status in await loads} == {ModelState.READY}
         assert "place" in stages
-        assert node._controllers["m"].life.attempt == 3
+        assert [line for line in caplog.messages if "asleep → loading" in line] == ["m: asleep → loading"]
 
 
 async def test_running_answers_end_before_it_sleeps(tmp_path):
@@ -136,7 +137,7 @@ async def test_a_model_that_cannot_be_parked_is_unloaded(tmp_path, parked_mb, be
     async with running_node(tmp_path, config(tmp_path, parked_mb, m=behaviour)) as node:
         await load(node)
         assert (await park(node)).state is ModelState.COLD
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
         assert (await load(node)).state is ModelState.READY
 
 
@@ -154,7 +155,7 @@ async def test_a_sleeper_that_finds_no_room_sleeps_on(tmp_path, wake):
     async with running_node(tmp_path, config(tmp_path, m={"wake": wake})) as node:
         await load(node)
         await park(node)
-        node._supervisors[0].freed_at_s = -1e9  # nothing was freed just now, so there is nothing to wait for
+        node.devices.supervisors[0].freed_at_s = -1e9  # nothing was freed just now, so there is nothing to wait for
         for _ in range(2):
             with pytest.raises(InsufficientCapacity):
                 await load(node)
@@ -180,7 +181,7 @@ async def test_unloading_while_it_goes_to_sleep_leaves_nothing(tmp_path):
         assert (await node.unload(UnloadRequest(model_id="m"))).state is ModelState.COLD
         assert (await parking).state is ModelState.COLD
         assert await running == [1, 2, 3, 4, 5]
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
 
 
 async def test_asked_for_on_another_device_it_is_loaded_there(tmp_path):
@@ -194,7 +195,7 @@ async def test_asked_for_on_another_device_it_is_loaded_there(tmp_path):
         await park(node)
         status = await load(node, devices=(1,))
         assert (status.state, status.devices) == (ModelState.READY, (1,))
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
 
 
 async def test_a_node_with_sleepers_shuts_down(tmp_path):

@@ -24,7 +24,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request. After `enter` it ends in exactly one `release`, unless `reject` was called or `clear` returned it."""
+    """One request. `release` must follow `enter`, whatever ended the request."""
 
     principal: str
     cache_tokens: int

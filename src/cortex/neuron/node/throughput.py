@@ -1,4 +1,4 @@
-"""Tokens per second over the last few seconds, from a counter that only grows."""
+"""Tokens per second over the last seconds, from samples of a growing counter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class Throughput:
-    """Fed with samples of the counter; belongs to one loop."""
+    """Belongs to one loop."""
 
     def __init__(self, window_s: float = 5.0) -> None:
         self._window_s = window_s
@@ -14,12 +14,12 @@ class Throughput:
 
     def sample(self, now_s: float, count: int) -> None:
         self._samples.append((now_s, count))
-        # One sample older than the window stays: the window is measured from it.
+        # Keep one sample older than the window: the rate is measured from it.
         while len(self._samples) > 1 and now_s - self._samples[1][0] >= self._window_s:
             self._samples.popleft()
 
     def per_s(self, now_s: float) -> float:
-        """0 once the samples are older than the window."""
+        """0 when the latest sample is older than the window."""
         if len(self._samples) < 2 or now_s - self._samples[-1][0] > self._window_s:
             return 0.0
         (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cortex.neuron.config import Limits
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
-from cortex.neuron.node.throughput import Throughput
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.reclaim import Reclaimed
 from cortex.neuron.worker.supervisor import Resident, WorkerSupervisor
@@ -32,15 +33,6 @@ from cortex.wire.node import ModelLoad
 
 _CACHE_TOKENS_AHEAD = 512
 """KV cache that a request needs beyond its prompt before it starts. The engine keeps as much ahead of each sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServingLimits:
-    """What a loaded model accepts."""
-
-    slots: int
-    max_queue: int
-    max_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +60,22 @@ class _Running:
 class Instance:
     """The `ModelSink` of one loaded model. Belongs to the daemon's loop."""
 
-    def __init__(
-        self, model_id: str, supervisor: WorkerSupervisor, limits: ServingLimits, callbacks: ModelCallbacks
-    ) -> None:
+    def __init__(self, model_id: str, supervisor: WorkerSupervisor, limits: Limits, callbacks: ModelCallbacks) -> None:
         self.model_id = model_id
         self.supervisor = supervisor
         self.lost_reason: str | None = None
         """Why the worker that held the model is gone."""
-        self._limits = limits
+        self._max_prompt_tokens = limits.max_prompt_tokens
         self._callbacks = callbacks
         self._resident: Resident | None = None
-        self._admission = Admission(limits.slots, limits.max_queue)
+        self._admission = Admission(limits.max_num_seqs, limits.max_queue)
         self._requests: dict[str, _Running] = {}
         self._closed: CortexError | None = None
         self._has_produced = False
         self._empty = asyncio.Event()
         self._empty.set()
         self._stats = EngineStats()
-        self._throughput = Throughput()
+        self._throughput = _Throughput()
         self._idle_since_s = time.monotonic()
 
     def loaded(self, resident: Resident) -> None:
@@ -166,11 +156,11 @@ class Instance:
                 f"(the context of {context_tokens} tokens, less one for the response); shorten the conversation",
                 details={"prompt_tokens": prompt_tokens, "context_tokens": context_tokens},
             )
-        if self._limits.max_prompt_tokens is not None and prompt_tokens > self._limits.max_prompt_tokens:
+        if self._max_prompt_tokens is not None and prompt_tokens > self._max_prompt_tokens:
             raise PromptTooLongForMemory(
-                f"prompt is too long: {prompt_tokens} tokens > {self._limits.max_prompt_tokens} maximum that this "
+                f"prompt is too long: {prompt_tokens} tokens > {self._max_prompt_tokens} maximum that this "
                 "node takes (limits.max_prompt_tokens in neuron.toml); shorten the conversation",
-                details={"prompt_tokens": prompt_tokens, "max_prompt_tokens": self._limits.max_prompt_tokens},
+                details={"prompt_tokens": prompt_tokens, "max_prompt_tokens": self._max_prompt_tokens},
             )
 
     def _cancel(self, request_id: str) -> None:
@@ -294,3 +284,24 @@ def _request_error(kind: FaultKind, message: str, running: _Running, *, alone: b
             )
         return Overloaded(f"the device ran out of memory beside other requests; try again ({message})", retry_after_s=5)
     return GenerationFailed(f"the engine failed on this request: {message}")
+
+
+class _Throughput:
+    """Tokens per second over the last seconds, from samples of a growing counter."""
+
+    def __init__(self, window_s: float = 5.0) -> None:
+        self._window_s = window_s
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def sample(self, now_s: float, count: int) -> None:
+        self._samples.append((now_s, count))
+        # Keep one sample older than the window: the rate is measured from it.
+        while len(self._samples) > 1 and now_s - self._samples[1][0] >= self._window_s:
+            self._samples.popleft()
+
+    def per_s(self, now_s: float) -> float:
+        """0 when the latest sample is older than the window."""
+        if len(self._samples) < 2 or now_s - self._samples[-1][0] > self._window_s:
+            return 0.0
+        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        return round((last - first) / max(last_s - first_s, 0.001), 2)

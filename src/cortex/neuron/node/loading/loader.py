@@ -18,7 +18,7 @@ from pathlib import Path
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
-from cortex.neuron.node.instance import Instance, ModelCallbacks, ServingLimits
+from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, choose_device, inspect
@@ -92,9 +92,7 @@ class ModelLoader:
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
         async with self._room_for(model, survey.facts) as device:
-            limits = self._config.limits
-            serving_limits = ServingLimits(limits.max_num_seqs, limits.max_queue, limits.max_prompt_tokens)
-            instance = Instance(model.id, self._supervisors[device.index], serving_limits, callbacks)
+            instance = Instance(model.id, self._supervisors[device.index], self._config.limits, callbacks)
             await self._load_weights(instance, self._spec(model, survey.facts, device), path)
             return instance
 

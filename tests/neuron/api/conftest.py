@@ -1,4 +1,4 @@
-"""A node that does what the test says: a real tokenizer and template, scripted tokens, faults on demand."""
+"""A scripted node behind the real API: a real tokenizer and template, scripted tokens, faults on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.api import app, server
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.protocol import accept
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.tokenizer.local import read_text
@@ -49,7 +48,7 @@ EOS = "<|im_end|>"
 
 
 def write_text_files(folder: Path) -> None:
-    """A byte-level tokenizer with a template that knows tools and thoughts."""
+    """A byte-level tokenizer with a template that supports tools and reasoning."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,10 +73,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 
 @dataclass
-class Play:
-    """What the engine does with a request: what it says, how fast, and how it ends."""
+class Script:
+    """What the engine does with a request: the text it generates, how fast, and how it ends."""
 
-    says: str = "Hello there!"
+    text: str = "Hello there!"
     stops: bool = True
     pause_s: float = 0.0
     first_s: float = 0.0
@@ -103,7 +102,7 @@ class ScriptedNode:
     """A `Backend` without devices."""
 
     text_model: TextModel
-    play: Play = field(default_factory=Play)
+    script: Script = field(default_factory=Script)
     state: ModelState = ModelState.READY
     context_tokens: int = 2000
     load_s: float = 0.0
@@ -112,8 +111,8 @@ class ScriptedNode:
     submitted: list[EngineRequest] = field(default_factory=list)
     generations: list[ScriptedGeneration] = field(default_factory=list)
     loads: list[LoadRequest] = field(default_factory=list)
-    loads_left: int = 0
-    """Waiters that went away before their load was done."""
+    cancelled_loads: int = 0
+    """Loads whose caller was cancelled before they were done."""
     events: list[NodeEvent] = field(default_factory=list)
     discovery: Discovery = field(
         default_factory=lambda: Discovery(
@@ -152,7 +151,7 @@ class ScriptedNode:
             try:
                 await asyncio.sleep(self.load_s)
             except asyncio.CancelledError:
-                self.loads_left += 1
+                self.cancelled_loads += 1
                 raise
             if self.load_error is not None:
                 raise self.load_error
@@ -186,24 +185,24 @@ class ScriptedNode:
         return generation
 
     async def _outputs(self, request: EngineRequest) -> AsyncIterator[list[StepOutput]]:
-        play = self.play
-        await asyncio.sleep(play.first_s)
-        ids = self.text_model.encode(play.says)
-        if play.stops and request.stop_token_ids:
+        script = self.script
+        await asyncio.sleep(script.first_s)
+        ids = self.text_model.encode(script.text)
+        if script.stops and request.stop_token_ids:
             ids.append(request.stop_token_ids[0])
-        for place, token in enumerate(ids):
-            if play.fails_after == place:
-                raise play.error or RuntimeError("a bug")
-            if place:
-                await asyncio.sleep(play.pause_s)
-            is_last = place + 1 == min(len(ids), request.max_tokens)
+        for position, token in enumerate(ids):
+            if script.fails_after == position:
+                raise script.error or RuntimeError("a bug")
+            if position:
+                await asyncio.sleep(script.pause_s)
+            is_last = position + 1 == min(len(ids), request.max_tokens)
             finish: Any = None
             if is_last:
                 finish = "stop" if token in request.stop_token_ids else "length"
             logprobs = ()
             if (top := request.sampling.top_logprobs) is not None:
                 logprobs = (TokenLogprobs(-0.5, (token, 0)[:top], (-0.5, -1.0)[:top]),)
-            yield [StepOutput(request.id, (token,), logprobs, play.cached if place == 0 else None, finish)]
+            yield [StepOutput(request.id, (token,), logprobs, script.cached if position == 0 else None, finish)]
             if is_last:
                 return
 
@@ -238,7 +237,7 @@ async def api(node: ScriptedNode) -> AsyncIterator[Api]:
     application = app.build(node, drain_gate, keepalive_s=0.05, max_body_bytes=1_000_000)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    accepting = await accept(runner, server.bind(Listen("127.0.0.1:0")))
+    accepting = await server.accept(runner, server.bind(Listen("127.0.0.1:0")))
     host, port = accepting.sockets[0].getsockname()
     async with ClientSession() as client:
         yield Api(node, drain_gate, f"http://{host}:{port}", client)

@@ -10,7 +10,7 @@ from cortex.wire.node import Discovery, Endpoint, Health, ModelList, ModelState,
 from cortex.wire.sse import Parser
 
 
-async def test_what_the_node_says_about_itself_decodes_into_the_wire_types(api: Any) -> None:
+async def test_reports_of_the_node_decode_into_the_wire_types(api: Any) -> None:
     for path, kind in (
         ("/discovery", Discovery),
         ("/health", Health),
@@ -18,30 +18,30 @@ async def test_what_the_node_says_about_itself_decodes_into_the_wire_types(api: 
         ("/models/org/tiny", ModelStatus),
         ("/models/org/tiny/endpoint", Endpoint),
     ):
-        status, answer = await api.get(path)
+        status, body = await api.get(path)
         assert status == 200
-        msgspec.convert(answer, kind)
+        msgspec.convert(body, kind)
     _, endpoint = await api.get("/models/org/tiny/endpoint")
     assert endpoint["base_url"] == api.url + "/v1"
     assert (await api.get("/version"))[1]["version"]
     assert (await api.get("/"))[1]["name"] == "neuron"
 
 
-async def test_load_and_unload(api: Any) -> None:
+async def test_loads_and_unloads(api: Any) -> None:
     api.node.state = ModelState.COLD
-    status, answer, _ = await api.post("/models/load?wait=false", {"model_id": "org/tiny"})
-    assert (status, answer["state"]) == (202, "cold")
-    status, answer, _ = await api.post("/models/load", {"model_id": "org/tiny", "quant": "q8_0", "new_field": 1})
-    assert (status, answer["state"]) == (200, "ready")
+    status, body, _ = await api.post("/models/load?wait=false", {"model_id": "org/tiny"})
+    assert (status, body["state"]) == (202, "cold")
+    status, body, _ = await api.post("/models/load", {"model_id": "org/tiny", "quant": "q8_0", "new_field": 1})
+    assert (status, body["state"]) == (200, "ready")
     assert api.node.loads[-1].quant == "q8_0"
-    status, answer, _ = await api.post("/models/unload", {"model_id": "org/tiny"})
-    assert (status, answer["state"]) == (200, "cold")
+    status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny"})
+    assert (status, body["state"]) == (200, "cold")
 
 
-async def test_a_parked_model_is_told_and_counted_as_asleep(api: Any) -> None:
+async def test_parked_model_is_reported_and_counted_as_asleep(api: Any) -> None:
     for _ in range(2):
-        status, answer, _ = await api.post("/models/unload", {"model_id": "org/tiny", "park": True})
-        assert (status, answer["state"], answer["host_bytes"]) == (200, "asleep", 5)
+        status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny", "park": True})
+        assert (status, body["state"], body["host_bytes"]) == (200, "asleep", 5)
     assert (await api.get("/models/org/tiny"))[1]["state"] == "asleep"
     assert (await api.get("/health"))[1]["models"][0]["host_bytes"] == 5
     async with api.client.get(api.url + "/metrics") as response:
@@ -49,32 +49,32 @@ async def test_a_parked_model_is_told_and_counted_as_asleep(api: Any) -> None:
     assert 'neuron_model_parked_bytes{model="org/tiny"} 5.0' in metrics
     assert 'neuron_model_state{model="org/tiny",state="asleep"} 1.0' in metrics
     assert "neuron_model_bytes{" not in metrics
-    status, answer, _ = await api.post("/models/unload", {"model_id": "org/tiny", "park": 1})
-    assert (status, answer["error"]["param"]) == (400, "park")
-    status, answer, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": "x"})
+    status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny", "park": 1})
+    assert (status, body["error"]["param"]) == (400, "park")
+    status, body, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": "x"})
     assert status == 200
     assert api.node.loads[-1].model_id == "org/tiny", "a request wakes it"
 
 
-async def test_a_device_gets_a_new_worker_only_when_it_is_empty(api: Any) -> None:
+async def test_recycles_only_a_device_without_models(api: Any) -> None:
     assert (await api.post("/devices/0/recycle", {}))[:2] == (200, {"device": 0, "recycled": False})
     api.node.state = ModelState.COLD
     assert (await api.post("/devices/0/recycle", {}))[:2] == (200, {"device": 0, "recycled": True})
-    status, answer, _ = await api.post("/devices/7/recycle", {})
-    assert (status, answer["error"]["code"]) == (404, "route_not_found")
-    assert "it has 0" in answer["error"]["message"]
+    status, body, _ = await api.post("/devices/7/recycle", {})
+    assert (status, body["error"]["code"]) == (404, "route_not_found")
+    assert "it has 0" in body["error"]["message"]
 
 
-async def test_orders_that_cannot_be_carried_out(api: Any) -> None:
-    status, answer, _ = await api.post("/models/load", {"model_id": 3})
-    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "model_id")
-    status, answer, _ = await api.post("/models/load", b"{")
-    assert (status, answer["error"]["code"]) == (400, "malformed_json")
-    status, answer, _ = await api.post("/models/load", {"model_id": "nope"})
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+async def test_rejects_invalid_load_requests(api: Any) -> None:
+    status, body, _ = await api.post("/models/load", {"model_id": 3})
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "invalid_value", "model_id")
+    status, body, _ = await api.post("/models/load", b"{")
+    assert (status, body["error"]["code"]) == (400, "malformed_json")
+    status, body, _ = await api.post("/models/load", {"model_id": "nope"})
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
     api.node.load_error = LoadFailed("wrong magic")
-    status, answer, _ = await api.post("/models/load", {"model_id": "org/tiny"})
-    assert (status, answer["error"]["message"]) == (502, "wrong magic")
+    status, body, _ = await api.post("/models/load", {"model_id": "org/tiny"})
+    assert (status, body["error"]["message"]) == (502, "wrong magic")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_orders_that_cannot_be_carried_out(api: Any) -> None:
         ("POST", "/v1/embeddings", 422, "unsupported_modality"),
     ],
 )
-async def test_no_error_is_plain_text(api: Any, method: str, path: str, status: int, code: str) -> None:
+async def test_every_error_is_json(api: Any, method: str, path: str, status: int, code: str) -> None:
     async with api.client.request(method, api.url + path) as response:
         assert response.status == status
         assert response.content_type == "application/json"
@@ -95,15 +95,15 @@ async def test_no_error_is_plain_text(api: Any, method: str, path: str, status: 
         assert response.headers["x-request-id"]
 
 
-async def test_errors_on_anthropic_paths_have_anthropics_shape(api: Any) -> None:
+async def test_errors_on_anthropic_paths_have_the_anthropic_form(api: Any) -> None:
     async with api.client.get(api.url + "/v1/messages") as response:
         assert (await response.json()) == {
             "type": "error",
-            "error": {"type": "not_found_error", "message": "GET is not for /v1/messages; use POST."},
+            "error": {"type": "not_found_error", "message": "GET is not allowed on /v1/messages; use POST."},
         }
 
 
-async def test_both_sdks_list_models_and_find_one_with_a_slash(api: Any) -> None:
+async def test_both_sdks_list_models_and_retrieve_one_with_a_slash(api: Any) -> None:
     async with openai.AsyncOpenAI(api_key="k", base_url=api.url + "/v1", max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == ["org/tiny"]
         model = await client.models.retrieve("org/tiny")
@@ -116,31 +116,31 @@ async def test_both_sdks_list_models_and_find_one_with_a_slash(api: Any) -> None
         assert listed[0].created_at.year >= 2024
 
 
-async def test_events_are_told_as_they_come(api: Any) -> None:
+async def test_streams_events(api: Any) -> None:
     api.node.events = [
         NodeEvent(kind="model", at_s=1.0, model=ModelStatus(id="org/tiny", state=ModelState.READY)),
         NodeEvent(kind="shutdown", at_s=2.0),
     ]
     async with api.client.get(api.url + "/events") as response:
-        told = Parser().feed(await response.read())
-    assert [frame.event for frame in told] == ["model", "shutdown"]
-    assert msgspec.json.decode(told[0].data, type=NodeEvent) == api.node.events[0]
+        frames = Parser().feed(await response.read())
+    assert [frame.event for frame in frames] == ["model", "shutdown"]
+    assert msgspec.json.decode(frames[0].data, type=NodeEvent) == api.node.events[0]
 
 
-async def test_counting_tokens_needs_no_weights(api: Any) -> None:
+async def test_counts_tokens_without_loading_weights(api: Any) -> None:
     api.node.state = ModelState.COLD
     messages = [{"role": "user", "content": "hello"}]
     async with anthropic.AsyncAnthropic(api_key="k", base_url=api.url, max_retries=0) as client:
         counted = await client.messages.count_tokens(model="org/tiny", messages=messages)  # type: ignore[arg-type]
-    status, answer, _ = await api.post("/tokenize", {"model": "org/tiny", "messages": messages})
+    status, body, _ = await api.post("/tokenize", {"model": "org/tiny", "messages": messages})
     assert status == 200
-    assert counted.input_tokens == answer["count"] == len(answer["tokens"])
+    assert counted.input_tokens == body["count"] == len(body["tokens"])
     assert not api.node.loads
     await api.post("/v1/messages", {"model": "org/tiny", "messages": messages, "max_tokens": 5})
-    assert api.node.submitted[0].prompt == tuple(answer["tokens"])
+    assert api.node.submitted[0].prompt == tuple(body["tokens"])
 
 
-async def test_a_node_removes_the_billing_line_only_for_clients_that_come_straight_to_it(api: Any) -> None:
+async def test_removes_the_billing_line_only_for_direct_clients(api: Any) -> None:
     line = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
     body = {"model": "org/tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -155,16 +155,16 @@ async def test_a_node_removes_the_billing_line_only_for_clients_that_come_straig
     assert await count({**body, "system": [line]}, **{"x-cortex-principal": ""}) > plain + len(line["text"])
 
 
-async def test_tokenize_takes_text_as_it_is(api: Any) -> None:
-    _, answer, _ = await api.post("/tokenize", {"model": "org/tiny", "prompt": "abc"})
-    assert answer["count"] == 3
-    assert api.node.text_model.decode(answer["tokens"]) == "abc"
-    status, answer, _ = await api.post("/tokenize", {"model": "org/tiny"})
-    assert (status, answer["error"]["param"]) == (400, "text")
+async def test_tokenize_does_not_apply_the_template_to_text(api: Any) -> None:
+    _, body, _ = await api.post("/tokenize", {"model": "org/tiny", "prompt": "abc"})
+    assert body["count"] == 3
+    assert api.node.text_model.decode(body["tokens"]) == "abc"
+    status, body, _ = await api.post("/tokenize", {"model": "org/tiny"})
+    assert (status, body["error"]["param"]) == (400, "text")
 
 
-async def test_everything_that_is_measured_is_in_the_exposition(api: Any, chat_body: Any) -> None:
-    api.node.play.cached = 2
+async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
+    api.node.script.cached = 2
     await api.post("/v1/chat/completions", chat_body())
     await api.post("/v1/chat/completions", chat_body(temperature=-1))
     await api.post("/v1/chat/completions", chat_body(model="made-up"))

@@ -1,4 +1,4 @@
-"""Bodies that nobody sends by accident: every one gets an answer of ours, none a 5xx, none plain text."""
+"""Hostile and invalid bodies: every response is JSON, and none is a 5xx."""
 
 import asyncio
 import json
@@ -25,41 +25,41 @@ def hostile() -> Iterator[bytes]:
     yield b"[" * 300_000
     yield b'{"model": ' * 300_000
     yield b'{"model": "org/tiny", "model_id": "org/tiny", "messages": 1e999}'
-    said = '"messages": [{"role": "user", "content": "hi"}], "input": "hi", "prompt": "hi", "max_tokens": 3'
+    fields = '"messages": [{"role": "user", "content": "hi"}], "input": "hi", "prompt": "hi", "max_tokens": 3'
     for depth in (50, 200, 500, 900, 990, 2000):
         deep = nested(depth)
         tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
-        yield f'{{"model": "org/tiny", {said}, "tools": [{tool}]}}'.encode()
-        yield f'{{"model": "org/tiny", {said}, "tools": [{{"name": "f", "input_schema": {deep}}}]}}'.encode()
-        yield f'{{"model": "org/tiny", {said}, "chat_template_kwargs": {deep}}}'.encode()
-        yield f'{{"model": "org/tiny", {said}, "metadata": {deep}}}'.encode()
-        yield f'{{"model": "org/tiny", {said}, "guided_json": {deep}}}'.encode()
+        yield f'{{"model": "org/tiny", {fields}, "tools": [{tool}]}}'.encode()
+        yield f'{{"model": "org/tiny", {fields}, "tools": [{{"name": "f", "input_schema": {deep}}}]}}'.encode()
+        yield f'{{"model": "org/tiny", {fields}, "chat_template_kwargs": {deep}}}'.encode()
+        yield f'{{"model": "org/tiny", {fields}, "metadata": {deep}}}'.encode()
+        yield f'{{"model": "org/tiny", {fields}, "guided_json": {deep}}}'.encode()
         call = f'{{"id": "c", "function": {{"name": "f", "arguments": {json.dumps(deep)}}}}}'
-        asked = f'[{{"role": "user", "content": "x"}}, {{"role": "assistant", "tool_calls": [{call}]}}]'
-        yield f'{{"model": "org/tiny", "messages": {asked}, "input": {asked}}}'.encode()
+        turns = f'[{{"role": "user", "content": "x"}}, {{"role": "assistant", "tool_calls": [{call}]}}]'
+        yield f'{{"model": "org/tiny", "messages": {turns}, "input": {turns}}}'.encode()
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_hostile_body_gets_a_proper_answer(api: Any, path: str) -> None:
+async def test_rejects_hostile_bodies_with_json_errors(api: Any, path: str) -> None:
     for data in hostile():
         async with api.client.post(api.url + path, data=data) as response:
-            answer = json.loads(await response.read())
-        told = (response.status, data[:80], answer if response.status != 200 else None)
-        assert response.status < 500, told
+            reply = json.loads(await response.read())
+        context = (response.status, data[:80], reply if response.status != 200 else None)
+        assert response.status < 500, context
         if response.status >= 400:
-            assert answer["error"]["message"], told
+            assert reply["error"]["message"], context
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/" + "z" * 5000, "/requests/" + "z" * 5000 + "/usage"])
-async def test_little_of_what_a_client_wrote_is_repeated(api: Any, path: str) -> None:
+async def test_errors_repeat_little_of_the_request(api: Any, path: str) -> None:
     turn = [{"role": "user", "content": "hi"}]
     long = "z" * 100_000
     body = {"model": long, "model_id": long, "messages": turn, "input": "hi", "prompt": "hi", "max_tokens": 3}
     method = api.client.get if path.startswith("/requests/") else api.client.post
     async with method(api.url + path, data=json.dumps(body)) as response:
-        answer = json.loads(await response.read())
+        reply = json.loads(await response.read())
     assert 400 <= response.status < 500
-    assert json.dumps(answer).count("z") < 300
+    assert json.dumps(reply).count("z") < 300
 
 
 NOT_HTTP = [
@@ -77,14 +77,14 @@ NOT_HTTP = [
 
 
 @pytest.mark.parametrize("sent", NOT_HTTP, ids=range(len(NOT_HTTP)))
-async def test_what_is_not_http_is_refused_in_json(api: Any, sent: bytes) -> None:
+async def test_rejects_invalid_http_with_json(api: Any, sent: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     writer.write(sent)
     async with asyncio.timeout(30):
-        answer = await reader.read()
+        reply = await reader.read()
     writer.close()
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.split(b" ")[1].startswith(b"4"), answer
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.split(b" ")[1].startswith(b"4"), reply
     assert b"content-type: application/json" in head.lower()
     assert json.loads(body)["error"]["message"]
 
@@ -108,8 +108,8 @@ VALUES: list[Any] = [
 
 
 def mutations(seed: int, count: int) -> Iterator[bytes]:
-    """Bodies that are almost right: one value somewhere inside is something else."""
-    dice = random.Random(seed)
+    """Valid bodies in which one value was replaced."""
+    chooser = random.Random(seed)
     content = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]
     parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
     tool = {"type": "function", "name": "f", "function": {"name": "f", "parameters": parameters}, "input_schema": {}}
@@ -130,44 +130,44 @@ def mutations(seed: int, count: int) -> Iterator[bytes]:
             "stream_options": {"include_usage": True},
             "response_format": {"type": "json_object"},
             "thinking": {"type": "enabled", "budget_tokens": 5},
-            "stream": dice.random() < 0.3,
+            "stream": chooser.random() < 0.3,
         }
         body = json.loads(json.dumps(body))
-        place: Any = body
-        key = dice.choice(list(body))
-        while isinstance(place[key], dict | list) and place[key] and dice.random() < 0.7:
-            place = place[key]
-            key = dice.choice(list(place)) if isinstance(place, dict) else dice.randrange(len(place))
-        place[key] = dice.choice(VALUES)
+        parent: Any = body
+        key = chooser.choice(list(body))
+        while isinstance(parent[key], dict | list) and parent[key] and chooser.random() < 0.7:
+            parent = parent[key]
+            key = chooser.choice(list(parent)) if isinstance(parent, dict) else chooser.randrange(len(parent))
+        parent[key] = chooser.choice(VALUES)
         yield json.dumps(body).encode("utf-8", "surrogatepass")
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_body_that_is_almost_right_gets_an_answer_or_an_error_of_ours(api: Any, path: str) -> None:
+async def test_nearly_valid_body_gets_a_response_or_a_known_error(api: Any, path: str) -> None:
     for data in mutations(7, 80):
         async with api.client.post(api.url + path, data=data) as response:
-            answer = await response.read()
+            reply = await response.read()
         if response.status >= 400:
-            told = json.loads(answer)["error"]
-            assert response.status < 500, (data, told)
-            assert told["message"], data
-            assert told.get("code", "malformed_json") in BY_CODE, (data, told)
+            error = json.loads(reply)["error"]
+            assert response.status < 500, (data, error)
+            assert error["message"], data
+            assert error.get("code", "malformed_json") in BY_CODE, (data, error)
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_number_out_of_range_is_rejected_by_name_and_a_live_stream_goes_on(
+async def test_rejects_a_number_out_of_range_by_name_without_ending_other_streams(
     api: Any, chat_body: Any, path: str
 ) -> None:
-    api.node.play.pause_s = 0.02
-    said = {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "input": "hi"}
+    api.node.script.pause_s = 0.02
+    fields = {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "input": "hi"}
     if path == "/v1/completions":
-        said["prompt"] = "hi"
+        fields["prompt"] = "hi"
     async with api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=True)) as live:
         for field in ("top_k", "temperature", "top_p"):
             for value in (2**63, 2**70, -(2**70), 1e300):
-                status, answer, _ = await api.post(path, {**said, field: value})
+                status, reply, _ = await api.post(path, {**fields, field: value})
                 assert status == 400
-                assert f"'{field}'" in answer["error"]["message"]
+                assert f"'{field}'" in reply["error"]["message"]
         stream = await live.read()
     assert b"[DONE]" in stream
     assert b"error" not in stream

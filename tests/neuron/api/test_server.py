@@ -1,4 +1,4 @@
-"""The daemon as a process: real node, real worker, real engine, on a model small enough to be made here."""
+"""The daemon as a process: real node, real worker, real engine, on a tiny model that is made here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cortex.exits import ExitCode
 from cortex.wire.sse import Parser
 
 SOURCE = Path(__file__).parents[3] / "src"
-PATIENCE_S = 90.0
-"""For a shared machine: starting a worker means importing torch."""
+WAIT_S = 90.0
+"""Upper bound of a wait on a slow machine: starting a worker imports torch."""
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def daemon(model_folder: Path, tmp_path: Path) -> Iterator[Daemon]:
 @pytest.fixture
 async def http(daemon: Daemon) -> AsyncIterator[ClientSession]:
     async with ClientSession(daemon.url) as session:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 try:
                     async with session.get("/health") as response:
@@ -138,33 +138,33 @@ async def model(http: ClientSession) -> dict[str, Any]:
 
 
 async def completion_tokens(http: ClientSession) -> float:
-    """What the node has counted, all together."""
+    """Of all models, as counted by the node."""
     async with http.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("neuron_completion_tokens_total{"))
 
 
-async def test_a_request_loads_the_model_a_client_that_leaves_frees_it_and_sigterm_ends_it_all(
+async def test_request_loads_the_model_disconnect_frees_it_and_sigterm_drains(
     daemon: Daemon, http: ClientSession
 ) -> None:
     assert (await model(http))["state"] == "cold"
     async with http.post("/v1/chat/completions", json=chat(stream=True, max_tokens=5, ignore_eos=True)) as response:
         data = await response.read()
     assert response.status == 200
-    assert data.startswith(b": keepalive"), "the client hears something while the model loads"
+    assert data.startswith(b": keepalive"), "the client gets keepalives while the model loads"
     assert data.endswith(b"data: [DONE]\n\n")
     assert (await model(http))["state"] == "ready"
 
     async with openai.AsyncOpenAI(api_key="k", base_url=daemon.url + "/v1", max_retries=0) as client:
-        asked: Any = {
+        request: Any = {
             "model": "tiny",
             "messages": [{"role": "user", "content": "hi"}],
             "max_tokens": 20,
             "seed": 3,
             "temperature": 1.0,
         }
-        first = await client.chat.completions.create(**asked)
-        again = await client.chat.completions.create(**asked)
+        first = await client.chat.completions.create(**request)
+        again = await client.chat.completions.create(**request)
         assert first.choices[0].message.content == again.choices[0].message.content
         assert again.usage is not None
         with pytest.raises(openai.BadRequestError, match="prompt is too long"):
@@ -173,7 +173,7 @@ async def test_a_request_loads_the_model_a_client_that_leaves_frees_it_and_sigte
     for stream in (True, False):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(_read(http, chat(stream=stream, max_tokens=2900, ignore_eos=True)), 0.5)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while (await model(http))["load"]["running"]:
                 await asyncio.sleep(0.01)
     assert await completion_tokens(http) < 2900, "neither response was generated to its end"
@@ -181,7 +181,7 @@ async def test_a_request_loads_the_model_a_client_that_leaves_frees_it_and_sigte
     children = daemon.children()
     assert children
     long = asyncio.create_task(_read(http, chat(stream=True, max_tokens=2900, ignore_eos=True)))
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while not (await model(http))["load"]["running"]:
             await asyncio.sleep(0.01)
     daemon.process.send_signal(signal.SIGTERM)
@@ -191,11 +191,11 @@ async def test_a_request_loads_the_model_a_client_that_leaves_frees_it_and_sigte
         assert (await response.json())["error"]["code"] == "shutting_down"
     ended = await long
     assert b"shutting_down" in ended or ended.endswith(b"data: [DONE]\n\n")
-    assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
+    assert await asyncio.to_thread(daemon.process.wait, WAIT_S) == 0
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
-async def test_a_killed_worker_is_told_in_the_stream_and_the_model_comes_back(
+async def test_killed_worker_ends_the_stream_with_an_error_and_the_model_recovers(
     daemon: Daemon, http: ClientSession
 ) -> None:
     await _read(http, chat(max_tokens=2))
@@ -210,7 +210,7 @@ async def test_a_killed_worker_is_told_in_the_stream_and_the_model_comes_back(
         if response.status != 200:
             assert (response.status, (await response.json())["error"]["code"]) == (503, "recovering")
             assert int(response.headers["retry-after"]) >= 1
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while (await model(http))["state"] != "ready":
             await asyncio.sleep(0.05)
     assert b'"finish_reason"' in await _read(http, chat(max_tokens=2))
@@ -221,16 +221,18 @@ async def _read(http: ClientSession, body: dict[str, Any]) -> bytes:
         return await response.read()
 
 
-def test_a_port_in_use_and_a_bad_config_end_in_one_line(tmp_path: Path) -> None:
+def test_port_in_use_and_invalid_config_end_with_one_line(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused = start(tmp_path, "", port)
-        assert refused.process.wait(PATIENCE_S) == ExitCode.NO_ROOM
-        assert refused.log.read_text() == f"neuron: port {port} is in use; stop what runs there or set another `port`\n"
+        rejected = start(tmp_path, "", port)
+        assert rejected.process.wait(WAIT_S) == ExitCode.NO_ROOM
+        assert (
+            rejected.log.read_text() == f"neuron: port {port} is in use; stop what runs there or set another `port`\n"
+        )
     wrong = start(tmp_path, "drian_s = 3\n", free_port())
-    assert wrong.process.wait(PATIENCE_S) == ExitCode.CONFIG
-    told = wrong.log.read_text()
-    assert "drain_s" in told
-    assert "Traceback" not in told
+    assert wrong.process.wait(WAIT_S) == ExitCode.CONFIG
+    output = wrong.log.read_text()
+    assert "drain_s" in output
+    assert "Traceback" not in output

@@ -7,7 +7,7 @@ import pytest
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import MAX_OVERTAKEN, RowPlan, Scheduler, SchedulerLimits, StepPlan
+from cortex.neuron.engine.scheduler import RowPlan, Scheduler, SchedulerLimits, StepPlan
 from cortex.neuron.engine.sequence import Sequence
 
 PAGE = 4
@@ -202,23 +202,12 @@ def test_a_different_first_token_shares_nothing() -> None:
     assert sequence.cached == 0
 
 
-def test_principals_get_rows_in_turn_and_the_anonymous_what_is_left() -> None:
+def test_admits_in_order_of_arrival_whoever_sent_them() -> None:
     scheduler = scheduler_of(rows=3)
-    for number in range(3):
-        scheduler.submit(other(f"anonymous {number}", 2, 100 + 10 * number))
-    for number in range(3):
-        scheduler.submit(other(f"ada {number}", 2, 200 + 10 * number, principal="ada"))
-    scheduler.submit(other("bob 0", 2, 300, principal="bob"))
+    for number, principal in enumerate(["", "ada", "ada", "bob"]):
+        scheduler.submit(other(str(number), 2, 100 * number, principal=principal))
     planned(scheduler)
-    assert [sequence.request.id for sequence in scheduler.running] == ["ada 0", "bob 0", "ada 1"]
-
-
-def test_the_anonymous_run_when_nobody_else_waits() -> None:
-    scheduler = scheduler_of(rows=3)
-    for number in range(3):
-        scheduler.submit(other(f"anonymous {number}", 2, 100 + 10 * number))
-    planned(scheduler)
-    assert len(scheduler.running) == 3
+    assert [sequence.request.id for sequence in scheduler.running] == ["0", "1", "2"]
 
 
 def test_when_pages_run_out_the_youngest_gives_way_and_comes_back() -> None:
@@ -261,30 +250,15 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight() -> None:
     assert len(young.tokens) == PAGE
 
 
-def test_a_request_that_waits_for_pages_is_overtaken_only_so_often() -> None:
+def test_small_requests_wait_behind_a_large_one_that_lacks_pages() -> None:
     scheduler = scheduler_of(pages=16)
-    scheduler.submit(other("holder", 20, 900, max_tokens=40, principal="holder"))
+    scheduler.submit(other("holder", 20, 900, max_tokens=40))
     collect(scheduler, planned(scheduler))
-    big = scheduler.submit(request("big", 44, max_tokens=4, principal="big"))
-    steps = overtaken = 0
-    while big.row < 0:
-        scheduler.submit(other(f"small {steps}", 2, 1000 + 10 * steps, max_tokens=1, principal=f"p{steps}"))
-        plan = planned(scheduler)
-        names = [admitted.id for _, admitted, _ in plan.new_rows]
-        overtaken += len(names[: names.index("big")] if "big" in names else names)
-        collect(scheduler, plan)
-        steps += 1
-        assert steps < 60, "small requests keep the big one out"
-    assert overtaken == MAX_OVERTAKEN
-
-
-def test_a_request_that_only_waits_for_a_step_is_overtaken_freely() -> None:
-    scheduler = scheduler_of()
-    scheduler.submit(request("first", 10, principal="ada"))
-    scheduler.submit(request("same", 10, principal="bob"))
-    scheduler.submit(other("different", 10, 100, principal="cyd"))
-    plan = planned(scheduler)
-    assert [new[1].id for new in plan.new_rows] == ["first", "different"]
+    large = scheduler.submit(request("large", 44, max_tokens=4))
+    scheduler.submit(other("small", 2, 1000, max_tokens=1))
+    admitted = [new[1].id for plan in run_to_the_end(scheduler) for new in plan.new_rows]
+    assert [name for name in dict.fromkeys(admitted) if name != "holder"] == ["large", "small"]
+    assert len(large.tokens) == 44 + 4
 
 
 @pytest.mark.parametrize("phase", ["waiting", "prefilling", "in flight", "decoding"])

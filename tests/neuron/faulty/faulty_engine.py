@@ -59,7 +59,7 @@ class FaultyEngine:
             weight_bytes=len(self._ballast),
             kv_bytes=0,
             page_tokens=16,
-            num_pages=64,
+            num_pages=behaviour.get("num_pages", 4096),
         )
 
     @classmethod
@@ -137,7 +137,7 @@ class FaultyEngine:
     def stats(self):
         return EngineStats(
             running=len(self._requests),
-            num_pages=64,
+            num_pages=self.info.num_pages,
             used_pages=len(self._requests),
             steps=self._steps,
             completion_tokens=self._completion_tokens,

@@ -6,14 +6,19 @@ from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 
 
 class Callers:
-    """Tickets, and what became of them."""
+    """Sends requests through an admission and records which were started and which were displaced."""
 
     def __init__(self, slots, max_queue):
         self.admission = Admission(slots, max_queue)
-        self.has_slot, self.refused = [], []
+        self.started, self.displaced = [], []
 
-    def enter(self, principal, now_s=0.0):
-        queued = QueuedRequest(principal, lambda: self.has_slot.append(queued), lambda _: self.refused.append(queued))
+    def enter(self, principal, now_s=0.0, cache_tokens=10):
+        queued = QueuedRequest(
+            principal,
+            cache_tokens,
+            start=lambda: self.started.append(queued),
+            reject=lambda _: self.displaced.append(queued),
+        )
         self.admission.enter(queued, now_s)
         return queued
 
@@ -21,28 +26,28 @@ class Callers:
         self.admission.release(queued, now_s, finished=True)
 
 
-def test_seats_first_then_the_queue_then_a_refusal():
+def test_fills_the_slots_then_the_queue_then_rejects():
     callers = Callers(slots=2, max_queue=1)
-    tickets = [callers.enter("a") for _ in range(3)]
-    assert callers.has_slot == tickets[:2]
+    requests = [callers.enter("a") for _ in range(3)]
+    assert callers.started == requests[:2]
     with pytest.raises(QueueFull) as full:
         callers.enter("a")
     assert full.value.waiting == 1
-    callers.finish(tickets[0])
-    assert callers.has_slot == tickets
+    callers.finish(requests[0])
+    assert callers.started == requests
 
 
-def test_a_free_seat_goes_to_who_holds_the_fewest():
+def test_gives_a_free_slot_to_the_principal_with_the_fewest():
     callers = Callers(slots=2, max_queue=10)
     first = callers.enter("batch")
     callers.enter("batch")
     callers.enter("batch")
     other = callers.enter("other")
     callers.finish(first)
-    assert callers.has_slot[-1] is other
+    assert callers.started[-1] is other
 
 
-def test_anonymous_callers_take_what_is_left():
+def test_reserves_a_quarter_of_the_slots_for_named_principals_once_one_was_seen():
     callers = Callers(slots=4, max_queue=10)
     named = callers.enter("somebody")
     callers.finish(named)
@@ -52,23 +57,66 @@ def test_anonymous_callers_take_what_is_left():
     assert newcomer.has_slot
 
 
-def test_where_nobody_has_a_name_anonymous_callers_take_everything():
+def test_gives_every_slot_to_anonymous_requests_where_no_named_one_was_seen():
     callers = Callers(slots=4, max_queue=10)
     assert all(callers.enter("").has_slot for _ in range(4))
 
 
-def test_one_seat_is_enough_for_anybody():
+def test_does_not_reserve_an_only_slot():
     callers = Callers(slots=1, max_queue=10)
     callers.finish(callers.enter("somebody"))
     assert callers.enter("").has_slot
 
 
-def test_a_full_queue_makes_room_at_the_expense_of_the_largest_share():
+def test_holds_requests_back_until_the_cache_has_room_for_them():
+    callers = Callers(slots=8, max_queue=10)
+    callers.admission.cache_reported(100, 0.0)
+    first = callers.enter("a", cache_tokens=60)
+    second = callers.enter("a", cache_tokens=60)
+    assert (first.has_slot, second.has_slot) == (True, False)
+    callers.admission.produced(first, 0.0)
+    assert second.has_slot, "the reports include the first request from now on"
+    callers.admission.cache_reported(40, 0.0)
+    third = callers.enter("a", cache_tokens=60)
+    callers.admission.produced(second, 0.0)
+    assert not third.has_slot
+    callers.finish(first)
+    assert third.has_slot, "cache that a request gave back is used without waiting for the next report"
+
+
+def test_starts_a_newcomer_before_the_rest_of_a_batch_when_cache_becomes_free():
+    callers = Callers(slots=8, max_queue=10)
+    callers.admission.cache_reported(100, 0.0)
+    batch = [callers.enter("batch", cache_tokens=50) for _ in range(4)]
+    newcomer = callers.enter("other", cache_tokens=50)
+    assert callers.started == batch[:2]
+    callers.finish(batch[0])
+    assert callers.started == [*batch[:2], newcomer]
+
+
+def test_small_requests_do_not_overtake_a_large_one_that_waits_for_cache():
+    callers = Callers(slots=8, max_queue=10)
+    callers.admission.cache_reported(100, 0.0)
+    running = callers.enter("a", cache_tokens=80)
+    large = callers.enter("a", cache_tokens=90)
+    small = callers.enter("a", cache_tokens=5)
+    assert callers.started == [running]
+    callers.finish(running)
+    assert callers.started == [running, large, small]
+
+
+def test_starts_a_request_alone_however_large():
+    callers = Callers(slots=8, max_queue=10)
+    callers.admission.cache_reported(0, 0.0)
+    assert callers.enter("a", cache_tokens=1000).has_slot
+
+
+def test_displaces_a_request_of_the_largest_share_when_the_queue_is_full():
     callers = Callers(slots=1, max_queue=3)
     callers.enter("batch")
     waiting = [callers.enter("batch") for _ in range(3)]
     newcomer = callers.enter("other")
-    assert callers.refused == [waiting[-1]]
+    assert callers.displaced == [waiting[-1]]
     assert callers.admission.waiting == 3
     assert not newcomer.has_slot
     with pytest.raises(QueueFull):
@@ -90,7 +138,7 @@ def test_retry_after_follows_the_measured_rate():
     assert callers.admission.retry_after_s(1000.0) == pytest.approx(5.0, rel=0.2)
 
 
-def test_retry_after_knows_long_answers_from_no_answers():
+def test_retry_after_uses_the_latest_requests_when_responses_are_long():
     callers = Callers(slots=1, max_queue=10)
     assert callers.admission.retry_after_s(0.0) == 5.0
     for end_s in (40.0, 80.0, 120.0):
@@ -101,7 +149,9 @@ def test_retry_after_knows_long_answers_from_no_answers():
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["enter", "finish", "leave", "clear"]), st.sampled_from(["", "a", "b"]), st.integers(0, 9)
+        st.sampled_from(["enter", "produce", "report", "finish", "cancel", "clear"]),
+        st.sampled_from(["", "a", "b"]),
+        st.integers(0, 9),
     ),
     max_size=80,
 )
@@ -109,24 +159,33 @@ actions = st.lists(
 
 @settings(max_examples=300)
 @given(st.integers(1, 5), st.integers(0, 4), actions)
-def test_counters_roll_back_on_every_way_out(slots, max_queue, history):
+def test_counters_match_the_live_requests_after_any_history(slots, max_queue, history):
     callers = Callers(slots, max_queue)
     live = []
     for now_s, (action, principal, pick) in enumerate(history):
         if action == "enter":
             try:
-                live.append(callers.enter(principal, float(now_s)))
+                live.append(callers.enter(principal, float(now_s), cache_tokens=1 + pick))
             except QueueFull:
                 assert callers.admission.waiting >= max_queue
         elif action == "clear":
-            cleared = list(callers.admission.clear())
+            cleared = callers.admission.clear()
             live = [queued for queued in live if queued not in cleared]
+        elif action == "report":
+            callers.admission.cache_reported(4 * pick, float(now_s))
+        elif live and action == "produce":
+            callers.admission.produced(live[pick % len(live)], float(now_s))
         elif live:
             queued = live.pop(pick % len(live))
             callers.admission.release(queued, float(now_s), finished=action == "finish")
-        live = [queued for queued in live if queued not in callers.refused]
+        live = [queued for queued in live if queued not in callers.displaced]
         assert callers.admission.running == sum(queued.has_slot for queued in live) <= slots
         assert callers.admission.waiting == sum(not queued.has_slot for queued in live) <= max_queue
+        assert callers.admission.running or not callers.admission.waiting, "requests wait for an idle engine"
     for queued in live:
         callers.admission.release(queued, 1000.0, finished=False)
     assert (callers.admission.running, callers.admission.waiting) == (0, 0)
+    callers.admission.cache_reported(20, 1000.0)
+    callers.enter("a", 1000.0, cache_tokens=19)
+    if slots > 1:
+        assert callers.enter("a", 1000.0, cache_tokens=1).has_slot, "cache of requests that ended is still counted"

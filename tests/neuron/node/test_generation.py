@@ -7,7 +7,7 @@ from cortex.neuron.node.generation import Generation
 from cortex.wire.errors import Recovering
 
 
-async def test_what_gathers_between_reads_comes_in_one_batch():
+async def test_reads_all_outputs_since_the_last_read_as_one_batch():
     generation = Generation("r", lambda: None)
     for token in (1, 2):
         generation.push(StepOutput("r", (token,)))
@@ -20,7 +20,7 @@ async def test_what_gathers_between_reads_comes_in_one_batch():
         await anext(generation)
 
 
-async def test_an_error_comes_after_what_was_produced():
+async def test_raises_an_error_after_the_unread_outputs():
     generation = Generation("r", lambda: None)
     generation.push(StepOutput("r", (1,)))
     generation.fail(Recovering("gone"))
@@ -31,10 +31,10 @@ async def test_an_error_comes_after_what_was_produced():
             await anext(generation)
 
 
-async def test_cancelling_after_the_end_asks_for_nothing():
-    asked = []
-    generation = Generation("r", lambda: asked.append(1))
+async def test_cancel_after_the_end_does_nothing():
+    cancelled = []
+    generation = Generation("r", lambda: cancelled.append(1))
     generation.cancel()
     generation.push(StepOutput("r", finish="cancelled"))
     generation.cancel()
-    assert asked == [1]
+    assert cancelled == [1]

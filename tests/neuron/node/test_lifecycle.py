@@ -1,4 +1,4 @@
-"""The lifecycle as a table and as a property: whatever happens, in whatever order, nobody is left waiting."""
+"""The lifecycle as a table and as a property: after any history, no caller waits forever."""
 
 from dataclasses import dataclass, field
 
@@ -8,15 +8,13 @@ from hypothesis import strategies as st
 
 from cortex.neuron.node.lifecycle import Lifecycle, transition
 from cortex.neuron.node.lifecycle_events import (
-    AbortLoad,
-    Downloading,
+    CancelLoad,
+    DownloadStarted,
     EnsureAsleep,
     EnsureGone,
     EnsureReady,
-    FellAsleep,
     FilesReady,
-    LoadingFailed,
-    LoadSucceeded,
+    LoadEnded,
     ModelLost,
     NotifyAsleep,
     NotifyFailed,
@@ -27,14 +25,17 @@ from cortex.neuron.node.lifecycle_events import (
     StartLoad,
     StartUnload,
     StartWake,
-    UnloadFinished,
+    UnloadEnded,
     UnloadInstead,
-    WakingFailed,
 )
 from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import ModelState
 
 POLICY = BackoffPolicy(first_delay_s=1.0, max_streak=2, max_faults=6)
+BAD_FILES = LoadFailed("bad files")
+NO_ROOM = InsufficientCapacity("no room")
+LOST = LoadFailed("the worker was killed")
 
 
 def play(*inputs, life=None):
@@ -46,161 +47,166 @@ def play(*inputs, life=None):
     return life, effects
 
 
-READY = play(EnsureReady(), LoadSucceeded(1))[0]
-ASLEEP = play(EnsureAsleep(), FellAsleep(2), life=READY)[0]
+READY = play(EnsureReady(), LoadEnded(1))[0]
+ASLEEP = play(EnsureAsleep(), UnloadEnded(2, asleep=True), life=READY)[0]
 
 
-def test_the_straight_way_up():
-    life, effects = play(EnsureReady(), Downloading(1), FilesReady(1), LoadSucceeded(1))
+def test_loads_a_cold_model():
+    life, effects = play(EnsureReady(), DownloadStarted(1), FilesReady(1), LoadEnded(1))
     assert life.state is ModelState.READY
     assert effects == [StartLoad(1), NotifyReady()]
 
 
-def test_asking_twice_starts_one_load():
+def test_starts_one_load_for_many_callers():
     life, effects = play(EnsureReady(), EnsureReady(), EnsureReady())
     assert life.state is ModelState.LOADING
     assert effects == [StartLoad(1)]
 
 
-def test_asking_for_what_is_ready_answers_at_once():
+def test_notifies_at_once_when_the_model_is_ready():
     assert play(EnsureReady(), life=READY)[1] == [NotifyReady()]
 
 
-def test_down_again():
-    life, effects = play(EnsureGone(drain_s=5), UnloadFinished(2), life=READY)
+def test_unloads_a_ready_model():
+    life, effects = play(EnsureGone(drain_s=5), UnloadEnded(2), life=READY)
     assert life.state is ModelState.COLD
     assert effects == [StartUnload(2, 5), NotifyGone()]
 
 
-def test_gone_is_gone_already():
+def test_notifies_at_once_when_the_model_is_cold():
     assert play(EnsureGone())[1] == [NotifyGone()]
 
 
-def test_a_failure_is_kept_until_asked_again_or_cleared():
-    failed, effects = play(EnsureReady(), LoadingFailed(1, "bad files"))
+def test_stays_failed_until_loaded_again_or_unloaded():
+    failed, effects = play(EnsureReady(), LoadEnded(1, BAD_FILES))
     assert (failed.state, failed.reason) == (ModelState.FAILED, "bad files")
-    assert effects[-1] == NotifyFailed("bad files")
+    assert effects[-1] == NotifyFailed(BAD_FILES)
     assert play(EnsureReady(), life=failed)[1] == [StartLoad(2)]
     assert play(EnsureGone(), life=failed)[0].state is ModelState.COLD
 
 
-def test_unloading_while_loading_calls_it_off_and_tells_both_sides():
-    life, effects = play(EnsureReady(), EnsureGone(), LoadingFailed(1, "called off"))
+def test_unload_during_a_load_cancels_it_and_notifies_both_callers():
+    life, effects = play(EnsureReady(), EnsureGone(), LoadEnded(1, BAD_FILES))
     assert life.state is ModelState.COLD
     assert isinstance(effects[1], NotifyFailed)
-    assert effects[2:] == [AbortLoad(), NotifyGone()]
+    assert effects[2:] == [CancelLoad(), NotifyGone()]
 
 
-def test_called_off_too_late_it_is_taken_down():
-    life, effects = play(EnsureReady(), EnsureGone(), LoadSucceeded(1), UnloadFinished(2))
+def test_unloads_a_model_whose_load_was_cancelled_too_late():
+    life, effects = play(EnsureReady(), EnsureGone(), LoadEnded(1), UnloadEnded(2))
     assert life.state is ModelState.COLD
     assert effects[-2:] == [StartUnload(2), NotifyGone()]
 
 
-def test_asked_for_again_while_on_its_way_out_it_comes_back():
-    life, effects = play(EnsureGone(), EnsureReady(), UnloadFinished(2), LoadSucceeded(3), life=READY)
+def test_loads_again_after_an_unload_when_a_caller_wants_it_meanwhile():
+    life, effects = play(EnsureGone(), EnsureReady(), UnloadEnded(2), LoadEnded(3), life=READY)
     assert life.state is ModelState.READY
     assert effects == [StartUnload(2), NotifyGone(), StartLoad(3), NotifyReady()]
 
 
-def test_a_second_unload_may_be_in_more_of_a_hurry():
+def test_second_unload_shortens_the_drain():
     _, effects = play(EnsureGone(drain_s=60), EnsureGone(drain_s=0), life=READY)
     assert effects[-1] == ShortenDrain(0)
 
 
-def test_a_lost_worker_is_recovered_from_then_given_up():
+def test_recovers_from_a_lost_worker_and_gives_up_after_the_streak():
     life, effects = play(
-        ModelLost("ECC"), LoadingFailed(2, "ECC", fault=True), LoadingFailed(3, "ECC", fault=True), life=READY
+        ModelLost("ECC"), LoadEnded(2, LOST, worker_lost=True), LoadEnded(3, LOST, worker_lost=True), life=READY
     )
     assert effects[:2] == [StartLoad(2, 0.0), StartLoad(3, 1.0)]
     assert life.state is ModelState.FAILED
-    assert "given up after 3 faults" in life.reason
+    assert "gave up after 3 faults" in life.reason
     assert isinstance(effects[-1], NotifyFailed)
 
 
-def test_signs_of_life_reset_the_streak_but_not_the_window():
+def test_produced_tokens_reset_the_streak_but_not_the_window():
     life = READY
     for attempt in range(2, 8):
-        life, effects = play(ProducedTokens(), ModelLost("killed"), LoadSucceeded(attempt), life=life)
+        life, effects = play(ProducedTokens(), ModelLost("killed"), LoadEnded(attempt), life=life)
         assert effects[0] == StartLoad(attempt, 0.0)
     assert play(ProducedTokens(), ModelLost("killed"), life=life)[0].state is ModelState.FAILED
 
 
-def test_a_load_error_while_recovering_is_tried_again():
-    life, effects = play(ModelLost("ECC"), LoadingFailed(2, "does not fit right now"), life=READY)
+def test_retries_after_a_load_error_while_recovering():
+    life, effects = play(ModelLost("ECC"), LoadEnded(2, NO_ROOM), life=READY)
     assert life.state is ModelState.RECOVERING
     assert effects[-1] == StartLoad(3, 1.0)
 
 
-def test_to_sleep_and_back():
+def test_falls_asleep_and_wakes_once_for_many_callers():
     life, effects = play(
-        EnsureAsleep(drain_s=5), FellAsleep(2), EnsureReady(), EnsureReady(), LoadSucceeded(3), life=READY
+        EnsureAsleep(drain_s=5), UnloadEnded(2, asleep=True), EnsureReady(), EnsureReady(), LoadEnded(3), life=READY
     )
     assert life.state is ModelState.READY
-    assert effects == [StartUnload(2, 5, park=True), NotifyAsleep(), StartWake(3), NotifyReady()]
+    assert effects == [StartUnload(2, 5, to_sleep=True), NotifyAsleep(), StartWake(3), NotifyReady()]
 
 
 @pytest.mark.parametrize(
     ("before", "happened", "after", "effects"),
     [
-        # asked to sleep
-        ("ready", [EnsureAsleep(3)], ModelState.UNLOADING, [StartUnload(2, 3, park=True)]),
+        # EnsureAsleep
+        ("ready", [EnsureAsleep(3)], ModelState.UNLOADING, [StartUnload(2, 3, to_sleep=True)]),
         ("asleep", [EnsureAsleep()], ModelState.ASLEEP, [NotifyAsleep()]),
         ("cold", [EnsureAsleep()], ModelState.COLD, [NotifyGone()]),
         ("failed", [EnsureAsleep()], ModelState.COLD, [NotifyGone()]),
-        ("loading", [EnsureAsleep(), LoadingFailed(1, "called off")], ModelState.COLD, [AbortLoad(), NotifyGone()]),
+        ("loading", [EnsureAsleep(), LoadEnded(1, BAD_FILES)], ModelState.COLD, [CancelLoad(), NotifyGone()]),
         ("ready", [EnsureAsleep(9), EnsureAsleep(1)], ModelState.UNLOADING, [ShortenDrain(1)]),
-        # no room for the weights: gone instead
-        ("ready", [EnsureAsleep(), UnloadFinished(2)], ModelState.COLD, [NotifyGone()]),
-        # changed minds
-        ("ready", [EnsureAsleep(), EnsureReady(), FellAsleep(2)], ModelState.LOADING, [NotifyAsleep(), StartWake(3)]),
-        ("ready", [EnsureAsleep(), EnsureReady(), UnloadFinished(2)], ModelState.LOADING, [NotifyGone(), StartLoad(3)]),
+        # no room for the weights: unloaded instead
+        ("ready", [EnsureAsleep(), UnloadEnded(2)], ModelState.COLD, [NotifyGone()]),
+        # another wish during the unload
+        (
+            "ready",
+            [EnsureAsleep(), EnsureReady(), UnloadEnded(2, asleep=True)],
+            ModelState.LOADING,
+            [NotifyAsleep(), StartWake(3)],
+        ),
+        ("ready", [EnsureAsleep(), EnsureReady(), UnloadEnded(2)], ModelState.LOADING, [NotifyGone(), StartLoad(3)]),
         ("ready", [EnsureAsleep(), EnsureGone()], ModelState.UNLOADING, [UnloadInstead(), ShortenDrain(0)]),
-        ("ready", [EnsureGone(), EnsureAsleep(), UnloadFinished(2)], ModelState.COLD, [ShortenDrain(0), NotifyGone()]),
+        ("ready", [EnsureGone(), EnsureAsleep(), UnloadEnded(2)], ModelState.COLD, [ShortenDrain(0), NotifyGone()]),
         # asleep
-        ("asleep", [EnsureGone(7), UnloadFinished(3)], ModelState.COLD, [StartUnload(3, 7), NotifyGone()]),
+        ("asleep", [EnsureGone(7), UnloadEnded(3)], ModelState.COLD, [StartUnload(3, 7), NotifyGone()]),
         ("asleep", [EnsureReady()], ModelState.LOADING, [StartWake(3)]),
         ("asleep", [ModelLost("killed")], ModelState.COLD, []),
         # waking
-        ("waking", [WakingFailed(3, "no room")], ModelState.ASLEEP, [NotifyFailed("no room")]),
-        ("waking", [WakingFailed(3, "no room"), EnsureReady()], ModelState.LOADING, [StartWake(4)]),
-        ("waking", [LoadingFailed(3, "killed", fault=True)], ModelState.RECOVERING, [StartLoad(4, 0.0)]),
+        ("waking", [LoadEnded(3, NO_ROOM)], ModelState.ASLEEP, [NotifyFailed(NO_ROOM)]),
+        ("waking", [LoadEnded(3, NO_ROOM), EnsureReady()], ModelState.LOADING, [StartWake(4)]),
+        ("waking", [LoadEnded(3, LOST, worker_lost=True)], ModelState.RECOVERING, [StartLoad(4, 0.0)]),
         ("waking", [ModelLost("killed")], ModelState.LOADING, []),
         (
             "waking",
-            [EnsureGone(), LoadSucceeded(3), UnloadFinished(4)],
+            [EnsureGone(), LoadEnded(3), UnloadEnded(4)],
             ModelState.COLD,
             [StartUnload(4), NotifyGone()],
         ),
         (
             "waking",
-            [EnsureGone(), WakingFailed(3, "no"), UnloadFinished(4)],
+            [EnsureGone(), LoadEnded(3, NO_ROOM), UnloadEnded(4)],
             ModelState.COLD,
             [StartUnload(4), NotifyGone()],
         ),
         (
             "waking",
-            [EnsureAsleep(), LoadSucceeded(3), UnloadFinished(4)],
+            [EnsureAsleep(), LoadEnded(3), UnloadEnded(4)],
             ModelState.COLD,
             [StartUnload(4), NotifyGone()],
         ),
     ],
 )
-def test_sleep_in_every_state(before, happened, after, effects):
+def test_handles_sleep_in_every_state(before, happened, after, effects):
     start = {
         "cold": Lifecycle(),
-        "failed": play(EnsureReady(), LoadingFailed(1, "bad files"))[0],
+        "failed": play(EnsureReady(), LoadEnded(1, BAD_FILES))[0],
         "loading": play(EnsureReady())[0],
         "ready": READY,
         "asleep": ASLEEP,
         "waking": play(EnsureReady(), life=ASLEEP)[0],
     }[before]
-    life, told = play(*happened, life=start)
+    life, done = play(*happened, life=start)
     assert life.state is after
-    assert told[-len(effects) :] == effects if effects else told == []
+    assert done[-len(effects) :] == effects if effects else done == []
 
 
-def test_a_sleeper_whose_worker_died_says_why_it_is_cold():
+def test_gives_the_reason_when_a_sleeping_model_was_lost():
     life, _ = play(ModelLost("killed by SIGKILL"), life=ASLEEP)
     assert "lost while it slept: killed by SIGKILL" in life.reason
     assert play(EnsureReady(), life=life)[1] == [StartLoad(3)]
@@ -209,29 +215,29 @@ def test_a_sleeper_whose_worker_died_says_why_it_is_cold():
 @pytest.mark.parametrize(
     "stale",
     [
-        LoadSucceeded(0),
-        LoadingFailed(0, "old"),
-        UnloadFinished(0),
-        Downloading(0),
+        LoadEnded(0),
+        LoadEnded(0, BAD_FILES),
+        UnloadEnded(0),
+        DownloadStarted(0),
         ModelLost("old"),
-        FellAsleep(0),
-        WakingFailed(0, ""),
+        UnloadEnded(0, asleep=True),
+        LoadEnded(0, NO_ROOM),
     ],
 )
-def test_what_an_older_attempt_reports_is_ignored(stale):
+def test_ignores_inputs_from_older_attempts(stale):
     loading = play(EnsureReady())[0]
     assert play(stale, life=loading) == (loading, [])
 
 
 @dataclass
 class World:
-    """Carries effects out the way an owner does: one piece of work at a time, which ends in a known way."""
+    """Carries out effects the way a controller does: one load, wake or unload at a time, with a known end."""
 
     life: Lifecycle = field(default_factory=Lifecycle)
     clock_s: float = 0.0
     work: object = None
-    called_off: bool = False
-    parks: bool = False
+    is_cancelled: bool = False
+    to_sleep: bool = False
     ready_waiters: int = 0
     asleep_waiters: int = 0
     gone_waiters: int = 0
@@ -251,13 +257,13 @@ class World:
                     assert isinstance(effect, StartUnload) or self.held == (
                         "weights" if isinstance(effect, StartWake) else "nothing"
                     )
-                    self.work, self.called_off = effect, False
-                    self.parks = isinstance(effect, StartUnload) and effect.park
-                case AbortLoad():
+                    self.work, self.is_cancelled = effect, False
+                    self.to_sleep = isinstance(effect, StartUnload) and effect.to_sleep
+                case CancelLoad():
                     assert isinstance(self.work, StartLoad)
-                    self.called_off = True
+                    self.is_cancelled = True
                 case UnloadInstead():
-                    self.parks = False
+                    self.to_sleep = False
                 case NotifyReady():
                     assert self.held == "all"
                     self.ready_waiters = 0
@@ -273,24 +279,24 @@ class World:
     def end_work(self, outcome):
         work, self.work = self.work, None
         match work:
-            case StartUnload(attempt) if self.parks and outcome == "up" and self.held != "nothing":
+            case StartUnload(attempt) if self.to_sleep and outcome == "up" and self.held != "nothing":
                 self.held = "weights"
-                self.post(FellAsleep(attempt))
+                self.post(UnloadEnded(attempt, asleep=True))
             case StartUnload(attempt):
                 self.held = "nothing"
-                self.post(UnloadFinished(attempt))
+                self.post(UnloadEnded(attempt))
             case StartLoad(attempt) | StartWake(attempt) if outcome == "up" and (
                 isinstance(work, StartLoad) or self.held == "weights"
             ):
                 self.held = "all"
-                self.post(LoadSucceeded(attempt))
+                self.post(LoadEnded(attempt))
             case StartWake(attempt) if outcome == "refused" and self.held == "weights":
-                self.post(WakingFailed(attempt, outcome))
+                self.post(LoadEnded(attempt, NO_ROOM))
             case StartWake(attempt):
                 self.held = "nothing"
-                self.post(LoadingFailed(attempt, outcome, fault=True))
+                self.post(LoadEnded(attempt, LOST, worker_lost=True))
             case StartLoad(attempt):
-                self.post(LoadingFailed(attempt, outcome, fault=outcome == "fault"))
+                self.post(LoadEnded(attempt, BAD_FILES, worker_lost=outcome == "fault"))
 
     def lose(self):
         if self.held != "nothing":
@@ -305,7 +311,7 @@ steps = st.lists(
 
 @settings(max_examples=600)
 @given(steps)
-def test_whatever_happens_nobody_waits_for_ever_and_the_state_is_true(history):
+def test_no_caller_waits_forever_and_the_state_matches_the_memory_after_any_history(history):
     world = World()
     for step in history:
         match step:
@@ -320,7 +326,7 @@ def test_whatever_happens_nobody_waits_for_ever_and_the_state_is_true(history):
             case "prove":
                 world.post(ProducedTokens())
             case "downloading" if isinstance(world.work, StartLoad):
-                world.post(Downloading(world.life.attempt))
+                world.post(DownloadStarted(world.life.attempt))
             case "downloading":
                 pass
             case outcome:
@@ -328,7 +334,7 @@ def test_whatever_happens_nobody_waits_for_ever_and_the_state_is_true(history):
     for _ in range(20):
         if world.work is None:
             break
-        world.end_work("refused" if world.called_off else "up")
+        world.end_work("refused" if world.is_cancelled else "up")
     assert world.work is None
     assert (world.ready_waiters, world.asleep_waiters, world.gone_waiters) == (0, 0, 0)
     held = {
@@ -338,4 +344,4 @@ def test_whatever_happens_nobody_waits_for_ever_and_the_state_is_true(history):
         ModelState.FAILED: "nothing",
     }
     assert world.held == held[world.life.state]
-    assert world.life.parked == (world.life.state is ModelState.ASLEEP)
+    assert world.life.weights_in_host == (world.life.state is ModelState.ASLEEP)

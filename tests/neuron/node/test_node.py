@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -30,7 +31,7 @@ from cortex.wire.errors import (
 from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 
 WAIT_S = 30.0
-"""How long tests wait for what must happen; only reached on failure."""
+"""Upper bound of a wait; only reached on failure."""
 
 
 def models(tmp_path, **behaviours):
@@ -47,7 +48,7 @@ def request(request_id="r", token=faulty_engine.PLAIN, max_tokens=5, **fields):
     return EngineRequest(id=request_id, prompt=(token,), max_tokens=max_tokens, **fields)
 
 
-async def answer(generation):
+async def tokens_of(generation):
     return [token async for batch in generation for output in batch for token in output.tokens]
 
 
@@ -62,7 +63,7 @@ async def until(condition):
 
 
 def worker_of(node):
-    return node._supervisors[0].process_id
+    return node.devices.supervisors[0].process_id
 
 
 def alive(process_id):
@@ -72,7 +73,7 @@ def alive(process_id):
     return False
 
 
-async def test_load_answer_unload(tmp_path):
+async def test_loads_generates_and_unloads(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={"bytes": 1 << 20})) as node:
         assert node.model("m").state is ModelState.COLD
         assert node.health().devices[0].worker == "none"
@@ -81,39 +82,40 @@ async def test_load_answer_unload(tmp_path):
         assert status.measured_bytes >= 1 << 20
         assert status.context_tokens == faulty_engine.CONTEXT_TOKENS
         assert status.capabilities.tools
-        assert await answer(node.submit("m", request())) == [1, 2, 3, 4, 5]
+        assert await tokens_of(node.submit("m", request())) == [1, 2, 3, 4, 5]
         status = await node.unload(UnloadRequest(model_id="m"))
         assert (status.state, status.measured_bytes) == (ModelState.COLD, None)
         with pytest.raises(Overloaded, match="not loaded"):
             node.submit("m", request())
 
 
-async def test_unknown_models_are_not_found_with_near_misses(tmp_path):
+async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path):
     async with running_node(tmp_path, models(tmp_path, qwen={})) as node:
-        for ask in (lambda: node.model("qwem"), lambda: node.submit("qwem", request())):
+        for call in (lambda: node.model("qwem"), lambda: node.submit("qwem", request())):
             with pytest.raises(ModelNotFound, match="did you mean qwen"):
-                ask()
+                call()
         with pytest.raises(ModelNotFound):
             await load(node, "qwem")
         with pytest.raises(ModelNotFound):
             await node.unload(UnloadRequest(model_id="qwem"))
 
 
-async def test_a_directory_is_a_model_too(tmp_path):
+async def test_loads_a_directory_by_its_path(tmp_path):
     path = str(write_model(tmp_path / "somewhere"))
     async with running_node(tmp_path) as node:
         assert (await load(node, path)).state is ModelState.READY
         assert (await load(node, "short", source=path)).state is ModelState.READY
 
 
-async def test_many_loads_of_one_model_are_one_load(tmp_path):
+async def test_joins_concurrent_loads_of_one_model(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 10, "piece_s": 0.02})) as node:
         statuses = await asyncio.gather(*(load(node) for _ in range(5)))
         assert {status.state for status in statuses} == {ModelState.READY}
-        assert len(node._supervisors[0]._models) == 1
+        assert [line for line in caplog.messages if "loading → ready" in line] == ["m: loading → ready"]
 
 
-async def test_loading_is_seen_with_progress_and_joined(tmp_path):
+async def test_reports_progress_while_loading_and_joins_the_load(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 30, "piece_s": 0.02})) as node:
         status = await node.load(LoadRequest(model_id="m"), wait=False)
         assert status.state is ModelState.LOADING
@@ -125,23 +127,23 @@ async def test_loading_is_seen_with_progress_and_joined(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "reason"), [({"load": "refuse"}, "of no use"), ({"load": "bug"}, "KeyError")], ids=["refused", "bug"]
+    ("behaviour", "reason"), [({"load": "refuse"}, "of no use"), ({"load": "bug"}, "KeyError")], ids=["rejected", "bug"]
 )
-async def test_a_failed_load_says_why_leaves_nothing_and_can_be_asked_again(tmp_path, behaviour, reason):
+async def test_failed_load_reports_the_reason_leaves_nothing_and_can_be_repeated(tmp_path, behaviour, reason):
     async with running_node(tmp_path, models(tmp_path, m=behaviour)) as node:
         with pytest.raises(LoadFailed, match=reason):
             await load(node)
         status = node.model("m")
         assert status.state is ModelState.FAILED
         assert reason in status.reason
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
         with pytest.raises(LoadFailed, match=reason):
             node.submit("m", request())
         write_model(tmp_path / "m")
         assert (await load(node)).state is ModelState.READY
 
 
-async def test_preflight_refuses_before_any_worker_is_started(tmp_path):
+async def test_preflight_rejects_before_any_worker_is_started(tmp_path):
     config = models(tmp_path, gpt={"config": {"model_type": "gpt2"}}, m={})
     (tmp_path / "empty").mkdir()
     async with running_node(tmp_path, config) as node:
@@ -156,22 +158,22 @@ async def test_preflight_refuses_before_any_worker_is_started(tmp_path):
             with pytest.raises(LoadFailed, match=reason):
                 await load(node, model_id, **fields)
         assert worker_of(node) is None
-        assert (await load(node)).state is ModelState.READY  # what a bad request asked for does not stick
+        assert (await load(node)).state is ModelState.READY  # options of a rejected request are not kept
 
 
-async def test_what_does_not_fit_is_refused_with_need_and_have(tmp_path):
+async def test_rejects_a_model_that_does_not_fit_with_needed_and_available_bytes(tmp_path):
     config = {**models(tmp_path, m={}), "limits": {"min_free_vram_mb": 1 << 30}}
     async with running_node(tmp_path, config) as node:
-        with pytest.raises(InsufficientCapacity, match="needs at least") as refused:
+        with pytest.raises(InsufficientCapacity, match="needs at least") as rejected:
             await load(node)
-        (row,) = refused.value.details["devices"]
+        (row,) = rejected.value.details["devices"]
         assert row["need_bytes"] > row["have_bytes"] == 0
         assert row["kept_free_bytes"] >= 1 << 50
         assert worker_of(node) is None
 
 
-async def test_what_a_load_leaves_free_is_what_the_node_reports(tmp_path):
-    """A gateway reckons with it: what it counts on is what the node gives."""
+async def test_reports_the_memory_that_a_load_leaves_free(tmp_path):
+    """The gateway places models by these numbers."""
     async with running_node(tmp_path, {**models(tmp_path, m={}), "limits": {"min_free_vram_mb": 512}}) as node:
         (device,) = node.health().devices
         assert (device.kept_free_bytes, device.kept_free_share) == (512 << 20, 0.5)
@@ -179,7 +181,7 @@ async def test_what_a_load_leaves_free_is_what_the_node_reports(tmp_path):
         assert node.model("m").least_bytes > 0
 
 
-async def test_unloading_while_loading_calls_the_load_off(tmp_path):
+async def test_unload_cancels_a_load_in_progress(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 1000, "piece_s": 0.01})) as node:
         waiting = asyncio.create_task(load(node))
         await until(lambda: (p := node.model("m").progress) is not None and p.stage == "read")
@@ -187,56 +189,55 @@ async def test_unloading_while_loading_calls_the_load_off(tmp_path):
         assert status.state is ModelState.COLD
         with pytest.raises(LoadFailed, match="unloaded while"):
             await waiting
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
 
 
-async def test_unloading_right_after_asking_to_load_is_not_stuck(tmp_path):
+async def test_unload_right_after_a_load_request_ends(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await node.load(LoadRequest(model_id="m"), wait=False)
         assert (await asyncio.wait_for(node.unload(UnloadRequest(model_id="m")), WAIT_S)).state is ModelState.COLD
         assert (await load(node)).state is ModelState.READY
 
 
-async def test_an_unload_waits_for_running_requests_and_turns_new_ones_away(tmp_path):
+async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={"step_s": 0.005})) as node:
         await load(node)
-        running = asyncio.create_task(answer(node.submit("m", request(max_tokens=60))))
-        await asyncio.sleep(0.05)
+        running = asyncio.create_task(tokens_of(node.submit("m", request(max_tokens=60))))
+        await until(lambda: node.model("m").load.running == 1)
         unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=5)))
-        await asyncio.sleep(0.05)
-        assert node.model("m").state is ModelState.UNLOADING
+        await until(lambda: node.model("m").state is ModelState.UNLOADING)
         with pytest.raises(Overloaded):
             node.submit("m", request("late"))
         assert len(await running) == 60
         assert (await unloading).state is ModelState.COLD
 
 
-async def test_a_forced_unload_overtakes_one_that_drains(tmp_path):
+async def test_forced_unload_ends_a_drain_in_progress(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
-        running = asyncio.create_task(answer(node.submit("m", request(max_tokens=10**6))))
-        await asyncio.sleep(0.05)
+        running = asyncio.create_task(tokens_of(node.submit("m", request(max_tokens=10**6))))
+        await until(lambda: node.model("m").load.running == 1)
         patient = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=60)))
-        await asyncio.sleep(0.05)
+        await until(lambda: node.model("m").state is ModelState.UNLOADING)
         await asyncio.wait_for(node.unload(UnloadRequest(model_id="m", force=True)), WAIT_S)
         assert (await asyncio.wait_for(patient, WAIT_S)).state is ModelState.COLD
         with pytest.raises(ShuttingDown):
             await running
 
 
-async def test_asking_for_a_model_that_is_on_its_way_out_brings_it_back(tmp_path):
+async def test_load_during_an_unload_loads_the_model_again(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         keep = node.submit("m", request(max_tokens=10**6))
         unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=0.3)))
-        await asyncio.sleep(0.05)
+        await until(lambda: node.model("m").state is ModelState.UNLOADING)
         assert (await load(node)).state is ModelState.READY
         await unloading
-        assert await answer(node.submit("m", request("again"))) == [1, 2, 3, 4, 5]
+        assert await tokens_of(node.submit("m", request("again"))) == [1, 2, 3, 4, 5]
         keep.cancel()
 
 
-async def test_killed_mid_stream_time_after_time_it_answers_again_within_seconds(tmp_path):
+async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         for _ in range(6):
@@ -244,42 +245,42 @@ async def test_killed_mid_stream_time_after_time_it_answers_again_within_seconds
             await anext(stream)
             os.kill(worker_of(node), signal.SIGKILL)
             with pytest.raises(Recovering):
-                await answer(stream)
+                await tokens_of(stream)
             with pytest.raises(Recovering):
                 node.submit("m", request())
             await load(node)
-            assert await answer(node.submit("m", request("short"))) == [1, 2, 3, 4, 5]
+            assert await tokens_of(node.submit("m", request("short"))) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("token", [faulty_engine.DEVICE_FAULT, faulty_engine.HANG, faulty_engine.SEGFAULT])
-async def test_a_device_fault_ends_streams_with_a_retryable_error_and_the_model_comes_back(tmp_path, token):
+async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_recover(tmp_path, token):
     async with running_node(tmp_path, models(tmp_path, m={}, other={})) as node:
         await load(node)
         await load(node, "other")
         innocent = node.submit("other", request("innocent", max_tokens=10**6))
         await anext(innocent)
         with pytest.raises(Recovering):
-            await answer(node.submit("m", request("fatal", token)))
+            await tokens_of(node.submit("m", request("fatal", token)))
         with pytest.raises(Recovering):
-            await answer(innocent)
+            await tokens_of(innocent)
         assert node.model("m").state is ModelState.RECOVERING
         await asyncio.gather(load(node), load(node, "other"))
-        assert await answer(node.submit("m", request())) == [1, 2, 3, 4, 5]
+        assert await tokens_of(node.submit("m", request())) == [1, 2, 3, 4, 5]
 
 
-async def test_a_fault_that_always_comes_back_ends_in_failed(tmp_path):
+async def test_model_fails_after_repeated_faults(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
         write_model(tmp_path / "m", load="fault")
         os.kill(worker_of(node), signal.SIGKILL)
         await until(lambda: node.model("m").state is ModelState.RECOVERING)
         await until(lambda: node.model("m").state is ModelState.FAILED)
-        assert "given up after" in node.model("m").reason
+        assert "gave up after" in node.model("m").reason
         write_model(tmp_path / "m")
         assert (await load(node)).state is ModelState.READY
 
 
-async def test_errors_of_one_request_are_its_own(tmp_path):
+async def test_error_of_one_request_does_not_affect_others(tmp_path):
     async with running_node(
         tmp_path,
         models(tmp_path, m={}),
@@ -288,18 +289,18 @@ async def test_errors_of_one_request_are_its_own(tmp_path):
         other = node.submit("m", request("other", max_tokens=300))
         first = await anext(other)
         with pytest.raises(InvalidValue, match="top_k"):
-            await answer(node.submit("m", request("refused", faulty_engine.REFUSED)))
+            await tokens_of(node.submit("m", request("rejected", faulty_engine.REFUSED)))
         with pytest.raises(Overloaded, match="out of memory"):
-            await answer(node.submit("m", request("huge", faulty_engine.OUT_OF_MEMORY)))
-        assert sum(len(output.tokens) for output in first) + len(await answer(other)) == 300
+            await tokens_of(node.submit("m", request("huge", faulty_engine.OUT_OF_MEMORY)))
+        assert sum(len(output.tokens) for output in first) + len(await tokens_of(other)) == 300
         with pytest.raises(PromptTooLongForMemory):
-            await answer(node.submit("m", request("alone", faulty_engine.OUT_OF_MEMORY)))
+            await tokens_of(node.submit("m", request("alone", faulty_engine.OUT_OF_MEMORY)))
         with pytest.raises(GenerationFailed, match="must match"):
-            await answer(node.submit("m", request("buggy", faulty_engine.BUG)))
+            await tokens_of(node.submit("m", request("buggy", faulty_engine.BUG)))
         assert node.model("m").state is ModelState.READY
 
 
-async def test_prompts_that_are_too_long_are_refused_with_both_counts(tmp_path):
+async def test_rejects_a_prompt_over_the_limit_with_both_counts(tmp_path):
     config = {**models(tmp_path, m={}), "limits": {"max_prompt_tokens": 100}}
     async with running_node(tmp_path, config) as node:
         await load(node)
@@ -309,7 +310,7 @@ async def test_prompts_that_are_too_long_are_refused_with_both_counts(tmp_path):
             node.submit("m", EngineRequest(id="x", prompt=(1,) * 101, max_tokens=1))
 
 
-async def test_cancelled_requests_free_their_seat_in_every_phase(tmp_path):
+async def test_cancelled_request_frees_its_slot_in_every_phase(tmp_path):
     config = {**models(tmp_path, m={}), "limits": {"max_num_seqs": 1, "max_queue": 4}}
     async with running_node(tmp_path, config) as node:
         await load(node)
@@ -324,28 +325,42 @@ async def test_cancelled_requests_free_their_seat_in_every_phase(tmp_path):
         running.cancel()
         await until(lambda: node.model("m").load.running == 0)
         assert node.model("m").idle_s >= 0
-        assert await answer(node.submit("m", request("next"))) == [1, 2, 3, 4, 5]
+        assert await tokens_of(node.submit("m", request("next"))) == [1, 2, 3, 4, 5]
 
 
-async def test_a_full_queue_is_overloaded_with_a_time_to_come_back(tmp_path):
+async def test_full_queue_rejects_with_retry_after(tmp_path):
     config = {**models(tmp_path, m={}), "limits": {"max_num_seqs": 1, "max_queue": 1}}
     async with running_node(tmp_path, config) as node:
         await load(node)
         first = node.submit("m", request("first", max_tokens=10**6))
         second = node.submit("m", request("second"))
-        with pytest.raises(Overloaded) as refused:
+        with pytest.raises(Overloaded) as rejected:
             node.submit("m", request("third"))
-        assert refused.value.retry_after_s >= 1
+        assert rejected.value.retry_after_s >= 1
         first.cancel()
-        assert await answer(second) == [1, 2, 3, 4, 5]
+        assert await tokens_of(second) == [1, 2, 3, 4, 5]
 
 
-async def test_reads_are_quick_while_engines_are_saturated_and_loading(tmp_path):
+async def test_keeps_requests_in_the_queue_while_the_cache_is_full(tmp_path):
+    async with running_node(tmp_path, models(tmp_path, m={"num_pages": 1})) as node:
+        await load(node)
+        first = node.submit("m", request("first", max_tokens=10**6))
+        await anext(first)
+        await until(lambda: node.model("m").load.kv_used_fraction == 1.0)
+        second = node.submit("m", request("second"))
+        assert (node.model("m").load.running, node.model("m").load.waiting) == (1, 1)
+        first.cancel()
+        assert await tokens_of(second) == [1, 2, 3, 4, 5]
+
+
+async def test_reads_do_not_wait_for_busy_engines_or_loads(tmp_path):
     config = models(tmp_path, m={"step_s": 0.0}, slow={"pieces": 100, "piece_s": 0.01})
     async with running_node(tmp_path, config) as node:
         await load(node)
         started_s = time.monotonic()
-        streams = [asyncio.create_task(answer(node.submit("m", request(f"s{n}", max_tokens=500)))) for n in range(64)]
+        streams = [
+            asyncio.create_task(tokens_of(node.submit("m", request(f"s{n}", max_tokens=500)))) for n in range(64)
+        ]
         await node.load(LoadRequest(model_id="slow"), wait=False)
         read_s = []
         while not all(stream.done() for stream in streams):
@@ -355,25 +370,25 @@ async def test_reads_are_quick_while_engines_are_saturated_and_loading(tmp_path)
             node.models()
             read_s.append(time.monotonic() - began_s)
             await asyncio.sleep(0.005)
-        # A read that waited for the engine would take as long as the streams. On a busy machine one in twenty is slow.
+        # A read that waited for the engine would take as long as the streams. One in twenty may be slow.
         assert sorted(read_s)[len(read_s) * 19 // 20] < (time.monotonic() - started_s) / 10
         assert {len(stream.result()) for stream in streams} == {500}
 
 
-async def test_cycles_of_two_models_leave_the_memory_where_it_was(tmp_path):
+async def test_load_cycles_of_two_models_do_not_leak_memory(tmp_path):
     behaviour = {"bytes": 80 << 20}
     async with running_node(tmp_path, models(tmp_path, a=behaviour, b=behaviour)) as node:
         sizes = []
         for _ in range(6):
             for model_id in ("a", "b"):
                 await load(node, model_id)
-                await answer(node.submit(model_id, request()))
+                await tokens_of(node.submit(model_id, request()))
                 await node.unload(UnloadRequest(model_id=model_id))
             sizes.append(anonymous_bytes(worker_of(node)))
         assert sizes[-1] - sizes[1] < 16 << 20
 
 
-async def test_default_models_load_one_after_another_and_one_failure_does_not_stop_the_next(tmp_path):
+async def test_failed_default_model_does_not_stop_the_next(tmp_path):
     defaults = [
         {"model_id": "bad", "source": str(write_model(tmp_path / "bad", load="refuse"))},
         {"model_id": "good", "source": str(write_model(tmp_path / "good"))},
@@ -386,13 +401,13 @@ async def test_default_models_load_one_after_another_and_one_failure_does_not_st
         assert node.model("good").state is ModelState.READY
 
 
-async def test_a_boot_without_network_catches_up_later(tmp_path):
+async def test_retries_default_models_until_the_hub_is_reachable(tmp_path):
     path, attempts = write_model(tmp_path / "m"), []
 
     def fetch(source, cache, quant, progress, cancelled):
         attempts.append(source)
         if len(attempts) < 3:
-            raise HubUnreachable("the hub does not answer")
+            raise HubUnreachable("the hub does not respond")
         return path
 
     defaults = [{"model_id": "org/model"}]
@@ -402,7 +417,7 @@ async def test_a_boot_without_network_catches_up_later(tmp_path):
         assert len(attempts) == 3
 
 
-async def test_a_download_shows_its_progress_and_can_be_called_off(tmp_path):
+async def test_download_reports_progress_and_can_be_cancelled(tmp_path):
     cancelled_seen = []
 
     def fetch(source, cache, quant, progress, cancelled):
@@ -411,7 +426,7 @@ async def test_a_download_shows_its_progress_and_can_be_called_off(tmp_path):
             time.sleep(0.01)
             if cancelled():
                 cancelled_seen.append(True)
-                raise HubUnreachable("called off")
+                raise HubUnreachable("cancelled")
         return tmp_path
 
     async with running_node(tmp_path, fetch=fetch, find_local=lambda *_: None) as node:
@@ -423,7 +438,7 @@ async def test_a_download_shows_its_progress_and_can_be_called_off(tmp_path):
         assert cancelled_seen == [True]
 
 
-async def test_text_comes_without_loading_the_weights(tmp_path):
+async def test_reads_text_without_loading_the_weights(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={})) as node:
         one, two = await asyncio.gather(node.text("m"), node.text("m"))
         assert one is two
@@ -433,7 +448,7 @@ async def test_text_comes_without_loading_the_weights(tmp_path):
             await node.text("unknown")
 
 
-async def test_cold_models_show_what_they_will_need_and_their_tokenizers_are_not_made(tmp_path):
+async def test_cold_model_reports_its_size_without_starting_a_tokenizer(tmp_path):
     made = []
 
     def open_text(path):
@@ -453,8 +468,8 @@ async def test_cold_models_show_what_they_will_need_and_their_tokenizers_are_not
 
 
 @pytest.mark.parametrize("pieces", [1, 1000])
-async def test_a_tokenizer_that_cannot_be_read_fails_the_load_and_nothing_stays_loaded(tmp_path, pieces):
-    """Before the model is loaded or after it."""
+async def test_unreadable_tokenizer_fails_the_load_and_leaves_nothing_loaded(tmp_path, pieces):
+    """Whether the weights are loaded before or after it."""
     broken = True
 
     class BrokenText(faulty_models.PlainText):
@@ -469,63 +484,82 @@ async def test_a_tokenizer_that_cannot_be_read_fails_the_load_and_nothing_stays_
         with pytest.raises(LoadFailed, match="tokenizer"):
             await load(node, "m")
         assert node.model("m").state is ModelState.FAILED
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
         broken = False
         await load(node, "n")
 
 
-async def test_a_load_called_off_while_the_text_is_read_leaves_nothing(tmp_path):
+async def test_load_cancelled_while_the_tokenizer_is_read_leaves_nothing(tmp_path):
     class SlowText(faulty_models.PlainText):
         async def read(self):
             self.closed = asyncio.Event()
             await self.closed.wait()
-            raise Recovering("let go")
+            raise Recovering("closed")
 
         async def close(self):
             self.closed.set()
 
     async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
         loading = asyncio.create_task(load(node, "m"))
-        await until(lambda: node._supervisors[0].has_models)
+        await until(lambda: node.devices.supervisors[0].has_models)
         await asyncio.sleep(0.2)  # by now the worker has loaded it
         await node.unload(UnloadRequest(model_id="m"))
         with pytest.raises(LoadFailed, match="unloaded while"):
             await loading
-        assert not node._supervisors[0].has_models
+        assert not node.devices.supervisors[0].has_models
 
 
-async def test_the_process_behind_a_text_rests_while_its_model_is_not_in_memory(tmp_path):
-    told = []
+async def test_recovers_when_the_worker_is_lost_after_the_weights_and_before_the_tokenizer(tmp_path):
+    tokenizer_ready = asyncio.Event()
+
+    class SlowText(faulty_models.PlainText):
+        async def read(self):
+            await tokenizer_ready.wait()
+            return await super().read()
+
+    async with running_node(tmp_path, models(tmp_path, m={}), open_text=SlowText) as node:
+        loading = asyncio.create_task(load(node, "m"))
+        await until(lambda: (p := node.model("m").progress) is not None and p.stage == "read")
+        await asyncio.sleep(0.2)  # by now the worker has loaded it
+        os.kill(worker_of(node), signal.SIGKILL)
+        await until(lambda: worker_of(node) is None)
+        tokenizer_ready.set()
+        assert (await asyncio.wait_for(loading, WAIT_S)).state is ModelState.READY
+        assert await asyncio.wait_for(tokens_of(node.submit("m", request())), WAIT_S) == [1, 2, 3, 4, 5]
+
+
+async def test_tokenizer_process_ends_while_its_model_is_not_in_memory(tmp_path):
+    calls = []
 
     class WatchedText(faulty_models.PlainText):
         async def wake(self):
-            told.append("wake")
+            calls.append("wake")
 
         async def rest(self):
-            told.append("rest")
+            calls.append("rest")
 
         async def close(self):
-            told.append("close")
+            calls.append("close")
 
     async with running_node(tmp_path, models(tmp_path, m={}), open_text=WatchedText) as node:
         for count in (1, 2):
             await load(node, "m")
             await node.unload(UnloadRequest(model_id="m"))
-            assert told.count("wake") == count
-            assert told[-1] == "rest"
-    assert told[-1] == "close"
+            assert calls.count("wake") == count
+            assert calls[-1] == "rest"
+    assert calls[-1] == "close"
 
 
-async def test_listeners_hear_of_every_state(tmp_path):
+async def test_subscriber_gets_every_state(tmp_path):
     async with running_node(tmp_path, models(tmp_path, m={"pieces": 10, "piece_s": 0.02})) as node:
         states = []
 
-        async def listen():
+        async def collect_states():
             async for event in node.subscribe():
                 if event.model is not None:
                     states.append(event.model.state.value)
 
-        listener = asyncio.create_task(listen())
+        subscriber = asyncio.create_task(collect_states())
         await asyncio.sleep(0)
         await load(node)
         await until(lambda: states[-1:] == ["ready"])
@@ -533,17 +567,17 @@ async def test_listeners_hear_of_every_state(tmp_path):
         await until(lambda: states[-1:] == ["cold"])
         assert list(dict.fromkeys(states)) == ["loading", "ready", "unloading", "cold"]
         await node.close()
-        await asyncio.wait_for(listener, WAIT_S)
+        await asyncio.wait_for(subscriber, WAIT_S)
 
 
-async def test_shutdown_fails_the_queue_at_once_and_drains_what_runs(tmp_path):
+async def test_close_ends_queued_requests_at_once_and_drains_running_ones(tmp_path):
     config = {**models(tmp_path, m={"step_s": 0.005}), "limits": {"max_num_seqs": 1}}
     async with running_node(tmp_path, config) as node:
         await load(node)
         worker = worker_of(node)
-        running = asyncio.create_task(answer(node.submit("m", request("running", max_tokens=200))))
-        queued = asyncio.create_task(answer(node.submit("m", request("queued"))))
-        await asyncio.sleep(0.05)
+        running = asyncio.create_task(tokens_of(node.submit("m", request("running", max_tokens=200))))
+        queued = asyncio.create_task(tokens_of(node.submit("m", request("queued"))))
+        await until(lambda: node.model("m").load.waiting == 1)
         closing = asyncio.create_task(node.close())
         with pytest.raises(ShuttingDown):
             await asyncio.wait_for(queued, WAIT_S)
@@ -558,14 +592,14 @@ async def test_shutdown_fails_the_queue_at_once_and_drains_what_runs(tmp_path):
         assert not alive(worker)
 
 
-async def test_shutdown_is_bounded_and_leaves_no_process(tmp_path):
+async def test_close_is_bounded_and_leaves_no_process(tmp_path):
     config = {**models(tmp_path, m={}, slow={"load": "hang"}), "drain_s": 0.2}
     async with running_node(tmp_path, config) as node:
         await load(node)
         worker = worker_of(node)
-        endless = asyncio.create_task(answer(node.submit("m", request(max_tokens=10**6))))
+        endless = asyncio.create_task(tokens_of(node.submit("m", request(max_tokens=10**6))))
         loading = asyncio.create_task(load(node, "slow"))
-        await asyncio.sleep(0.1)
+        await until(lambda: (p := node.model("slow").progress) is not None and p.stage == "read")
         await asyncio.wait_for(node.close(), WAIT_S)
         for task in (endless, loading):
             with pytest.raises(ShuttingDown):

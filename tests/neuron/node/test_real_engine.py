@@ -1,4 +1,4 @@
-"""The same node with the engine it ships with, on small random models."""
+"""A node with the real engine, on small random models."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def write_llama(folder, seed, vocab=1000):
 
 
 async def start(tmp_path, **limits):
-    # Two models that differ in size, so that one cannot simply move into the other's place.
+    # The models differ in size, so that one cannot reuse exactly the memory of the other.
     models = (
         ModelEntry(id="a", source=write_llama(tmp_path / "a", 1), context_tokens=512),
         ModelEntry(id="b", source=write_llama(tmp_path / "b", 2, vocab=40_000), context_tokens=512),
@@ -63,7 +63,7 @@ async def start(tmp_path, **limits):
     return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
 
 
-async def answer(node, model_id, request_id="r"):
+async def generate(node, model_id, request_id="r"):
     greedy = SamplingParams(temperature=0.0)
     request = EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=8, sampling=greedy)
     return [token async for batch in node.submit(model_id, request) for output in batch for token in output.tokens]
@@ -73,28 +73,28 @@ async def load(node, model_id):
     return await node.load(LoadRequest(model_id=model_id), wait=True)
 
 
-async def test_a_killed_worker_comes_back_and_answers_the_same(tmp_path):
+async def test_killed_worker_recovers_and_the_model_generates_the_same(tmp_path):
     node = await start(tmp_path)
     try:
         await load(node, "a")
-        first = await answer(node, "a")
+        first = await generate(node, "a")
         assert len(first) == 8
         stream = node.submit("a", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=400))
         await anext(stream)
-        os.kill(node._supervisors[0].process_id, signal.SIGKILL)
+        os.kill(node.devices.supervisors[0].process_id, signal.SIGKILL)
         with pytest.raises(Recovering):
             async for _ in stream:
                 pass
         assert (await load(node, "a")).state is ModelState.READY
-        assert await answer(node, "a") == first
+        assert await generate(node, "a") == first
     finally:
         await node.close()
 
 
-async def test_poisonous_parameters_end_their_own_requests_however_many_come(tmp_path):
-    """Straight into the node, past the API that would have rejected them."""
+async def test_invalid_parameters_end_only_their_own_requests(tmp_path):
+    """Sent to the node directly: the API would reject them."""
     node = await start(tmp_path)
-    poisons = [
+    invalid = [
         SamplingParams(temperature=math.nan),
         SamplingParams(temperature=1e39),
         SamplingParams(repetition_penalty=0.0),
@@ -105,8 +105,8 @@ async def test_poisonous_parameters_end_their_own_requests_however_many_come(tmp
         await load(node, "a")
         stream = node.submit("a", EngineRequest(id="live", prompt=(1, 2, 3), max_tokens=60))
         num_tokens = sum(len(output.tokens) for output in await anext(stream))
-        for number, poison in enumerate(poisons):
-            request = EngineRequest(id=f"poison {number}", prompt=(4, 5), max_tokens=5, sampling=poison)
+        for number, params in enumerate(invalid):
+            request = EngineRequest(id=f"params {number}", prompt=(4, 5), max_tokens=5, sampling=params)
             with pytest.raises(InvalidValue):
                 async for _ in node.submit("a", request):
                     pass
@@ -122,33 +122,33 @@ async def test_poisonous_parameters_end_their_own_requests_however_many_come(tmp
 
 
 async def cycle(node, times, held_bytes):
-    """Loads, asks and unloads the two models in turn; what is held after each pair."""
+    """Loads, runs and unloads the two models in turn. Returns the bytes held after each pair."""
     held = []
     for _ in range(times):
         for model_id in ("a", "b"):
             status = await load(node, model_id)
             assert status.measured_bytes > 0
-            await answer(node, model_id)
+            await generate(node, model_id)
             await node.unload(UnloadRequest(model_id=model_id))
         held.append(held_bytes())
     return held
 
 
-async def test_cycles_of_two_models_leave_the_host_memory_where_it_was(tmp_path):
+async def test_load_cycles_of_two_models_do_not_leak_host_memory(tmp_path):
     node = await start(tmp_path)
     try:
-        held = await cycle(node, 6, lambda: anonymous_bytes(node._supervisors[0].process_id))
+        held = await cycle(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
         assert held[-1] - held[2] < 16 * MEBIBYTE
     finally:
         await node.close()
 
 
 async def sleep_and_wake(node, times, held_bytes):
-    """Puts the two models to sleep and wakes them in turn; what is held after each pair sleeps."""
+    """Puts the two models to sleep and wakes them in turn. Returns the bytes held while both sleep."""
     held = []
     await load(node, "a")
     await load(node, "b")
-    expected = [await answer(node, model_id) for model_id in ("a", "b")]
+    expected = [await generate(node, model_id) for model_id in ("a", "b")]
     for _ in range(times):
         for model_id in ("a", "b"):
             status = await node.unload(UnloadRequest(model_id=model_id, park=True))
@@ -157,24 +157,24 @@ async def sleep_and_wake(node, times, held_bytes):
         held.append(held_bytes())
         for model_id in ("a", "b"):
             assert (await load(node, model_id)).state is ModelState.READY
-        assert [await answer(node, model_id) for model_id in ("a", "b")] == expected
+        assert [await generate(node, model_id) for model_id in ("a", "b")] == expected
     return held
 
 
-async def test_asleep_and_awake_again_the_answers_and_the_host_memory_are_the_same(tmp_path):
+async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path):
     node = await start(tmp_path, parked_mb=256)
     try:
-        held = await sleep_and_wake(node, 6, lambda: anonymous_bytes(node._supervisors[0].process_id))
+        held = await sleep_and_wake(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
         assert held[-1] - held[2] < 16 * MEBIBYTE
     finally:
         await node.close()
 
 
 @pytest.mark.gpu
-async def test_sleepers_leave_the_device_to_others(tmp_path):
+async def test_sleeping_models_free_the_device(tmp_path):
     from cortex.neuron.worker.discovery import read_devices
 
-    node = await start(tmp_path)  # with the budget that a node with a GPU has by itself
+    node = await start(tmp_path)  # with the default budget of a node with a GPU
     try:
         devices = node.discovery.devices
         held = await sleep_and_wake(node, 20, lambda: devices[0].total_bytes - read_devices(devices)[0].free_bytes)
@@ -185,7 +185,7 @@ async def test_sleepers_leave_the_device_to_others(tmp_path):
 
 
 @pytest.mark.gpu
-async def test_a_hundred_cycles_of_two_models_leave_the_device_memory_where_it_was(tmp_path):
+async def test_load_cycles_of_two_models_do_not_leak_device_memory(tmp_path):
     from cortex.neuron.worker.discovery import read_devices
 
     node = await start(tmp_path)

@@ -1,4 +1,4 @@
-"""The application: routes, and around each of them a request id, an error in its dialect and a line in the log."""
+"""The HTTP application: its routes, and for every request an id, errors in its dialect and a log line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.control import Control
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.routes import Inference
-from cortex.neuron.api.inference.usage_records import UsageRecords
+from cortex.neuron.api.inference.usage import UsageRecords
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import Metrics
 from cortex.neuron.api.models import ModelRoutes
@@ -40,7 +40,7 @@ def build(
     strip_billing_header: bool = True,
     tracer: Tracer | None = None,
 ) -> web.Application:
-    """The HTTP front of `backend`. The server must cancel handlers whose client leaves."""
+    """The HTTP API of `backend`. The server must cancel the handlers of disconnected clients."""
     metrics = Metrics(backend)
     usage_records = UsageRecords()
     inference = Inference(
@@ -50,7 +50,7 @@ def build(
     async def expose(_: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    app = web.Application(middlewares=[_tell], client_max_size=max_body_bytes)
+    app = web.Application(middlewares=[_handle], client_max_size=max_body_bytes)
     app.on_response_prepare.append(_stamp)
     app.add_routes([web.post(path, inference.handler(name)) for path, name in ROUTES.items()])
     app.add_routes(Tokens(backend, strip_billing_header).routes())
@@ -62,18 +62,18 @@ def build(
 
 
 @web.middleware
-async def _tell(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives the request its id, turns what the handler raises into an answer, and logs how it ended."""
+async def _handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Sets the request's id, turns exceptions of the handler into error responses, and logs the outcome."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     request_id.set(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
     began_s = time.monotonic()
     try:
         response = await handler(request)
     except (asyncio.CancelledError, ConnectionError):
-        _log(request, "left", began_s)
+        _log(request, "client disconnected", began_s)
         raise
-    except Exception as problem:  # noqa: BLE001 - the boundary: every exception becomes an answer
-        error = responses.known(problem, request)
+    except Exception as problem:  # noqa: BLE001 - the boundary: every exception becomes a response
+        error = responses.error_of(problem, request)
         response = responses.error(error, request.path)
         _log(request, f"{response.status} {error.code}: {error.message}", began_s)
         return response

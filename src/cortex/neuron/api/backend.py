@@ -1,4 +1,4 @@
-"""What the HTTP front asks of a node. `neuron.node.Node` is one; tests bring others that fail on purpose."""
+"""What the HTTP API needs of a node. `neuron.node.node.Node` is the real one; tests use others to inject faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cortex.wire.node import Discovery, Health, LoadRequest, ModelStatus, NodeEv
 
 
 class GenerationStream(Protocol):
-    """One sequence's outputs as they come. `cancel` may be called at any time, any number of times."""
+    """One sequence's outputs. `cancel` may be called at any time and repeatedly."""
 
     def __aiter__(self) -> AsyncIterator[list[StepOutput]]: ...
 
@@ -19,7 +19,7 @@ class GenerationStream(Protocol):
 
 
 class Backend(Protocol):
-    """Reads never wait for a device. Everything that raises, raises from the wire's error tree."""
+    """Reads never wait for a device. All errors are CortexErrors."""
 
     @property
     def discovery(self) -> Discovery: ...

@@ -1,4 +1,4 @@
-"""The node's own routes: what it is, how it is, which models it has, and the orders to load and unload them."""
+"""The node's own routes: discovery, health, models, and loading and unloading them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Reads answer from what the node knows; none of them waits for a device."""
+    """Reads return what the node knows; none of them waits for a device."""
 
     backend: Backend
     drain_gate: DrainGate
@@ -31,7 +31,7 @@ class Control:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/", self.greet),
+            web.get("/", self.about),
             web.get("/discovery", self.discovery),
             web.get("/health", self.health),
             web.get("/version", self.version),
@@ -44,7 +44,7 @@ class Control:
             web.get("/models/{id:.+}", self.model),
         ]
 
-    async def greet(self, _: web.Request) -> web.Response:
+    async def about(self, _: web.Request) -> web.Response:
         return responses.json(
             {
                 "name": "neuron",
@@ -72,26 +72,26 @@ class Control:
         return responses.json(self.backend.model(request.match_info["id"]))
 
     async def endpoint(self, request: web.Request) -> web.Response:
-        """Every model answers where its node does; the host is the one by which the caller found us."""
+        """Every model is served at its node's URL, with the host name that the client used."""
         model = self.backend.model(request.match_info["id"])
         dialects = self.backend.discovery.dialects
         base_url = f"{request.scheme}://{request.host}/v1"
         return responses.json(Endpoint(model_id=model.id, base_url=base_url, dialects=dialects))
 
     async def load(self, request: web.Request) -> web.Response:
-        """Answers when the model is ready, or at once with `?wait=false`: then 202 while it is on its way."""
-        order = _decode(await body_of(request), LoadRequest)
+        """Responds when the model is ready. With `?wait=false`, responds at once: 202 while the model loads."""
+        load_request = _decode(await body_of(request), LoadRequest)
         wait = _flag(request, "wait", default=True)
         with self.drain_gate.enter():
-            status = await self.drain_gate.wait_for(self.backend.load(order, wait=wait))
+            status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
 
     async def unload(self, request: web.Request) -> web.Response:
-        order = _decode(await body_of(request), UnloadRequest)
-        return responses.json(await self.backend.unload(order))
+        unload_request = _decode(await body_of(request), UnloadRequest)
+        return responses.json(await self.backend.unload(unload_request))
 
     async def recycle(self, request: web.Request) -> web.Response:
-        """Replaces the worker of a device without models; the fleet asks after many loads, when memory is in pieces."""
+        """Replaces the worker of a device without models. The gateway asks for it after many loads."""
         index = int(request.match_info["index"])
         devices = [device.index for device in self.backend.discovery.devices]
         if index not in devices:
@@ -103,7 +103,7 @@ class Control:
         return responses.json(Recycled(device=index, recycled=recycled))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """What changes, as it changes; ends when the node does."""
+        """A stream of changes; ends when the node shuts down."""
         changes = self.backend.subscribe()
         async with EventStream(request, keepalive=sse.COMMENT, keepalive_s=self.keepalive_s, headers={}) as stream:
             await stream.write(sse.COMMENT)
@@ -126,14 +126,14 @@ def _decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as problem:
-        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.", param=_path(problem)) from None
+        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.", param=_field(problem)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(
             f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
         ) from None
 
 
-def _path(problem: msgspec.ValidationError) -> str | None:
-    """`$.model_id` in the message is the field `model_id`."""
+def _field(problem: msgspec.ValidationError) -> str | None:
+    """The field that the message names: `$.model_id` is `model_id`."""
     _, found, path = str(problem).rpartition("`$.")
     return path.rstrip("`") if found else None

@@ -1,4 +1,4 @@
-"""What the node counts: `neuron_*` in Prometheus' text format, with real histograms."""
+"""The node's metrics: `neuron_*` in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from cortex.wire.node import DeviceHealth, ModelState, ModelStatus
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 5)
 UNKNOWN_MODEL = "unknown"
-"""Label for requests that named no model of this node, so that clients cannot make up time series."""
+"""Label of requests for unknown models, so that clients cannot create time series."""
 
 
 class Metrics:
-    """Owns its registry. Counters are updated by the request that is counted, gauges are read when scraped."""
+    """Owns its registry. Requests update the counters; gauges are read at each scrape."""
 
     def __init__(self, backend: Backend) -> None:
         self._registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
         self.requests = counter("requests", "Requests that ended, by outcome.", "model", "dialect", "outcome")
         self.errors = counter("request_errors", "Requests that ended in an error, by its code.", "model", "code")
-        self.abandoned = counter("requests_abandoned", "Requests whose client left, by phase.", "model", "phase")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens that were worked on.", "model")
-        self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens that the cache held.", "model")
-        self.completion_tokens = counter("completion_tokens", "Tokens that were produced.", "model")
-        self.reasoning_tokens = counter("reasoning_tokens", "Produced tokens that were thought.", "model")
+        self.abandoned = counter("requests_abandoned", "Requests of disconnected clients, by phase.", "model", "phase")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.", "model")
+        self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.", "model")
+        self.completion_tokens = counter("completion_tokens", "Tokens generated.", "model")
+        self.reasoning_tokens = counter("reasoning_tokens", "Generated tokens that were reasoning.", "model")
         self.first_token = histogram(
             "time_to_first_token_seconds", "From arrival to the first token, queue and load included.", _SECONDS
         )
-        self.inter_token = histogram("inter_token_seconds", "Between pieces of a running answer.", _TOKEN_SECONDS)
+        self.inter_token = histogram("inter_token_seconds", "Between two outputs of a response.", _TOKEN_SECONDS)
         self.duration = histogram("request_duration_seconds", "From arrival to the end.", _SECONDS)
         self._registry.register(_NodeState(backend))
 
@@ -53,7 +53,7 @@ class Metrics:
 
     @contextmanager
     def watch(self, dialect: str) -> Iterator[RequestWatch]:
-        """Counts one request, whatever its end."""
+        """Counts one request, however it ends."""
         watch = RequestWatch(self)
         outcome = "ok"
         try:
@@ -78,25 +78,25 @@ class Metrics:
 
 
 class RequestWatch:
-    """One request as it is counted. Owned by the request's task."""
+    """One request's counters and timers. Owned by the request's task."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.began_s = time.monotonic()
         self.model = UNKNOWN_MODEL
         self.phase: Callable[[], str] = lambda: "read"
         self.usage: Callable[[], Usage] = Usage
-        """What it has cost so far, for one that is not finished."""
+        """Usage so far, for a request that has not finished."""
         self.error_code: str | None = None
-        """Why it failed, if it did."""
+        """The error that ended it, if any."""
         self.finishes: list[Finish] = []
-        """How the choices ended, as far as they did."""
+        """The ends of the choices that have ended."""
         self._metrics = metrics
         self._last_s = self.began_s
         self._inter_token: Histogram | None = None
-        """From the first token on: it is looked up once, not for every token."""
+        """Set at the first token, so that the label is looked up once and not for every token."""
 
-    def saw(self, events: Iterable[AnyEvent]) -> None:
-        """A batch of the answer's events came."""
+    def observe(self, events: Iterable[AnyEvent]) -> None:
+        """Observes a batch of the response's events."""
         now_s = time.monotonic()
         passed_s, self._last_s = now_s - self._last_s, now_s
         if self._inter_token is None:
@@ -110,7 +110,7 @@ class RequestWatch:
                 self.count(event.usage)
 
     def count(self, usage: Usage) -> None:
-        """Tokens that were used."""
+        """Counts used tokens."""
         self._metrics.prompt_tokens.labels(self.model).inc(usage.prompt_tokens)
         self._metrics.cached_tokens.labels(self.model).inc(usage.cached_tokens)
         self._metrics.completion_tokens.labels(self.model).inc(usage.completion_tokens)
@@ -123,7 +123,7 @@ class RequestWatch:
 
 
 class _NodeState(Collector):
-    """The node's state and the engines' own counters at the moment of the scrape."""
+    """The state of the node and the engines' counters at the time of the scrape."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -133,7 +133,7 @@ class _NodeState(Collector):
 
     def collect(self) -> Iterable[Metric]:
         health = self._backend.health()
-        uptime = GaugeMetricFamily("neuron_uptime_seconds", "Since the node began.", value=health.uptime_s)
+        uptime = GaugeMetricFamily("neuron_uptime_seconds", "Since the node started.", value=health.uptime_s)
         return [uptime, *_of_models(health.models), *_of_devices(health.devices), *self._of_engines()]
 
     def _of_engines(self) -> Iterator[Metric]:
@@ -142,7 +142,7 @@ class _NodeState(Collector):
         yield _counter(
             "preemptions", "Sequences put back into the queue.", {m: s.preemptions for m, s in stats.items()}
         )
-        yield _gauge("kv_pages", "Pages of the cache.", "model", {m: s.num_pages for m, s in stats.items()})
+        yield _gauge("kv_pages", "Pages of the KV cache.", "model", {m: s.num_pages for m, s in stats.items()})
         yield _gauge(
             "kv_used_pages", "Pages that running sequences hold.", "model", {m: s.used_pages for m, s in stats.items()}
         )
@@ -157,7 +157,7 @@ class _NodeState(Collector):
 def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     loads = {model.id: model.load for model in models}
     yield _gauge("queue_depth", "Requests that wait.", "model", {m: load.waiting for m, load in loads.items()})
-    yield _gauge("running_requests", "Requests at work.", "model", {m: load.running for m, load in loads.items()})
+    yield _gauge("running_requests", "Requests that run.", "model", {m: load.running for m, load in loads.items()})
     used = {m: load.kv_used_fraction for m, load in loads.items()}
     yield _gauge("kv_used_fraction", "Share of the cache pages in use.", "model", used)
     speeds = {m: load.tokens_per_s for m, load in loads.items()}

@@ -1,4 +1,4 @@
-"""`/v1/models`: one shape that both vendors' SDKs read, with what only we know beside it."""
+"""`/v1/models`, in a form that both vendors' SDKs read, with fields of our own beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cortex.wire.node import ModelState, ModelStatus
 class ModelRoutes:
     backend: Backend
     created: int = field(default_factory=lambda: int(time.time()))
-    """The SDKs want a date; a node knows only since when it offers its models."""
+    """The SDKs require a date; the start of the node is the best one known."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -44,7 +44,7 @@ class ModelRoutes:
         return responses.json(self._body(self.backend.model(request.match_info["id"])))
 
     async def embeddings(self, _: web.Request) -> web.Response:
-        raise UnsupportedModality("No model on this node gives embeddings; ask a node whose models do.")
+        raise UnsupportedModality("No model on this node supports embeddings; use a node whose models do.")
 
     def _body(self, status: ModelStatus) -> dict[str, Any]:
         return {

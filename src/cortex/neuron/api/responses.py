@@ -1,4 +1,4 @@
-"""HTTP answers that are not inference: typed values as JSON, errors in the dialect of their route."""
+"""HTTP responses besides inference: values as JSON, errors in the dialect of their route."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from cortex.wire.errors import (
 
 log = logging.getLogger(__name__)
 
+INTERNAL_ERROR = "Internal error of the node; its log has the details."
+
 
 def json(value: Any, *, status: int = 200) -> web.Response:
-    """`value`, a wire value or plain data, as a JSON body."""
+    """`value`, a wire value or plain data, as a JSON response."""
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 def error(problem: CortexError, path: str) -> web.Response:
-    """`problem` as clients of `path` read errors."""
+    """`problem` in the dialect of `path`."""
     shape = family(path)
     return web.Response(
         body=msgspec.json.encode(errors.envelope(problem, shape)),
@@ -39,8 +41,8 @@ def error(problem: CortexError, path: str) -> web.Response:
     )
 
 
-def known(problem: Exception, request: web.Request) -> CortexError:
-    """Any exception of a handler as one of our errors. What nobody foresaw is logged with its traceback."""
+def error_of(problem: Exception, request: web.Request) -> CortexError:
+    """Any exception of a handler as a CortexError. Unexpected exceptions are logged with their traceback."""
     match problem:
         case CortexError():
             return problem
@@ -48,12 +50,13 @@ def known(problem: Exception, request: web.Request) -> CortexError:
             return LoadFailed(str(problem))
         case web.HTTPMethodNotAllowed(allowed_methods=allowed):
             return MethodNotAllowed(
-                f"{shorten(request.method)} is not for {shorten(request.path)}; use {' or '.join(sorted(allowed))}."
+                f"{shorten(request.method)} is not allowed on {shorten(request.path)}; "
+                f"use {' or '.join(sorted(allowed))}."
             )
         case web.HTTPNotFound():
-            return RouteNotFound(f"There is nothing at {shorten(request.path)}; the API begins at /v1 and /discovery.")
+            return RouteNotFound(f"There is no route {shorten(request.path)}; the API begins at /v1 and /discovery.")
         case web.HTTPBadRequest() | web.RequestPayloadError():
             return MalformedJSON(f"The request could not be read: {shorten(str(problem))}. Check its headers and body.")
         case _:
             log.exception("%s %s failed", request.method, request.path, exc_info=problem)
-            return CortexError("Something went wrong inside the node; its log has the details.")
+            return CortexError(INTERNAL_ERROR)

@@ -1,4 +1,4 @@
-"""A streamed HTTP answer that never falls silent: headers when it begins, keepalives on the wall clock."""
+"""A streamed HTTP response with keepalives."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ HEADERS = {
 
 
 class EventStream:
-    """An SSE response under way. Use as an async context manager.
+    """An SSE response. Use as an async context manager.
 
-    Until the first write nothing is sent, so that an early error can still be a plain HTTP one; after
-    `keepalive_s` without a word the headers go out with a first keepalive, and from then on one follows every
-    `keepalive_s` of silence, whatever the writer waits for.
+    Nothing is sent before the first write, so that an early error can still be an HTTP error. After `keepalive_s`
+    without a write a keepalive is sent, with the headers if they were not sent yet.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class EventStream:
 
     @property
     def opened(self) -> bool:
-        """Whether the status is on its way; from then on an error can only be told inside the stream."""
+        """Whether the headers were sent; from then on an error can only be an event of the stream."""
         return self.response.prepared
 
     async def __aenter__(self) -> Self:
@@ -55,7 +54,7 @@ class EventStream:
             await asyncio.gather(self._ticker, return_exceptions=True)
 
     async def write(self, data: bytes) -> None:
-        """Raises `ConnectionError` when the client has gone."""
+        """Raises `ConnectionError` when the client has disconnected."""
         if not self.response.prepared:
             await self._open()
         self._last_write_s = time.monotonic()
@@ -68,11 +67,11 @@ class EventStream:
 
     async def _tick(self) -> None:
         while True:
-            silent_s = time.monotonic() - self._last_write_s
-            if silent_s < self._keepalive_s:
-                await asyncio.sleep(self._keepalive_s - silent_s)
+            idle_s = time.monotonic() - self._last_write_s
+            if idle_s < self._keepalive_s:
+                await asyncio.sleep(self._keepalive_s - idle_s)
                 continue
             try:
                 await self.write(self._keepalive)
             except ConnectionError:
-                return  # the writer meets the same broken connection and ends the request
+                return  # the next `write` raises it too and ends the request

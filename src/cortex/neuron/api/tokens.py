@@ -1,4 +1,4 @@
-"""Counting and listing tokens, through the same conversion as inference and without loading any weights."""
+"""Counts and lists tokens as inference would see them, without loading any weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Tokens:
 
     async def count(self, request: web.Request) -> web.Response:
         body = await messages_body_of(request, strip_billing=self.strip_billing_header)
-        asked = await parsed(anthropic_messages.parse, body)
-        return responses.json({"input_tokens": len(await self._render(asked))})
+        parsed_request = await parsed(anthropic_messages.parse, body)
+        return responses.json({"input_tokens": len(await self._render(parsed_request))})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`prompt` (or `text`) as it is, or `messages` through the model's template."""
         body = await body_of(request)
         fields = await parsed(wire_body.parse, body)
         if "messages" in fields:
-            asked = await parsed(openai_chat.parse, body)
-            ids = await self._render(asked)
+            parsed_request = await parsed(openai_chat.parse, body)
+            ids = await self._render(parsed_request)
         else:
             model = fields.model()
             name = "prompt" if "prompt" in fields else "text"
@@ -42,12 +42,12 @@ class Tokens:
             self.backend.model(model)
             text = await self.backend.text(model)
             ids = tuple(await asyncio.to_thread(text.encode, prompt))
-            asked = GenerateRequest(model=model, prompt=prompt)
-        status = self.backend.model(asked.model)
+            parsed_request = GenerateRequest(model=model, prompt=prompt)
+        status = self.backend.model(parsed_request.model)
         return responses.json({"count": len(ids), "max_model_len": status.context_tokens, "tokens": ids})
 
-    async def _render(self, asked: GenerateRequest) -> tuple[int, ...]:
-        self.backend.model(asked.model)
-        text = await self.backend.text(asked.model)
-        rendered = await asyncio.to_thread(text.render, asked)
+    async def _render(self, parsed_request: GenerateRequest) -> tuple[int, ...]:
+        self.backend.model(parsed_request.model)
+        text = await self.backend.text(parsed_request.model)
+        rendered = await asyncio.to_thread(text.render, parsed_request)
         return rendered.ids

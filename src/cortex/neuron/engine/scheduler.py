@@ -8,20 +8,17 @@ advances, so nothing deadlocks. A step may be planned before the previous one's 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from dataclasses import dataclass
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.pages import Digest, PagePool
-from cortex.neuron.engine.queue import FairQueue
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint, RecurrentCheckpoints, checkpoint_positions
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
 
 CROWD = 8
 """So many prompts that wait beside running streams get a newcomer's share of a step each time."""
-MAX_OVERTAKEN = 16
-"""How often a request that waits for pages lets smaller ones of other principals go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,8 @@ class Scheduler:
         self.pool = pool
         self.states = states
         self.limits = limits
-        self.waiting = FairQueue()
+        self.waiting: deque[Sequence] = deque()
+        """First in, first out; preempted sequences go to the front. The node decides whose request is sent when."""
         self.running: list[Sequence] = []
         """In order of admission: the first is the oldest."""
         self.preemptions = 0
@@ -115,7 +113,7 @@ class Scheduler:
                 f"but this model holds {self.limits.context_tokens} in all"
             )
         sequence = Sequence.of(request)
-        self.waiting.push(sequence)
+        self.waiting.append(sequence)
         return sequence
 
     def drop(self, sequence: Sequence) -> None:
@@ -208,28 +206,14 @@ class Scheduler:
         return budget
 
     def _admit(self, draft: _Draft, budget: int) -> None:
+        """Admits waiting sequences in order. The first that cannot start in this step blocks the rest, so that small
+        requests never starve a large one."""
         while budget > 0 and self._free_rows and self.waiting:
-            admitted = self._admit_next(draft)
-            if admitted is None:
+            first = self.waiting[0]
+            known = self._known_pages(first, draft)
+            if known is None or not self._try_admit(first, known, draft):
                 return
-            budget -= self._prefill(admitted, draft, budget)
-
-    def _admit_next(self, draft: _Draft) -> Sequence | None:
-        """Gives a row to the first in line that can start in this step."""
-        shares = Counter(sequence.request.principal for sequence in self.running)
-        overtaken: list[Sequence] = []
-        for head in self.waiting.heads(shares):
-            known = self._known_pages(head, draft)
-            if known is None:
-                continue
-            if self._try_admit(head, known, draft):
-                for sequence in overtaken:
-                    sequence.overtaken += 1
-                return head
-            if head.overtaken >= MAX_OVERTAKEN:
-                return None
-            overtaken.append(head)
-        return None
+            budget -= self._prefill(first, draft, budget)
 
     def _known_pages(self, sequence: Sequence, draft: _Draft) -> list[int] | None:
         """The pages of its prefix that are computed already; None when the sequence has to wait for the next step."""
@@ -372,7 +356,7 @@ class Scheduler:
         self.preemptions += 1
         self.running.remove(sequence)
         self._give_back(sequence)
-        self.waiting.push_front(sequence)
+        self.waiting.appendleft(sequence)
 
     # -- results ---------------------------------------------------------------------------------------------------
 

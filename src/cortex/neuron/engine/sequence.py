@@ -38,8 +38,6 @@ class Sequence:
     """Positions where its recurrent state is to be kept, for a model that has one."""
     decode_checkpoint: DecodeCheckpoint | None = None
     reported_cached: bool = False
-    overtaken: int = 0
-    """How often another was admitted before it because it had to wait for pages."""
     constraint: Constraint | None = None
     """What its output must conform to; None: free."""
     finished: bool = False

@@ -1,1 +1,1 @@
-"""The models of a node: one owner task each, preflight, placement on its devices, recovery."""
+"""The models of a node: one controller each, loading, admission, sleep and recovery."""

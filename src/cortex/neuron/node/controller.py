@@ -1,7 +1,7 @@
-"""The one owner of a model on this node: feeds its lifecycle, carries out the effects, tells who waits.
+"""The controller of one model on this node: feeds its lifecycle, carries out the effects, notifies waiting callers.
 
-`ensure_ready`, `ensure_asleep` and `ensure_gone` are idempotent and join what is under way. Inputs are handled one at a
-time, in order, on the loop; long work runs in one task, which reports back as an input.
+`ensure_ready`, `ensure_asleep` and `ensure_gone` are idempotent and join what is in progress. Inputs are handled one
+at a time, in order, on the loop. A load, a wake or an unload runs as one task, which ends by posting an input.
 """
 
 from __future__ import annotations
@@ -10,37 +10,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
-from cortex.neuron.node.instance import Instance
+from cortex.neuron.node import lifecycle_events as events
+from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.lifecycle import Lifecycle, transition
-from cortex.neuron.node.lifecycle_events import (
-    AbortLoad,
-    Effect,
-    EnsureAsleep,
-    EnsureGone,
-    EnsureReady,
-    FellAsleep,
-    Input,
-    LoadingFailed,
-    LoadSucceeded,
-    ModelLost,
-    NotifyAsleep,
-    NotifyFailed,
-    NotifyGone,
-    NotifyReady,
-    ShortenDrain,
-    StartLoad,
-    StartUnload,
-    StartWake,
-    UnloadFinished,
-    UnloadInstead,
-    WakingFailed,
-)
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.observer import Loader, Reports
+from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
-from cortex.neuron.node.parking import Parking
+from cortex.neuron.node.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.supervisor import Damaged, SleepRejected, WorkerLost
 from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown
@@ -48,117 +27,116 @@ from cortex.wire.node import ModelState
 
 log = logging.getLogger(__name__)
 
-_ABSENT = {ModelState.COLD: "not loaded", ModelState.ASLEEP: "asleep"}
 _PROGRESS_EVENT_S = 0.25
-"""Listeners hear of a load's progress at most this often."""
+"""Progress within a stage is published at most this often."""
+
+Waiters = set[asyncio.Future[None]]
 
 
 class ModelController:
-    """Belongs to the daemon's loop."""
+    """Owns one model's state. Belongs to the daemon's loop."""
 
     def __init__(
         self,
         model: KnownModel,
-        loader: Loader,
-        parking: Parking,
+        loader: ModelLoader,
+        sleep_budget: SleepBudget,
         on_changed: Callable[[str], None],
         policy: BackoffPolicy,
     ) -> None:
         self.model_id = model.id
         self.model = model
-        """How it is loaded, or was last, or will be next."""
+        """The options of the latest or the next load."""
         self.life = Lifecycle(since_s=time.monotonic())
         self.instance: Instance | None = None
-        """What serves, or sleeps; None while nothing of the model is in memory."""
+        """The loaded or sleeping model; None while nothing of it is in memory."""
         self.progress: LoadProgressTracker | None = None
-        self.last_error: CortexError | None = None
-        """Why the latest bring-up failed, as it was raised."""
         self._loader = loader
-        self._parking = parking
+        self._sleep_budget = sleep_budget
         self._on_changed = on_changed
         self._policy = policy
-        self._inputs: deque[Input] = deque()
+        self._inputs: deque[events.Input] = deque()
         self._handling = False
-        self._abandoned = False
-        self._work: asyncio.Task[None] | None = None
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+        """The load, wake or unload in progress, or the latest one."""
         self._drain_deadline_s = 0.0
-        self._drain_hurried = asyncio.Event()
-        self._parks = False
-        """Whether the take-down under way is to end in sleep."""
-        self._ready_waiters: set[asyncio.Future[None]] = set()
-        self._asleep_waiters: set[asyncio.Future[None]] = set()
-        self._gone_waiters: set[asyncio.Future[None]] = set()
-        self._progress_told_s = 0.0
+        """On the loop's clock."""
+        self._drain_timeout: asyncio.Timeout | None = None
+        self._to_sleep = False
+        """Whether the unload in progress is to end in sleep."""
+        self._ready_waiters: Waiters = set()
+        self._asleep_waiters: Waiters = set()
+        self._gone_waiters: Waiters = set()
+        self._progress_published_s = 0.0
 
-    # Wishes
+    # For callers
 
     def want_ready(self, model: KnownModel) -> None:
-        """Starts bringing the model up as `model` says; joins a load that is done or under way, however asked."""
-        self._prepare(model)
-        self._post(EnsureReady())
+        """Starts to load `model`. A load in progress or done is joined, whatever its options."""
+        self._set_options(model)
+        self._post(events.EnsureReady())
 
     async def ensure_ready(self, model: KnownModel) -> None:
-        """Returns when the model is ready. Raises what kept it from it. Leaving early does not stop the load."""
-        self._prepare(model)
-        await self._wait(self._ready_waiters, EnsureReady())
+        """Returns when the model is ready; raises why it is not. Cancelling this call does not stop the load."""
+        self._set_options(model)
+        await self._wait(self._ready_waiters, events.EnsureReady())
 
     async def ensure_asleep(self, drain_s: float) -> None:
-        """Returns when none of the model's device memory is taken any more; its weights stay in host memory if there
-        is room for them."""
-        await self._wait(self._asleep_waiters, EnsureAsleep(drain_s))
+        """Returns when the model's device memory is free. Its weights stay in host memory if there is room."""
+        await self._wait(self._asleep_waiters, events.EnsureAsleep(drain_s))
 
-    async def dismiss(self) -> None:
-        """Unloads the model if it sleeps; one that somebody wants is left alone."""
+    async def unload_if_asleep(self) -> None:
         if self.life.state is ModelState.ASLEEP:
             await self.ensure_gone(0.0)
 
     async def ensure_gone(self, drain_s: float) -> None:
-        """Returns when nothing of the model is in memory any more."""
-        await self._wait(self._gone_waiters, EnsureGone(drain_s))
+        """Returns when nothing of the model is in memory."""
+        await self._wait(self._gone_waiters, events.EnsureGone(drain_s))
 
-    def serving(self) -> Instance:
-        """The instance to send a request to. Raises a retryable error while there is none, LoadFailed when failed."""
+    def serving_instance(self) -> Instance:
+        """Where requests go. Raises a retryable error while the model is not ready, or why its load failed."""
         state = self.life.state
         if state is ModelState.READY and self.instance is not None:
             return self.instance
         if state is ModelState.RECOVERING:
             message = f"{self.model_id} lost its device and is coming back by itself; try again"
             raise Recovering(message, retry_after_s=self._retry_after_s())
-        if state is ModelState.FAILED:
-            raise self.last_error or LoadFailed(f"{self.model_id} failed: {self.life.reason}")
+        if self.life.error is not None:
+            raise self.life.error.with_traceback(None)
         if state in (ModelState.COLD, ModelState.ASLEEP):
-            raise Overloaded(f"{self.model_id} is {_ABSENT[state]}; POST /models/load brings it up", retry_after_s=1)
+            absent = "asleep" if state is ModelState.ASLEEP else "not loaded"
+            raise Overloaded(f"{self.model_id} is {absent}; load it with POST /models/load", retry_after_s=1)
         raise Overloaded(f"{self.model_id} is {state.value}; try again", retry_after_s=self._retry_after_s())
 
-    def abandon(self) -> None:
-        """The node goes down: nothing new is begun, what is under way is called off, who waits is told."""
-        self._abandoned = True
-        if self._work is not None:
-            self._work.cancel()
-        for waiter in self._ready_waiters:
-            _reject(waiter, ShuttingDown("the node is shutting down"))
+    def close(self) -> None:
+        """The node shuts down: cancels what is in progress, starts nothing new and releases every waiting caller."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+        _reject(self._ready_waiters, ShuttingDown("the node is shutting down"))
         _release(self._asleep_waiters)
         _release(self._gone_waiters)
 
-    async def abandoned(self) -> None:
-        """Returns when nothing is under way any more; the workers must be gone by then."""
-        if self._work is not None:
-            await asyncio.wait({self._work})
+    async def closed(self) -> None:
+        """Returns when nothing is in progress. The workers must have ended before."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
 
-    def _prepare(self, model: KnownModel) -> None:
-        """Takes over how the model is to be loaded, unless it is loaded already. A sleeper wakes where it is, however
-        asked; one that is asked for on another device is taken out of its sleep first."""
-        sleeper = self.instance if self.life.state is ModelState.ASLEEP else None
-        if sleeper is not None and model.devices and sleeper.supervisor.device.index not in model.devices:
-            self._post(EnsureGone())
+    def _set_options(self, model: KnownModel) -> None:
+        """The options hold for the next load. A sleeping model wakes where it is, unless `model` excludes its device:
+        then it is unloaded first."""
+        sleeping = self.instance if self.life.state is ModelState.ASLEEP else None
+        if sleeping is not None and model.devices and sleeping.supervisor.device.index not in model.devices:
+            self._post(events.EnsureGone())
         if self.life.state in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING):
             self.model = model
 
     def _retry_after_s(self) -> float:
-        eta_s = self.progress.told().eta_s if self.progress is not None else None
+        eta_s = self.progress.snapshot().eta_s if self.progress is not None else None
         return max(1.0, eta_s if eta_s is not None else 2.0)
 
-    async def _wait(self, waiters: set[asyncio.Future[None]], wish: Input) -> None:
+    async def _wait(self, waiters: Waiters, wish: events.Input) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters.add(waiter)
         try:
@@ -167,9 +145,9 @@ class ModelController:
         finally:
             waiters.discard(waiter)
 
-    # The one place where the lifecycle changes
+    # The only place where the lifecycle changes
 
-    def _post(self, happened: Input) -> None:
+    def _post(self, happened: events.Input) -> None:
         self._inputs.append(happened)
         if self._handling:
             return
@@ -180,104 +158,116 @@ class ModelController:
         finally:
             self._handling = False
 
-    def _handle(self, happened: Input) -> None:
-        before = self.life
-        self.life, effects = transition(before, happened, time.monotonic(), self._policy)
-        if self.life.state is not before.state:
+    def _handle(self, happened: events.Input) -> None:
+        before = self.life.state
+        self.life, effects = transition(self.life, happened, time.monotonic(), self._policy)
+        after = self.life.state
+        if after is not before:
             reason = f": {self.life.reason}" if self.life.reason else ""
-            log.info("%s: %s → %s%s", self.model_id, before.state.value, self.life.state.value, reason)
-            if self.life.state not in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING):
+            log.info("%s: %s → %s%s", self.model_id, before.value, after.value, reason)
+            if after not in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING):
                 self.progress = None
         for effect in effects:
             self._carry_out(effect)
-        if self.life.state is not before.state:
+        if after is not before:
             self._on_changed(self.model_id)
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: events.Effect) -> None:
         match effect:
-            case StartLoad() if self._abandoned:
-                pass
-            case StartLoad(attempt, delay_s):
-                self.progress = LoadProgressTracker.begin(time.monotonic())
-                self._work = asyncio.create_task(self._load(attempt, delay_s), name=f"bring up {self.model_id}")
-                self._work.add_done_callback(lambda work: self._bring_up_ended(work, attempt))
-            case StartWake() if self._abandoned:
-                pass
-            case StartWake(attempt):
-                self.progress = LoadProgressTracker.begin(time.monotonic())
-                self._work = asyncio.create_task(self._wake(attempt), name=f"wake {self.model_id}")
-                self._work.add_done_callback(lambda work: self._bring_up_ended(work, attempt))
-            case AbortLoad():
-                if self._work is not None:
-                    self._work.cancel()
-            case StartUnload(attempt, drain_s, park):
-                self._parks = park
-                self._drain_deadline_s = time.monotonic() + drain_s
-                self._work = asyncio.create_task(self._take_down(attempt), name=f"take down {self.model_id}")
-            case UnloadInstead():
-                self._parks = False
-            case ShortenDrain(drain_s):
-                self._drain_deadline_s = min(self._drain_deadline_s, time.monotonic() + drain_s)
-                self._drain_hurried.set()
-            case NotifyReady():
+            case events.StartLoad(attempt, delay_s):
+                self._start(attempt, "load", partial(self._load, attempt, delay_s))
+            case events.StartWake(attempt):
+                self._start(attempt, "wake", self._wake)
+            case events.CancelLoad():
+                if self._task is not None:
+                    self._task.cancel()
+            case events.StartUnload(attempt, drain_s, to_sleep):
+                self._to_sleep = to_sleep
+                self._drain_deadline_s = asyncio.get_running_loop().time() + drain_s
+                self._task = asyncio.create_task(self._unload(attempt), name=f"unload {self.model_id}")
+            case events.UnloadInstead():
+                self._to_sleep = False
+            case events.ShortenDrain(drain_s):
+                self._drain_deadline_s = min(self._drain_deadline_s, asyncio.get_running_loop().time() + drain_s)
+                if self._drain_timeout is not None and not self._drain_timeout.expired():
+                    self._drain_timeout.reschedule(self._drain_deadline_s)
+            case events.NotifyReady():
                 _release(self._ready_waiters)
-            case NotifyFailed(reason):
-                error = self.last_error
-                if error is None or error.message != reason:
-                    error = LoadFailed(f"{self.model_id}: {reason}")
-                for waiter in self._ready_waiters:
-                    _reject(waiter, error)
-            case NotifyAsleep():
+            case events.NotifyFailed(error):
+                _reject(self._ready_waiters, error)
+            case events.NotifyAsleep():
                 _release(self._asleep_waiters)
-            case NotifyGone():
+            case events.NotifyGone():
                 _release(self._asleep_waiters)
                 _release(self._gone_waiters)
 
-    async def _load(self, attempt: int, delay_s: float) -> None:
-        try:
-            if delay_s:
-                await asyncio.sleep(delay_s)
-            self.instance = await self._loader(self.model, Reports(self.happened, self.progressed, attempt))
-        except CortexError as error:
-            self.last_error = error
-            self._post(LoadingFailed(attempt, error.message))
-        except WorkerLost as error:
-            self.last_error = LoadFailed(f"{self.model_id}: {error}")
-            self._post(LoadingFailed(attempt, str(error), fault=True))
-        except Exception as error:
-            log.exception("bringing up %s failed in a way nobody foresaw", self.model_id)
-            self.last_error = LoadFailed(f"{self.model_id}: {type(error).__name__}: {error}; see the node's log")
-            self._post(LoadingFailed(attempt, self.last_error.message))
-        else:
-            self.last_error = None
-            self._post(LoadSucceeded(attempt))
+    # Load and wake
 
-    def _bring_up_ended(self, work: asyncio.Task[None], attempt: int) -> None:
-        # A task may be cancelled before its first line runs, so this cannot be an `except` in it.
-        if work.cancelled():
-            self._post(LoadingFailed(attempt, "called off"))
+    def _start(self, attempt: int, verb: str, work: Callable[[], Awaitable[Instance]]) -> None:
+        if self._closing:
+            return
+        self.progress = LoadProgressTracker.begin(time.monotonic())
+        self._task = asyncio.create_task(self._run(attempt, work), name=f"{verb} {self.model_id}")
+        self._task.add_done_callback(partial(self._post_if_cancelled, attempt))
 
-    async def _wake(self, attempt: int) -> None:
+    async def _run(self, attempt: int, work: Callable[[], Awaitable[Instance]]) -> None:
+        error: CortexError | None = None
+        worker_lost = False
         try:
-            if self.instance is None:
-                raise WorkerLost("its worker is gone")
-            await self._loader.wake(self.instance)
-        except CortexError as error:
-            self.last_error = error
-            self._post(WakingFailed(attempt, error.message))
-        except (Damaged, WorkerLost) as error:
+            instance = await work()
+            if instance.lost_reason is not None:  # after its weights were loaded, and before the rest was ready
+                raise WorkerLost(instance.lost_reason)
+            self.instance = instance
+        except CortexError as failed:
+            error = failed
+        except (WorkerLost, Damaged) as lost:
             self.instance = None
-            self.last_error = LoadFailed(f"{self.model_id}: {error}")
-            self._post(LoadingFailed(attempt, f"it did not survive its sleep: {error}", fault=True))
-        except Exception as error:
-            log.exception("waking %s failed in a way nobody foresaw", self.model_id)
-            self.last_error = LoadFailed(f"{self.model_id}: {type(error).__name__}: {error}; see the node's log")
-            self._post(WakingFailed(attempt, self.last_error.message))
-        else:
-            self.last_error = None
-            self._post(LoadSucceeded(attempt))
+            error, worker_lost = LoadFailed(f"{self.model_id}: {lost}"), True
+        except Exception as unexpected:
+            log.exception("%s: unexpected error in a load", self.model_id)
+            error = LoadFailed(f"{self.model_id}: {type(unexpected).__name__}: {unexpected}; see the node's log")
+        self._post(events.LoadEnded(attempt, error, worker_lost))
 
-    async def _take_down(self, attempt: int) -> None:
+    def _post_if_cancelled(self, attempt: int, task: asyncio.Task[None]) -> None:
+        # A task may be cancelled before its first line runs, so this cannot be an `except` in it.
+        if task.cancelled():
+            self._post(events.LoadEnded(attempt, LoadFailed(f"{self.model_id}: the load was cancelled")))
+
+    async def _load(self, attempt: int, delay_s: float) -> Instance:
+        await asyncio.sleep(delay_s)
+        callbacks = ModelCallbacks(
+            on_progress=partial(self._progressed, attempt),
+            on_files_ready=lambda: self._post(events.FilesReady(attempt)),
+            on_lost=self._lost,
+            on_produced=lambda: self._post(events.ProducedTokens()),
+        )
+        return await self._loader.load(self.model, callbacks)
+
+    async def _wake(self) -> Instance:
+        instance = self.instance
+        if instance is None:
+            raise WorkerLost("the worker that held its weights is gone")
+        await self._loader.wake(instance)
+        return instance
+
+    def _progressed(self, attempt: int, stage: str, done_bytes: int, total_bytes: int) -> None:
+        if stage == "download":
+            self._post(events.DownloadStarted(attempt))
+        now_s = time.monotonic()
+        before = self.progress or LoadProgressTracker.begin(now_s)
+        self.progress = before.advanced(stage, done_bytes, total_bytes, now_s)
+        if self.progress.stage != before.stage or now_s - self._progress_published_s >= _PROGRESS_EVENT_S:
+            self._progress_published_s = now_s
+            self._on_changed(self.model_id)
+
+    def _lost(self, reason: str) -> None:
+        self.instance = None
+        if not self._closing:  # a closing node ends its workers itself
+            self._post(events.ModelLost(reason))
+
+    # Unload and sleep
+
+    async def _unload(self, attempt: int) -> None:
         instance = self.instance
         is_asleep = False
         try:
@@ -285,20 +275,20 @@ class ModelController:
                 message = f"{self.model_id} is being unloaded; try again to have it loaded"
                 instance.close_admission(Overloaded(message, retry_after_s=2))
                 await self._drain(instance)
-                is_asleep = self._parks and await self._park(instance)
+                is_asleep = self._to_sleep and await self._put_to_sleep(instance)
                 if not is_asleep:
                     self.instance = None
                     reclaimed = await instance.unload()
                     log.info("%s: unloaded, %s", self.model_id, reclaimed)
         finally:
-            self._post(FellAsleep(attempt) if is_asleep else UnloadFinished(attempt))
+            self._post(events.UnloadEnded(attempt, is_asleep))
 
-    async def _park(self, instance: Instance) -> bool:
-        """Whether it sleeps, and is still meant to; else it has to be unloaded."""
+    async def _put_to_sleep(self, instance: Instance) -> bool:
+        """Returns whether the model is asleep and may stay so; otherwise it must be unloaded."""
         need_bytes = instance.resident.info.weight_bytes
-        async with self._parking.room(need_bytes) as has_room:
+        async with self._sleep_budget.reserve(need_bytes) as has_room:
             if not has_room:
-                log.info("%s: no room in host memory to park %d MiB", self.model_id, need_bytes >> 20)
+                log.info("%s: no room in host memory to sleep, %d MiB needed", self.model_id, need_bytes >> 20)
                 return False
             try:
                 await instance.sleep()
@@ -306,45 +296,26 @@ class ModelController:
                 log.warning("%s: cannot be put to sleep: %s", self.model_id, error)
                 return False
         log.info("%s: asleep, %d MiB in host memory", self.model_id, instance.resident.host_bytes >> 20)
-        return self._parks and self.instance is instance  # neither wanted gone nor lost meanwhile
+        return self._to_sleep and self.instance is instance  # an unload or a loss may have come meanwhile
 
     async def _drain(self, instance: Instance) -> None:
-        """Until no request is left or the deadline has passed, which may be moved up meanwhile."""
-        while (left_s := self._drain_deadline_s - time.monotonic()) > 0:
-            self._drain_hurried.clear()
-            drained = asyncio.ensure_future(instance.drained(left_s))
-            hurried = asyncio.ensure_future(self._drain_hurried.wait())
-            try:
-                await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
-                if drained.done():
-                    return
-            finally:
-                drained.cancel()
-                hurried.cancel()
-
-    def progressed(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        now_s = time.monotonic()
-        progress = self.progress or LoadProgressTracker.begin(now_s)
-        self.progress = progress.advanced(stage, done_bytes, total_bytes, now_s)
-        if self.progress.stage != progress.stage or now_s - self._progress_told_s >= _PROGRESS_EVENT_S:
-            self._progress_told_s = now_s
-            self._on_changed(self.model_id)
-
-    def happened(self, what: Input) -> None:
-        """An input from the bring-up or from the instance."""
-        if isinstance(what, ModelLost):
-            self.instance = None
-            if self._abandoned:
-                return  # the node ended the worker itself
-        self._post(what)
+        """Returns when no request is left or at the deadline, which `ShortenDrain` may move forward."""
+        try:
+            async with asyncio.timeout_at(self._drain_deadline_s) as self._drain_timeout:
+                await instance.drained()
+        except TimeoutError:
+            pass
+        finally:
+            self._drain_timeout = None
 
 
-def _release(waiters: set[asyncio.Future[None]]) -> None:
+def _release(waiters: Waiters) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)
 
 
-def _reject(waiter: asyncio.Future[None], error: CortexError) -> None:
-    if not waiter.done():
-        waiter.set_exception(error.with_traceback(None))
+def _reject(waiters: Waiters, error: CortexError) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_exception(error.with_traceback(None))

@@ -1,5 +1,7 @@
-"""What changes on the node, told to everyone who listens. A slow listener costs a bounded amount of memory:
-it gets the latest state of each thing, not every step in between."""
+"""Publishes changes on the node to subscribers.
+
+A slow subscriber costs a bounded amount of memory: it gets the latest state of each subject, not every change.
+"""
 
 from __future__ import annotations
 
@@ -10,56 +12,60 @@ from collections.abc import AsyncIterator
 from cortex.wire.node import NodeEvent
 
 
-class Feed:
+class EventFeed:
     """Belongs to one loop."""
 
     def __init__(self) -> None:
-        # Weak: a subscription that is dropped without ever being read must not stay.
-        self._listeners: weakref.WeakSet[_Listener] = weakref.WeakSet()
+        # Weak: a subscription that is dropped without being read must not stay.
+        self._subscribers: weakref.WeakSet[_Subscriber] = weakref.WeakSet()
         self._closed = False
 
+    @property
+    def num_subscribers(self) -> int:
+        return len(self._subscribers)
+
     def publish(self, event: NodeEvent) -> None:
-        for listener in self._listeners:
-            listener.put(event)
+        for subscriber in self._subscribers:
+            subscriber.put(event)
 
     def close(self) -> None:
-        """Ends every subscription after what is still unread."""
+        """Ends every subscription after its unread events."""
         self._closed = True
-        for listener in self._listeners:
-            listener.closed = True
-            listener.changed.set()
+        for subscriber in self._subscribers:
+            subscriber.closed = True
+            subscriber.changed.set()
 
     def subscribe(self, first: tuple[NodeEvent, ...]) -> AsyncIterator[NodeEvent]:
-        """Events from now on, after `first`. The subscription counts from this call, and ends with the iterator."""
-        listener = _Listener()
+        """`first`, then every event published after this call. The subscription ends with the iterator."""
+        subscriber = _Subscriber()
         for event in first:
-            listener.put(event)
-        listener.closed = self._closed
-        self._listeners.add(listener)
-        return self._listen(listener)
+            subscriber.put(event)
+        subscriber.closed = self._closed
+        self._subscribers.add(subscriber)
+        return self._events_of(subscriber)
 
-    async def _listen(self, listener: _Listener) -> AsyncIterator[NodeEvent]:
+    async def _events_of(self, subscriber: _Subscriber) -> AsyncIterator[NodeEvent]:
         try:
             while True:
-                while listener.unread:
-                    yield listener.unread.pop(next(iter(listener.unread)))
-                if listener.closed:
+                while subscriber.unread:
+                    yield subscriber.unread.pop(next(iter(subscriber.unread)))
+                if subscriber.closed:
                     return
-                listener.changed.clear()
-                await listener.changed.wait()
+                subscriber.changed.clear()
+                await subscriber.changed.wait()
         finally:
-            self._listeners.discard(listener)
+            self._subscribers.discard(subscriber)
 
 
-class _Listener:
+class _Subscriber:
     def __init__(self) -> None:
         self.unread: dict[tuple[str, str], NodeEvent] = {}
+        """By kind and model."""
         self.changed = asyncio.Event()
         self.closed = False
 
     def put(self, event: NodeEvent) -> None:
         subject = event.model.id if event.model is not None else ""
-        # Taken out first: the latest state goes to the end of the line.
-        self.unread.pop((event.kind, subject), None)
+        self.unread.pop((event.kind, subject), None)  # so that the latest state goes to the end
         self.unread[event.kind, subject] = event
         self.changed.set()

@@ -1,4 +1,4 @@
-"""One request's answer as it comes: an async iterator of the batches of `StepOutput` that have gathered."""
+"""One request's outputs as an async iterator of batches of `StepOutput`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from cortex.wire.errors import CortexError
 
 
 class Generation:
-    """Read by one task. Ends by StopAsyncIteration after the output with `finish`, or by raising a CortexError.
+    """Read by one task. Ends with StopAsyncIteration after the output with `finish`, or by raising a CortexError.
 
-    `cancel` may be called at any time and any number of times; whoever cancels need not read on, nothing
-    stays behind. Outputs that nobody has read yet are kept: their number is bounded by the request's `max_tokens`.
+    A batch is everything produced since the last read. Unread outputs are kept; `max_tokens` bounds their number.
     """
 
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
@@ -24,13 +23,8 @@ class Generation:
         self._ended = False
         self._changed: asyncio.Future[None] | None = None
 
-    @property
-    def ended(self) -> bool:
-        """Whether the last output or the error has arrived, read or not."""
-        return self._ended
-
     def cancel(self) -> None:
-        """Ends the request wherever it is: queued, in its prompt, or producing."""
+        """Ends the request in any phase. May be called at any time and repeatedly; reading on is optional."""
         if not self._ended:
             self._on_cancel()
 
@@ -40,7 +34,7 @@ class Generation:
     async def __anext__(self) -> list[StepOutput]:
         while not self._unread:
             if self._error is not None:
-                raise self._error.with_traceback(None)  # shared by all that ended with it
+                raise self._error.with_traceback(None)  # several generations may share one error
             if self._ended:
                 raise StopAsyncIteration
             self._changed = asyncio.get_running_loop().create_future()
@@ -48,22 +42,22 @@ class Generation:
         batch, self._unread = self._unread, []
         return batch
 
-    # Called by the model's instance
+    # For the instance
 
     def push(self, output: StepOutput) -> None:
         if self._ended:
             return
         self._unread.append(output)
         self._ended = output.finish is not None
-        self._wake()
+        self._wake_reader()
 
     def fail(self, error: CortexError) -> None:
-        """Ends it with `error`, which the reader gets after what is unread."""
+        """Ends the generation: the reader gets the unread outputs, then `error`."""
         if self._ended:
             return
         self._error, self._ended = error, True
-        self._wake()
+        self._wake_reader()
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)

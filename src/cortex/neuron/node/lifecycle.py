@@ -1,9 +1,9 @@
-"""The life of one model on this node, as a pure function: state and input in, state and effects out.
+"""The lifecycle of one model on this node, as a pure function: state and input in, state and effects out.
 
-The owner (`controller.py`) feeds it one input at a time and carries out what it says. At most one bring-up, wake or
-take-down is under way; each has a number, and what an older one still reports is ignored. Whatever
-happens, everyone who waits is told at the next resting state. Asleep is such a state: on the way there the
-model is `unloading`, on the way back `loading`.
+`controller.py` feeds it one input at a time and carries out the effects. At most one load, wake or unload is in
+progress. Each is an attempt with a number, and inputs from older attempts are ignored. Every waiting caller is
+notified at the next stable state: ready, failed, asleep or cold. A model that falls asleep is `unloading` on the way,
+and one that wakes is `loading`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cortex.neuron.node.lifecycle_events import (
-    AbortLoad,
-    Downloading,
+    CancelLoad,
+    DownloadStarted,
     Effect,
     EnsureAsleep,
     EnsureGone,
     EnsureReady,
-    FellAsleep,
     FilesReady,
     Input,
-    LoadingFailed,
-    LoadSucceeded,
+    LoadEnded,
     ModelLost,
     NotifyAsleep,
     NotifyFailed,
@@ -33,11 +31,11 @@ from cortex.neuron.node.lifecycle_events import (
     StartLoad,
     StartUnload,
     StartWake,
-    UnloadFinished,
+    UnloadEnded,
     UnloadInstead,
-    WakingFailed,
 )
 from cortex.neuron.worker.backoff import BackoffPolicy, FaultHistory
+from cortex.wire.errors import CortexError, LoadFailed
 from cortex.wire.node import ModelState
 
 
@@ -46,25 +44,26 @@ class Lifecycle:
     state: ModelState = ModelState.COLD
     wanted: Literal["ready", "gone"] = "gone"
     attempt: int = 0
-    """The number of the latest bring-up, wake or take-down."""
-    parked: bool = False
-    """Its weights are in host memory: it sleeps, or is just waking."""
+    """The number of the latest load, wake or unload."""
+    weights_in_host: bool = False
+    """The model is asleep, or waking."""
     since_s: float = 0.0
     """When `state` began."""
     reason: str | None = None
-    """Why it is failed or recovering, or cold although nobody asked for that."""
+    """Why the model is failed or recovering, or cold although no caller asked for that."""
+    error: CortexError | None = None
+    """What callers of a failed model get."""
     faults: FaultHistory = field(default_factory=FaultHistory)
 
 
-_COMING_UP = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
-_AT_REST = frozenset({ModelState.COLD, ModelState.FAILED})
-_CALLED_OFF = "the model was unloaded while it was being loaded; ask again to load it"
+Transition = tuple[Lifecycle, tuple[Effect, ...]]
+
+_LOADING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
+_NOT_IN_MEMORY = frozenset({ModelState.COLD, ModelState.FAILED})
 
 
-def transition(
-    life: Lifecycle, happened: Input, now_s: float, policy: BackoffPolicy
-) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    """What the model is after `happened`, and what to do about it."""
+def transition(life: Lifecycle, happened: Input, now_s: float, policy: BackoffPolicy) -> Transition:
+    """The lifecycle after `happened`, and what to do about it."""
     match happened:
         case EnsureReady():
             return _ensure_ready(life, now_s)
@@ -72,145 +71,148 @@ def transition(
             return _ensure_gone(life, happened, now_s)
         case EnsureAsleep():
             return _ensure_asleep(life, happened, now_s)
-        case Downloading(attempt) if attempt == life.attempt and life.state is ModelState.LOADING:
+        case DownloadStarted(attempt) if attempt == life.attempt and life.state is ModelState.LOADING:
             return _enter(life, ModelState.DOWNLOADING, now_s), ()
         case FilesReady(attempt) if attempt == life.attempt and life.state is ModelState.DOWNLOADING:
             return _enter(life, ModelState.LOADING, now_s), ()
-        case LoadSucceeded(attempt) if attempt == life.attempt:
+        case LoadEnded(attempt, None) if attempt == life.attempt:
             return _load_succeeded(life, now_s)
-        case LoadingFailed(attempt) if attempt == life.attempt:
-            return _loading_failed(life, happened, now_s, policy)
-        case WakingFailed(attempt) if attempt == life.attempt:
-            return _waking_failed(life, happened.reason, now_s)
-        case ModelLost() if life.state is ModelState.READY:
-            return _recover(life, happened.reason, now_s, policy)
-        case ModelLost() if life.state is ModelState.ASLEEP:
-            # Nobody is served by it, so nobody misses it: the next request loads it.
-            reason = f"its weights were lost while it slept: {happened.reason}"
-            return _enter(replace(life, parked=False), ModelState.COLD, now_s, reason), ()
+        case LoadEnded(attempt, error, worker_lost) if attempt == life.attempt and error is not None:
+            if life.weights_in_host and not worker_lost:
+                return _wake_failed(life, error, now_s)
+            return _load_failed(life, error, worker_lost, now_s, policy)
+        case ModelLost(reason) if life.state is ModelState.READY:
+            return _recover(life, reason, now_s, policy)
+        case ModelLost(reason) if life.state is ModelState.ASLEEP:
+            # It served no request, so it need not recover: the next request loads it.
+            reason = f"its weights were lost while it slept: {reason}"
+            return _enter(replace(life, weights_in_host=False), ModelState.COLD, now_s, reason), ()
         case ProducedTokens():
             return replace(life, faults=life.faults.proved()), ()
-        case UnloadFinished(attempt) if attempt == life.attempt and life.state is ModelState.UNLOADING:
-            return _gone(life, now_s)
-        case FellAsleep(attempt) if attempt == life.attempt and life.state is ModelState.UNLOADING:
-            return _fell_asleep(life, now_s)
+        case UnloadEnded(attempt, asleep) if attempt == life.attempt and life.state is ModelState.UNLOADING:
+            return _fell_asleep(life, now_s) if asleep else _gone(life, now_s)
         case _:
-            return life, ()  # from an attempt that is over
+            return life, ()  # from an older attempt
 
 
-def _ensure_ready(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+def _ensure_ready(life: Lifecycle, now_s: float) -> Transition:
     life = replace(life, wanted="ready")
     if life.state is ModelState.READY:
         return life, (NotifyReady(),)
     if life.state is ModelState.ASLEEP:
         return _wake(life, now_s)
-    if life.state in _AT_REST:
-        # Asked for anew, an earlier failure is forgotten.
-        return _start(replace(life, faults=FaultHistory()), now_s)
+    if life.state in _NOT_IN_MEMORY:
+        return _start_load(replace(life, faults=FaultHistory()), now_s)
     return life, ()
 
 
-def _ensure_gone(life: Lifecycle, wish: EnsureGone, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+def _ensure_gone(life: Lifecycle, wish: EnsureGone, now_s: float) -> Transition:
     life = replace(life, wanted="gone")
-    if life.state in _AT_REST:
+    if life.state in _NOT_IN_MEMORY:
         return _enter(life, ModelState.COLD, now_s), (NotifyGone(),)
-    if life.state in _COMING_UP:
-        return _abort_load(life, now_s)
+    if life.state in _LOADING:
+        return _cancel_load(life, now_s)
     if life.state is ModelState.UNLOADING:
-        return life, (NotifyFailed(_CALLED_OFF), UnloadInstead(), ShortenDrain(wish.drain_s))
+        return life, (_load_cancelled(), UnloadInstead(), ShortenDrain(wish.drain_s))
     return _start_unload(life, StartUnload(life.attempt + 1, wish.drain_s), now_s)
 
 
-def _ensure_asleep(life: Lifecycle, wish: EnsureAsleep, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+def _ensure_asleep(life: Lifecycle, wish: EnsureAsleep, now_s: float) -> Transition:
     if life.state is ModelState.ASLEEP:
         return life, (NotifyAsleep(),)
-    if life.state in _AT_REST:
+    if life.state in _NOT_IN_MEMORY:
         return _ensure_gone(life, EnsureGone(), now_s)
     life = replace(life, wanted="gone")
-    if life.state in _COMING_UP:
-        return _abort_load(life, now_s)
+    if life.state in _LOADING:
+        return _cancel_load(life, now_s)
     if life.state is ModelState.UNLOADING:
-        return life, (NotifyFailed(_CALLED_OFF), ShortenDrain(wish.drain_s))
-    return _start_unload(life, StartUnload(life.attempt + 1, wish.drain_s, park=True), now_s)
+        return life, (_load_cancelled(), ShortenDrain(wish.drain_s))
+    return _start_unload(life, StartUnload(life.attempt + 1, wish.drain_s, to_sleep=True), now_s)
 
 
-def _abort_load(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    """A load is stopped; a wake is soon over, and then taken down like a load that was called off too late."""
-    effects: tuple[Effect, ...] = (
-        (NotifyFailed(_CALLED_OFF),) if life.parked else (NotifyFailed(_CALLED_OFF), AbortLoad())
-    )
+def _cancel_load(life: Lifecycle, now_s: float) -> Transition:
+    """A wake is short and cannot be cancelled: once it has ended the model is unloaded."""
+    effects: tuple[Effect, ...] = (_load_cancelled(),) if life.weights_in_host else (_load_cancelled(), CancelLoad())
     return _enter(life, ModelState.UNLOADING, now_s), effects
 
 
-def _load_succeeded(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    life = replace(life, parked=False)
-    if life.state in _COMING_UP:
+def _load_succeeded(life: Lifecycle, now_s: float) -> Transition:
+    life = replace(life, weights_in_host=False)
+    if life.state in _LOADING:
         return _enter(life, ModelState.READY, now_s), (NotifyReady(),)
-    if life.state is ModelState.UNLOADING:  # called off too late
+    if life.state is ModelState.UNLOADING:  # cancelled too late
         return _start_unload(life, StartUnload(life.attempt + 1), now_s)
     return life, ()
 
 
-def _waking_failed(life: Lifecycle, reason: str, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    if life.state is ModelState.UNLOADING:  # called off meanwhile
+def _load_failed(
+    life: Lifecycle, error: CortexError, worker_lost: bool, now_s: float, policy: BackoffPolicy
+) -> Transition:
+    life = replace(life, weights_in_host=False)
+    if life.state is ModelState.UNLOADING:  # cancelled
+        return _gone(life, now_s)
+    if life.state not in _LOADING:
+        return life, ()
+    if worker_lost or life.state is ModelState.RECOVERING:
+        return _recover(life, error.message, now_s, policy)
+    return _fail(life, error, now_s)
+
+
+def _wake_failed(life: Lifecycle, error: CortexError, now_s: float) -> Transition:
+    if life.state is ModelState.UNLOADING:  # cancelled
         return _start_unload(life, StartUnload(life.attempt + 1), now_s)
-    return _enter(replace(life, wanted="gone"), ModelState.ASLEEP, now_s), (NotifyFailed(reason),)
+    return _enter(replace(life, wanted="gone"), ModelState.ASLEEP, now_s), (NotifyFailed(error),)
 
 
-def _fell_asleep(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    life = _enter(replace(life, parked=True), ModelState.ASLEEP, now_s)
-    if life.wanted == "ready":  # somebody asked again meanwhile
+def _fell_asleep(life: Lifecycle, now_s: float) -> Transition:
+    life = _enter(replace(life, weights_in_host=True), ModelState.ASLEEP, now_s)
+    if life.wanted == "ready":  # a caller wants it again
         life, effects = _wake(life, now_s)
         return life, (NotifyAsleep(), *effects)
     return life, (NotifyAsleep(),)
 
 
-def _loading_failed(
-    life: Lifecycle, failed: LoadingFailed, now_s: float, policy: BackoffPolicy
-) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    life = replace(life, parked=False)
-    if life.state is ModelState.UNLOADING:  # called off, or it would have failed anyway
-        return _gone(life, now_s)
-    if life.state not in _COMING_UP:
-        return life, ()
-    if failed.fault or life.state is ModelState.RECOVERING:
-        return _recover(life, failed.reason, now_s, policy)
-    return _enter(life, ModelState.FAILED, now_s, failed.reason), (NotifyFailed(failed.reason),)
-
-
-def _recover(life: Lifecycle, reason: str, now_s: float, policy: BackoffPolicy) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    life = replace(life, faults=life.faults.faulted(now_s, policy))
-    delay_s = life.faults.delay_s(policy)
-    if delay_s is None:
-        reason = f"given up after {life.faults.streak} faults in a row; the last one: {reason}"
-        return _enter(life, ModelState.FAILED, now_s, reason), (NotifyFailed(reason),)
-    life = replace(_enter(life, ModelState.RECOVERING, now_s, reason), attempt=life.attempt + 1)
-    return life, (StartLoad(life.attempt, delay_s),)
-
-
-def _wake(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    life = replace(_enter(life, ModelState.LOADING, now_s), attempt=life.attempt + 1)
-    return life, (StartWake(life.attempt),)
-
-
-def _start_unload(life: Lifecycle, effect: StartUnload, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
-    life = replace(_enter(life, ModelState.UNLOADING, now_s), attempt=effect.attempt, parked=False)
-    return life, (effect,)
-
-
-def _gone(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+def _gone(life: Lifecycle, now_s: float) -> Transition:
     life = _enter(life, ModelState.COLD, now_s)
-    if life.wanted == "ready":  # somebody asked again meanwhile
-        life, effects = _start(life, now_s)
+    if life.wanted == "ready":  # a caller wants it again
+        life, effects = _start_load(life, now_s)
         return life, (NotifyGone(), *effects)
     return life, (NotifyGone(),)
 
 
-def _start(life: Lifecycle, now_s: float) -> tuple[Lifecycle, tuple[Effect, ...]]:
+def _recover(life: Lifecycle, reason: str, now_s: float, policy: BackoffPolicy) -> Transition:
+    life = replace(life, faults=life.faults.faulted(now_s, policy))
+    delay_s = life.faults.delay_s(policy)
+    if delay_s is None:
+        num_faults = len(life.faults.times_s)
+        return _fail(life, LoadFailed(f"gave up after {num_faults} faults; the latest: {reason}"), now_s)
+    life = replace(_enter(life, ModelState.RECOVERING, now_s, reason), attempt=life.attempt + 1)
+    return life, (StartLoad(life.attempt, delay_s),)
+
+
+def _fail(life: Lifecycle, error: CortexError, now_s: float) -> Transition:
+    return replace(_enter(life, ModelState.FAILED, now_s, error.message), error=error), (NotifyFailed(error),)
+
+
+def _start_load(life: Lifecycle, now_s: float) -> Transition:
     life = replace(_enter(life, ModelState.LOADING, now_s), attempt=life.attempt + 1)
     return life, (StartLoad(life.attempt),)
 
 
+def _wake(life: Lifecycle, now_s: float) -> Transition:
+    life = replace(_enter(life, ModelState.LOADING, now_s), attempt=life.attempt + 1)
+    return life, (StartWake(life.attempt),)
+
+
+def _start_unload(life: Lifecycle, effect: StartUnload, now_s: float) -> Transition:
+    life = replace(_enter(life, ModelState.UNLOADING, now_s), attempt=effect.attempt, weights_in_host=False)
+    return life, (effect,)
+
+
 def _enter(life: Lifecycle, state: ModelState, now_s: float, reason: str | None = None) -> Lifecycle:
     since_s = life.since_s if state is life.state else now_s
-    return replace(life, state=state, since_s=since_s, reason=reason)
+    return replace(life, state=state, since_s=since_s, reason=reason, error=None)
+
+
+def _load_cancelled() -> NotifyFailed:
+    return NotifyFailed(LoadFailed("the model was unloaded while it was being loaded; load it again"))

@@ -1,68 +1,59 @@
-"""What the lifecycle of a model is told, and what it orders: plain values between `lifecycle.py` and the owner."""
+"""Inputs and effects of a model's lifecycle: plain values between `lifecycle.py` and `controller.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from cortex.wire.errors import CortexError
 
 # Inputs
 
 
 @dataclass(frozen=True, slots=True)
 class EnsureReady:
-    """Somebody wants the model."""
+    """A caller wants the model to serve."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnsureGone:
-    """Somebody wants its memory back. Running requests get `drain_s`, or nothing when forced."""
+    """A caller wants all of the model's memory back. Running requests get `drain_s` to finish."""
 
     drain_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EnsureAsleep:
-    """Somebody wants its device memory back, but not its weights out of host memory, if there is room for them.
+    """A caller wants the model's device memory back; its weights stay in host memory if there is room for them.
 
-    Running requests get `drain_s`. A model that is not in memory stays so, and one on its way up is called off.
+    Running requests get `drain_s` to finish. A cold model stays cold, and a load in progress is cancelled.
     """
 
     drain_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Downloading:
-    """The bring-up fetches files from the hub."""
-
+class DownloadStarted:
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class FilesReady:
-    """The bring-up has the files and goes for the device."""
+    """All files are on disk; the load goes on to the device."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class LoadSucceeded:
-    attempt: int
+class LoadEnded:
+    """A load or a wake ended: the model serves, or `error` says why not.
 
-
-@dataclass(frozen=True, slots=True)
-class LoadingFailed:
-    """`fault`: the worker was lost meanwhile, so that trying again makes sense."""
-
-    attempt: int
-    reason: str
-    fault: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WakingFailed:
-    """It did not wake and sleeps as before. A model that was lost on the way is a `LoadingFailed` with `fault`."""
+    `worker_lost`: nothing of the model is left and another attempt may succeed. Without it, a model that failed to
+    wake is asleep as before.
+    """
 
     attempt: int
-    reason: str
+    error: CortexError | None = None
+    worker_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +65,27 @@ class ModelLost:
 
 @dataclass(frozen=True, slots=True)
 class ProducedTokens:
-    """The model has produced tokens since it came up."""
+    """The model has produced its first tokens since it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
-class UnloadFinished:
-    """Nothing of it is in memory any more."""
+class UnloadEnded:
+    """An unload ended: the weights are in host memory (`asleep`), or nothing of the model is left."""
 
     attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class FellAsleep:
-    """The take-down has left its weights in host memory."""
-
-    attempt: int
+    asleep: bool = False
 
 
 Input = (
     EnsureReady
     | EnsureGone
     | EnsureAsleep
-    | Downloading
+    | DownloadStarted
     | FilesReady
-    | LoadSucceeded
-    | LoadingFailed
-    | WakingFailed
+    | LoadEnded
     | ModelLost
     | ProducedTokens
-    | UnloadFinished
-    | FellAsleep
+    | UnloadEnded
 )
 
 
@@ -112,7 +94,7 @@ Input = (
 
 @dataclass(frozen=True, slots=True)
 class StartLoad:
-    """Resolve, check and load, after `delay_s`; ends in `LoadSucceeded` or `LoadingFailed`."""
+    """Load the model after `delay_s`; ends in `LoadEnded`."""
 
     attempt: int
     delay_s: float = 0.0
@@ -120,63 +102,63 @@ class StartLoad:
 
 @dataclass(frozen=True, slots=True)
 class StartWake:
-    """Wake the sleeping model; ends in `LoadSucceeded`, `WakingFailed` or `LoadingFailed`. Cannot be cancelled."""
+    """Wake the sleeping model; ends in `LoadEnded`. Cannot be cancelled."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class AbortLoad:
-    """Stop the bring-up; it still ends in `LoadSucceeded` or `LoadingFailed`."""
+class CancelLoad:
+    """Cancel the load in progress, which still ends in `LoadEnded`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartUnload:
-    """Drain and unload; ends in `UnloadFinished`, or with `park` in `FellAsleep` if there is room for the weights."""
+    """Drain and unload; ends in `UnloadEnded`. With `to_sleep` the weights stay in host memory if there is room."""
 
     attempt: int
     drain_s: float = 0.0
-    park: bool = False
+    to_sleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadInstead:
-    """The take-down under way ends in `UnloadFinished` after all."""
+    """The unload in progress must not end in sleep."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShortenDrain:
-    """The take-down under way gets no more than `drain_s` from now."""
+    """The unload in progress drains for at most `drain_s` from now."""
 
     drain_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class NotifyReady:
-    """Those who wait for the model can have it."""
+    """Release the callers that wait for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotifyFailed:
-    """Those who wait for the model get `reason` instead."""
+    """Raise `error` in the callers that wait for the model."""
 
-    reason: str
+    error: CortexError
 
 
 @dataclass(frozen=True, slots=True)
 class NotifyAsleep:
-    """Those who wait for the device memory can have it."""
+    """Release the callers that wait for the device memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotifyGone:
-    """Those who wait for the memory, on the device or all of it, can have it."""
+    """Release the callers that wait for the device memory or for all memory."""
 
 
 Effect = (
     StartLoad
     | StartWake
-    | AbortLoad
+    | CancelLoad
     | StartUnload
     | UnloadInstead
     | ShortenDrain

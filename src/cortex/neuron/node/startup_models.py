@@ -1,4 +1,4 @@
-"""The default models of a starting node: loaded in the background, one after another, each on its own merits."""
+"""Loads the default models of a starting node in the background, one after another."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FIRST_RETRY_S, _MAX_RETRY_S = 5.0, 300.0
 
 
 class StartupModels:
-    """One failure does not stop the next. A model whose files could not be fetched, as on a boot before the
-    network is up, is tried again until it works; any other failure is final until somebody asks for the model."""
+    """A failed load does not stop the next one. A model whose files could not be fetched, as on a boot before the
+    network is up, is retried until it loads; after any other failure it is left to the next load request."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class StartupModels:
     async def run(self) -> None:
         delay_s = self._first_retry_s
         while True:
-            unreachable = await self._pass_over(self._pending)
+            unreachable = await self._load_each(self._pending)
             if not unreachable:
                 break
-            log.warning("no files yet for %s; trying again in %.0f s", ", ".join(unreachable), delay_s)
+            log.warning("hub unavailable for %s; retrying in %.0f s", ", ".join(unreachable), delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, _MAX_RETRY_S)
         self._done = True
         self._on_changed()
 
-    async def _pass_over(self, model_ids: list[str]) -> list[str]:
-        """Tries each once; the ones to try again are pending afterwards, and returned."""
+    async def _load_each(self, model_ids: list[str]) -> list[str]:
+        """Loads each model once. Returns those to retry, which are pending again."""
         unreachable: list[str] = []
         for model_id in list(model_ids):
             self._pending.remove(model_id)
@@ -69,7 +69,7 @@ class StartupModels:
             except HubUnavailable:
                 unreachable.append(model_id)
             except CortexError as error:
-                log.error("default model %s was not loaded: %s", model_id, error.message)
+                log.error("default model %s: load failed: %s", model_id, error.message)
                 self._failed.append(model_id)
             else:
                 self._completed.append(model_id)

@@ -1,4 +1,4 @@
-"""A model on this node as others see it: what is configured, what its files say, what its owner knows. Pure."""
+"""A model's status as the API reports it: from its configuration, its files and its controller. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.forecast import Footprint
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loader import Surveyed
+from cortex.neuron.node.loading.loader import Survey
 from cortex.wire.node import Capabilities, ModelLoad, ModelState, ModelStatus
 
 
 def describe(
-    model: KnownModel, controller: ModelController | None, survey: Surveyed | None, footprint: Footprint | None
+    model: KnownModel, controller: ModelController | None, survey: Survey | None, footprint: Footprint | None
 ) -> ModelStatus:
     facts = survey.facts if survey is not None else None
     life = controller.life if controller is not None else None
@@ -38,7 +38,7 @@ def describe(
         context_tokens=context_tokens,
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
-        progress=controller.progress.told() if controller is not None and controller.progress is not None else None,
+        progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load() if instance is not None else ModelLoad(),
         reason=life.reason if life is not None else None,
         state_age_s=round(time.monotonic() - life.since_s, 3) if life is not None else 0.0,
@@ -46,15 +46,15 @@ def describe(
     )
 
 
-def _capabilities(survey: Surveyed | None, engine_notes: tuple[str, ...]) -> Capabilities:
+def _capabilities(survey: Survey | None, engine_notes: tuple[str, ...]) -> Capabilities:
     if survey is None:
         return Capabilities()
-    told = survey.capabilities
+    template = survey.capabilities
     return Capabilities(
-        chat=told.chat,
-        tools=told.tools,
-        reasoning=told.reasoning,
-        vision=told.vision,
-        embeddings=told.embeddings,
-        notes=(*told.notes, *engine_notes),
+        chat=template.chat,
+        tools=template.tools,
+        reasoning=template.reasoning,
+        vision=template.vision,
+        embeddings=template.embeddings,
+        notes=(*template.notes, *engine_notes),
     )

@@ -1,4 +1,4 @@
-"""The texts of a node's models: tokenizers, templates and parsers, each with the process that encodes for it."""
+"""The text models of a node: tokenizers, templates and parsers, each with the process that tokenizes for it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.wire.errors import LoadFailed
 
 _REST_AFTER_S = 60.0
-"""A process whose model is not in memory ends when nobody has counted with it for so long."""
+"""The tokenizer process of a model that is not in memory ends after this long without use."""
 
 
 class TextSource(Protocol):
-    """Where a model's text comes from; `neuron.tokenizer_process.client.TokenizerClient` is one."""
+    """Reads one model's text files and runs its tokenizer process. `TokenizerClient` is the real one."""
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the text was last used to encode; 0 while it is."""
+        """Seconds since the last use; 0 while in use."""
         ...
 
     async def read(self) -> TextModel:
-        """Raises what is in `UNREADABLE`, or a CortexError."""
+        """Raises an error in `UNREADABLE`, or a CortexError."""
         ...
 
     async def wake(self) -> None:
-        """Gets ready to encode, which a text that is only remembered need not be. Raises as `read` does."""
+        """Starts the process if it does not run. Raises as `read` does."""
         ...
 
     async def rest(self) -> None:
-        """Gives back what encoding takes; the text stays as good as it was."""
+        """Ends the process; the next use starts it again."""
         ...
 
     async def close(self) -> None:
-        """Like `rest`, for good."""
+        """Ends the process for good."""
         ...
 
 
@@ -49,7 +49,6 @@ class _Entry:
 
     @property
     def has_failed(self) -> bool:
-        """And nobody was there to be told."""
         return self.reading.done() and self.reading.exception() is not None
 
 
@@ -61,26 +60,26 @@ class Texts:
         self._entries: dict[str, _Entry] = {}
 
     async def get(self, model_id: str, path: Path) -> TextModel:
-        """Read once for all who ask, and remembered, also after an unload. Raises LoadFailed."""
+        """The model's text, read once and kept after an unload. Raises LoadFailed."""
         entry = await self._read(model_id, path)
         return entry.reading.result()
 
     async def awake(self, model_id: str, path: Path) -> None:
-        """For a model that is about to serve: its text is read and its process started. Raises LoadFailed."""
+        """Reads the text and starts the process of a model that is about to serve. Raises LoadFailed."""
         entry = await self._read(model_id, path)
         try:
             await entry.source.wake()
         except OSError as error:
-            raise LoadFailed(f"{model_id}: no process can be started for its tokenizer: {error}") from error
+            raise LoadFailed(f"{model_id}: the tokenizer process cannot be started: {error}") from error
 
     async def rest(self, model_id: str) -> None:
-        """The model is not in memory any more: its process ends, unless it has just begun to read."""
+        """Ends the process of a model that is not in memory, unless its text is being read."""
         entry = self._entries.get(model_id)
         if entry is not None and entry.reading.done():
             await entry.source.rest()
 
     async def rest_idle(self, is_in_memory: Callable[[str], bool]) -> None:
-        """Ends the processes of models that were only counted with, and not for a while."""
+        """Ends the processes of models that are not in memory and were not used for a while."""
         for model_id, entry in tuple(self._entries.items()):
             if entry.source.idle_s > _REST_AFTER_S and not is_in_memory(model_id):
                 await self.rest(model_id)
@@ -91,7 +90,7 @@ class Texts:
         await asyncio.gather(*(entry.reading for entry in entries), return_exceptions=True)
 
     async def _read(self, model_id: str, path: Path) -> _Entry:
-        """The entry of a text that has been read."""
+        """The entry of a text that has been read. A failed read is forgotten, so that the next call tries again."""
         known = self._entries.get(model_id)
         entry = known
         if entry is None or entry.path != path or entry.has_failed:
@@ -103,7 +102,7 @@ class Texts:
             await asyncio.shield(entry.reading)
         except Exception as error:
             if self._entries.get(model_id) is entry:
-                del self._entries[model_id]  # the files may be put right
+                del self._entries[model_id]
             await entry.source.close()
             if isinstance(error, UNREADABLE):
                 raise LoadFailed(f"{model_id}: its tokenizer cannot be read: {error}") from error

@@ -17,10 +17,10 @@ from cortex.wire.response import Block, gather
 
 TIMING = Timing()
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
-SAID = "I think.\n</think>\n\nSo: naïve 🙂 answer. " + CALL
+OUTPUT = "I think.\n</think>\n\nSo: naïve 🙂 answer. " + CALL
 
 
-def answer(text: TextModel, *, stop: tuple[str, ...] = (), thinks: bool = True, **sampling: Any) -> ChoiceContext:
+def context(text: TextModel, *, stop: tuple[str, ...] = (), thinks: bool = True, **sampling: Any) -> ChoiceContext:
     request = GenerateRequest(
         model="m",
         messages=(Message(role="user", parts=(Text(text="hi"),)),),
@@ -31,7 +31,7 @@ def answer(text: TextModel, *, stop: tuple[str, ...] = (), thinks: bool = True, 
     return ChoiceContext("id", 1, "m", request, rendered, text, text.eos_ids)
 
 
-def tell(choice: Choice, ids: list[int], cuts: list[int], finish: Any = "stop") -> list[AnyEvent]:
+def push_in_pieces(choice: Choice, ids: list[int], cuts: list[int], finish: Any = "stop") -> list[AnyEvent]:
     edges = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
     events: list[AnyEvent] = []
     for start, end in itertools.pairwise(edges):
@@ -43,80 +43,80 @@ def tell(choice: Choice, ids: list[int], cuts: list[int], finish: Any = "stop") 
 
 
 def without_ids(blocks: tuple[Block, ...]) -> list[Block]:
-    """Calls get a fresh id each time they are told."""
+    """Tool calls get a new id in every response."""
     return [replace(block, id="") if isinstance(block, ToolCall) else block for block in blocks]
 
 
 @given(cuts=st.lists(st.integers(0, 1000), max_size=20), stop=st.sampled_from([(), ("answer",), ("nope",), ("🙂",)]))
 @settings(deadline=None)
-def test_what_is_said_does_not_depend_on_how_the_tokens_came(
+def test_events_do_not_depend_on_how_tokens_are_batched(
     text: TextModel, cuts: list[int], stop: tuple[str, ...]
 ) -> None:
-    ids = [*text.encode(SAID), text.eos_ids[0]]
-    whole = gather(tell(Choice(answer(text, stop=stop), 0), ids, []))[0]
-    (split,) = gather(tell(Choice(answer(text, stop=stop), 0), ids, cuts))
+    ids = [*text.encode(OUTPUT), text.eos_ids[0]]
+    whole = gather(push_in_pieces(Choice(context(text, stop=stop), 0), ids, []))[0]
+    (split,) = gather(push_in_pieces(Choice(context(text, stop=stop), 0), ids, cuts))
     assert without_ids(split.blocks) == without_ids(whole.blocks)
     assert (split.finish.reason, split.finish.stop_sequence) == (whole.finish.reason, whole.finish.stop_sequence)
 
 
-def test_blocks_usage_and_reason(text: TextModel) -> None:
-    ids = [*text.encode(SAID), text.eos_ids[0]]
-    (told,) = gather(tell(Choice(answer(text), 0), ids, list(range(len(ids)))))
-    assert told.reasoning.strip() == "I think."
-    assert told.text.strip() == "So: naïve 🙂 answer."
-    assert [(call.name, call.arguments) for call in told.tool_calls] == [("f", '{"a": "é"}')]
-    assert told.finish.reason == "tool_calls"
-    usage = told.finish.usage
+def test_reports_blocks_usage_and_finish_reason(text: TextModel) -> None:
+    ids = [*text.encode(OUTPUT), text.eos_ids[0]]
+    (message,) = gather(push_in_pieces(Choice(context(text), 0), ids, list(range(len(ids)))))
+    assert message.reasoning.strip() == "I think."
+    assert message.text.strip() == "So: naïve 🙂 answer."
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"a": "é"}')]
+    assert message.finish.reason == "tool_calls"
+    usage = message.finish.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (3, 2, len(ids))
     assert len("I think.") <= usage.reasoning_tokens <= len("I think.\n</think>\n\n")
 
 
 @pytest.mark.parametrize(("stop", "cut_at"), [((), 1000), (("brief",), 1000), ((), 60)])
-def test_half_a_call_never_passes_for_one_that_was_made(text: TextModel, stop: tuple[str, ...], cut_at: int) -> None:
-    said = '<tool_call>\n{"name": "f", "arguments": {"a": "rm -r /tmp/brief'
-    ids = [*text.encode(said)[:cut_at], text.eos_ids[0]]
-    (told,) = gather(tell(Choice(answer(text, thinks=False, stop=stop), 0), ids, list(range(len(ids)))))
-    (call,) = told.tool_calls
+def test_incomplete_tool_call_finishes_with_length(text: TextModel, stop: tuple[str, ...], cut_at: int) -> None:
+    output = '<tool_call>\n{"name": "f", "arguments": {"a": "rm -r /tmp/brief'
+    ids = [*text.encode(output)[:cut_at], text.eos_ids[0]]
+    (message,) = gather(push_in_pieces(Choice(context(text, thinks=False, stop=stop), 0), ids, list(range(len(ids)))))
+    (call,) = message.tool_calls
     assert call.arguments.startswith('{"a": "rm -r /')
-    assert (told.finish.reason, told.finish.stop_sequence) == ("length", None)
+    assert (message.finish.reason, message.finish.stop_sequence) == ("length", None)
 
 
-def test_a_thought_cut_by_the_limit_is_thought_not_text(text: TextModel) -> None:
+def test_reasoning_cut_by_the_limit_stays_reasoning(text: TextModel) -> None:
     ids = text.encode("I was just thinking that")
-    (told,) = gather(tell(Choice(answer(text), 0), ids, [3], finish="length"))
-    assert (told.reasoning, told.text, told.finish.reason) == ("I was just thinking that", "", "length")
-    assert told.finish.usage.reasoning_tokens == len(ids)
+    (message,) = gather(push_in_pieces(Choice(context(text), 0), ids, [3], finish="length"))
+    assert (message.reasoning, message.text, message.finish.reason) == ("I was just thinking that", "", "length")
+    assert message.finish.usage.reasoning_tokens == len(ids)
 
 
-def test_a_stop_string_ends_the_choice_before_the_engine_does(text: TextModel) -> None:
-    choice = Choice(answer(text, stop=("END",), thinks=False), 0)
+def test_stop_string_ends_the_choice_before_the_engine(text: TextModel) -> None:
+    choice = Choice(context(text, stop=("END",), thinks=False), 0)
     events = choice.push([StepOutput("r", tuple(text.encode("one END two")), (), 0, None)], TIMING)
-    (told,) = gather(events)
-    assert (told.text, told.finish.stop_sequence) == ("one ", "END")
+    (message,) = gather(events)
+    assert (message.text, message.finish.stop_sequence) == ("one ", "END")
     assert choice.ended
     assert choice.push([StepOutput("r", (1,), (), None, "length")], TIMING) == []
 
 
-def test_text_that_only_looked_like_a_stop_string_comes_out_at_the_end(text: TextModel) -> None:
+def test_shows_a_partial_stop_string_at_the_end(text: TextModel) -> None:
     ids = text.encode("the EN")
-    (told,) = gather(tell(Choice(answer(text, stop=("END",), thinks=False), 0), ids, [], finish="length"))
-    assert told.text == "the EN"
+    (message,) = gather(push_in_pieces(Choice(context(text, stop=("END",), thinks=False), 0), ids, [], finish="length"))
+    assert message.text == "the EN"
 
 
-def test_a_character_cut_by_the_limit_is_replaced_not_lost(text: TextModel) -> None:
+def test_replaces_a_character_cut_by_the_limit(text: TextModel) -> None:
     ids = text.encode("a🙂")[:-1]
-    (told,) = gather(tell(Choice(answer(text, thinks=False), 0), ids, [1, 2], finish="length"))
-    assert told.text == "a�"
+    (message,) = gather(push_in_pieces(Choice(context(text, thinks=False), 0), ids, [1, 2], finish="length"))
+    assert message.text == "a�"
 
 
-def test_the_prompt_is_counted_once_among_choices(text: TextModel) -> None:
+def test_counts_the_prompt_once_among_choices(text: TextModel) -> None:
     ids = [*text.encode("x"), text.eos_ids[0]]
-    events = [event for index in range(3) for event in tell(Choice(answer(text, n=3), index), ids, [])]
+    events = [event for index in range(3) for event in push_in_pieces(Choice(context(text, n=3), index), ids, [])]
     assert [choice.finish.usage.prompt_tokens for choice in gather(events)] == [3, 0, 0]
 
 
-def test_the_engines_own_endings_are_errors(text: TextModel) -> None:
+def test_raises_when_the_engine_ends_the_request(text: TextModel) -> None:
     with pytest.raises(GenerationFailed, match="not finite"):
-        Choice(answer(text), 0).push([StepOutput("r", finish="error", error="numbers are not finite")], TIMING)
+        Choice(context(text), 0).push([StepOutput("r", finish="error", error="numbers are not finite")], TIMING)
     with pytest.raises(Overloaded):
-        Choice(answer(text), 0).push([StepOutput("r", finish="cancelled")], TIMING)
+        Choice(context(text), 0).push([StepOutput("r", finish="cancelled")], TIMING)

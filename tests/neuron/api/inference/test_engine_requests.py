@@ -5,7 +5,7 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.wire.requests import GenerateRequest, Sampling
 
-AUTHORS = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
+RECOMMENDED = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
 
 
 def jobs(sampling: Sampling, *, context_tokens: int = 100, num_prompt: int = 10) -> tuple[EngineRequest, ...]:
@@ -19,32 +19,32 @@ def jobs(sampling: Sampling, *, context_tokens: int = 100, num_prompt: int = 10)
     )
 
 
-def test_the_client_comes_first_then_the_authors_then_plain_sampling() -> None:
+def test_prefers_the_client_then_the_model_then_plain_sampling() -> None:
     assert sampling_params(Sampling(), GenerationDefaults()) == SamplingParams()
-    params = sampling_params(Sampling(temperature=0.0, top_k=0), AUTHORS)
+    params = sampling_params(Sampling(temperature=0.0, top_k=0), RECOMMENDED)
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.0, 0, 0.95, 1.05)
 
 
 def test_top_p_zero_keeps_the_likeliest_token() -> None:
-    assert 0 < sampling_params(Sampling(top_p=0.0), AUTHORS).top_p < 1e-3
+    assert 0 < sampling_params(Sampling(top_p=0.0), RECOMMENDED).top_p < 1e-3
 
 
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [(Sampling(), None), (Sampling(logprobs=True), 0), (Sampling(logprobs=True, top_logprobs=5), 5)],
 )
-def test_logprobs(sampling: Sampling, expected: int | None) -> None:
-    assert sampling_params(sampling, AUTHORS).top_logprobs == expected
+def test_requests_top_logprobs_only_with_logprobs(sampling: Sampling, expected: int | None) -> None:
+    assert sampling_params(sampling, RECOMMENDED).top_logprobs == expected
 
 
-def test_the_answer_gets_what_the_context_has_left() -> None:
+def test_limits_the_response_to_the_rest_of_the_context() -> None:
     assert jobs(Sampling())[0].max_tokens == 90
     assert jobs(Sampling(max_tokens=5))[0].max_tokens == 5
     assert jobs(Sampling(max_tokens=500))[0].max_tokens == 90
     assert jobs(Sampling(), num_prompt=200)[0].max_tokens == 1
 
 
-def test_stop_tokens() -> None:
+def test_stops_at_eos_unless_ignored_and_at_the_clients_tokens() -> None:
     assert jobs(Sampling(stop_token_ids=(3,)))[0].stop_token_ids == (7, 3)
     assert jobs(Sampling(stop_token_ids=(3,), ignore_eos=True))[0].stop_token_ids == (3,)
 

@@ -28,12 +28,12 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
     return {"model": "org/tiny", **BODIES[path], **fields}
 
 
-def said(answer: dict[str, Any]) -> str:
-    """The text of a whole answer in any dialect."""
-    if "choices" in answer:
-        choice = answer["choices"][0]
+def text_of(reply: dict[str, Any]) -> str:
+    """The text of a whole response in any dialect."""
+    if "choices" in reply:
+        choice = reply["choices"][0]
         return str(choice["text"] if "text" in choice else choice["message"]["content"])
-    parts = answer["content"] if "content" in answer else answer["output"][0]["content"]
+    parts = reply["content"] if "content" in reply else reply["output"][0]["content"]
     return str(parts[0]["text"])
 
 
@@ -57,22 +57,22 @@ async def anthropic_client(api: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
         yield client
 
 
-async def test_openai_sdk_chats(api: Any, openai_client: openai.AsyncOpenAI) -> None:
-    api.node.play.cached = 3
-    answer = await openai_client.chat.completions.create(model="org/tiny", messages=[{"role": "user", "content": "hi"}])
-    assert answer.choices[0].message.content == "Hello there!"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(api.node.submitted[0].prompt)
-    assert answer.usage.completion_tokens == 13
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+async def test_openai_sdk_uses_chat_completions(api: Any, openai_client: openai.AsyncOpenAI) -> None:
+    api.node.script.cached = 3
+    reply = await openai_client.chat.completions.create(model="org/tiny", messages=[{"role": "user", "content": "hi"}])
+    assert reply.choices[0].message.content == "Hello there!"
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(api.node.submitted[0].prompt)
+    assert reply.usage.completion_tokens == 13
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens == 3
     async with openai_client.chat.completions.stream(
         model="org/tiny", messages=[{"role": "user", "content": "hi"}], stream_options={"include_usage": True}
     ) as stream:
         streamed = await stream.get_final_completion()
     assert streamed.choices[0].message.content == "Hello there!"
-    assert streamed.usage == answer.usage
+    assert streamed.usage == reply.usage
 
 
 async def test_openai_sdk_uses_responses_and_completions(api: Any, openai_client: openai.AsyncOpenAI) -> None:
@@ -87,10 +87,8 @@ async def test_openai_sdk_uses_responses_and_completions(api: Any, openai_client
     assert completion.choices[0].text == "hiHello there!"
 
 
-async def test_anthropic_sdk_talks_with_tools_and_thoughts(
-    api: Any, anthropic_client: anthropic.AsyncAnthropic
-) -> None:
-    api.node.play.says = (
+async def test_anthropic_sdk_uses_tools_and_thinking(api: Any, anthropic_client: anthropic.AsyncAnthropic) -> None:
+    api.node.script.text = (
         'Let me see.\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
     )
     tools: Any = [{"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
@@ -105,20 +103,20 @@ async def test_anthropic_sdk_talks_with_tools_and_thoughts(
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
     assert message.content[2].input == {"city": "Ulm"}  # type: ignore[union-attr]
     assert message.stop_reason == "tool_use"
-    assert message.usage.output_tokens == len(api.node.play.says) + 1
+    assert message.usage.output_tokens == len(api.node.script.text) + 1
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_stop_strings_end_the_answer_and_the_engines_work(api: Any, path: str, until: Any) -> None:
-    api.node.play.says = "one two three"
+async def test_stop_string_ends_the_response_and_cancels_the_sequence(api: Any, path: str, until: Any) -> None:
+    api.node.script.text = "one two three"
     field = "stop_sequences" if path == "/v1/messages" else "stop"
-    status, answer, _ = await api.post(path, body(path, **{field: ["two"]}))
+    status, reply, _ = await api.post(path, body(path, **{field: ["two"]}))
     assert status == 200
-    assert said(answer) == "one "
+    assert text_of(reply) == "one "
     await until(lambda: api.node.generations[0].cancelled.is_set())
 
 
-async def test_defaults_come_from_the_request_then_the_model_then_us(api: Any, chat_body: Any) -> None:
+async def test_sampling_comes_from_the_request_then_the_model_then_defaults(api: Any, chat_body: Any) -> None:
     await api.post("/v1/chat/completions", chat_body(top_k=5, seed=7, n=2))
     first, second = api.node.submitted
     assert (first.sampling.temperature, first.sampling.top_k, first.sampling.top_p) == (0.6, 5, 1.0)
@@ -127,16 +125,16 @@ async def test_defaults_come_from_the_request_then_the_model_then_us(api: Any, c
     assert first.stop_token_ids == api.node.text_model.eos_ids
 
 
-async def test_ignore_eos_and_max_tokens(api: Any, chat_body: Any) -> None:
-    _, answer, _ = await api.post("/v1/chat/completions", chat_body(ignore_eos=True, max_tokens=4))
-    assert answer["choices"][0]["message"]["content"] == "Hell"
-    assert answer["choices"][0]["finish_reason"] == "length"
+async def test_applies_ignore_eos_and_max_tokens(api: Any, chat_body: Any) -> None:
+    _, reply, _ = await api.post("/v1/chat/completions", chat_body(ignore_eos=True, max_tokens=4))
+    assert reply["choices"][0]["message"]["content"] == "Hell"
+    assert reply["choices"][0]["finish_reason"] == "length"
     assert api.node.submitted[0].stop_token_ids == ()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_metered_stream_tells_its_usage_in_a_comment_before_the_end(api: Any, path: str) -> None:
-    api.node.play.cached = 2
+async def test_metered_stream_reports_usage_in_a_comment_before_the_end(api: Any, path: str) -> None:
+    api.node.script.cached = 2
     request = body(path, stream=True, n=2)
     _, whole, _ = await api.post(path, body(path, n=2))
 
@@ -145,20 +143,20 @@ async def test_a_metered_stream_tells_its_usage_in_a_comment_before_the_end(api:
             return await response.read()
 
     data = await read(**{"x-cortex-principal": "alice"})
-    (told,) = [line for line in data.split(b"\n") if line.startswith(b": usage ")]
-    assert json.loads(told.removeprefix(b": usage ")) == whole["usage"]
-    assert data.index(told) > data.rindex(b'"finish_reason":null')
-    assert data.index(told) < data.index(b"data: [DONE]")
+    (comment,) = [line for line in data.split(b"\n") if line.startswith(b": usage ")]
+    assert json.loads(comment.removeprefix(b": usage ")) == whole["usage"]
+    assert data.index(comment) > data.rindex(b'"finish_reason":null')
+    assert data.index(comment) < data.index(b"data: [DONE]")
     plain = await read()
-    assert b": usage" not in plain, "nobody pays for it"
+    assert b": usage" not in plain, "no principal is billed for it"
     assert [frame.data for frame in Parser().feed(data)][-1] == "[DONE]"
     request["stream_options"] = {"include_usage": True}
-    asked = await read(**{"x-cortex-principal": "alice"})
-    assert b": usage" not in asked, "the client is told in its own way"
+    included = await read(**{"x-cortex-principal": "alice"})
+    assert b": usage" not in included, "the stream reports usage itself"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_dialects_that_always_report_usage_need_no_comment(api: Any, path: str) -> None:
+async def test_adds_no_usage_comment_where_the_dialect_reports_usage(api: Any, path: str) -> None:
     headers = {"x-cortex-principal": "alice"}
     async with api.client.post(api.url + path, json=body(path, stream=True), headers=headers) as response:
         data = await response.read()
@@ -166,7 +164,7 @@ async def test_dialects_that_always_report_usage_need_no_comment(api: Any, path:
     assert b'"output_tokens"' in data
 
 
-async def test_the_principal_and_the_request_id_go_through(api: Any, chat_body: Any) -> None:
+async def test_passes_on_principal_and_request_id(api: Any, chat_body: Any) -> None:
     _, _, headers = await api.post(
         "/v1/chat/completions", chat_body(), **{"x-cortex-principal": "alice", "x-request-id": "abc-1"}
     )
@@ -176,27 +174,27 @@ async def test_the_principal_and_the_request_id_go_through(api: Any, chat_body: 
     assert len(headers["x-request-id"]) == 32
 
 
-async def test_dropped_tools_are_told_in_a_header(api: Any, chat_body: Any) -> None:
+async def test_lists_dropped_tools_in_a_header(api: Any, chat_body: Any) -> None:
     request = chat_body(tools=[{"type": "web_search"}, {"type": "bad\r\nx: y"}])
     _, _, headers = await api.post("/v1/chat/completions", request)
     assert headers["x-cortex-dropped-tools"] == "web_search, badx: y"
 
 
-async def test_several_choices_are_told_apart(api: Any, chat_body: Any) -> None:
-    _, answer, _ = await api.post("/v1/chat/completions", chat_body(n=3, logprobs=True, top_logprobs=2))
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-    assert {choice["message"]["content"] for choice in answer["choices"]} == {"Hello there!"}
-    assert answer["usage"]["completion_tokens"] == 3 * 13
-    assert answer["usage"]["prompt_tokens"] == len(api.node.submitted[0].prompt)
-    assert len(answer["choices"][1]["logprobs"]["content"]) == 13
-    assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "H"
-    told = await frames(api, "/v1/chat/completions", chat_body(n=2))
-    assert told[-1].data == "[DONE]"
+async def test_returns_several_choices_with_their_indexes(api: Any, chat_body: Any) -> None:
+    _, reply, _ = await api.post("/v1/chat/completions", chat_body(n=3, logprobs=True, top_logprobs=2))
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    assert {choice["message"]["content"] for choice in reply["choices"]} == {"Hello there!"}
+    assert reply["usage"]["completion_tokens"] == 3 * 13
+    assert reply["usage"]["prompt_tokens"] == len(api.node.submitted[0].prompt)
+    assert len(reply["choices"][1]["logprobs"]["content"]) == 13
+    assert reply["choices"][0]["logprobs"]["content"][0]["token"] == "H"
+    received = await frames(api, "/v1/chat/completions", chat_body(n=2))
+    assert received[-1].data == "[DONE]"
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_keepalives_come_on_the_wall_clock_while_the_model_is_silent(api: Any, path: str) -> None:
-    api.node.play.first_s = 0.3
+async def test_sends_keepalives_while_there_is_no_output(api: Any, path: str) -> None:
+    api.node.script.first_s = 0.3
     async with api.client.post(api.url + path, json=body(path, stream=True)) as response:
         data = await response.read()
     pings = data.count(b"event: ping") if path == "/v1/messages" else data.count(b": keepalive")
@@ -205,7 +203,7 @@ async def test_keepalives_come_on_the_wall_clock_while_the_model_is_silent(api: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_cold_model_is_loaded_for_the_first_request(api: Any, chat_body: Any, stream: bool) -> None:
+async def test_loads_a_cold_model_for_the_first_request(api: Any, chat_body: Any, stream: bool) -> None:
     api.node.state = ModelState.COLD
     api.node.load_s = 0.2
     async with api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=stream)) as response:
@@ -217,63 +215,61 @@ async def test_a_cold_model_is_loaded_for_the_first_request(api: Any, chat_body:
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_error_before_the_first_word_is_an_http_error_in_the_dialect(
-    api: Any, path: str, stream: bool
-) -> None:
+async def test_error_before_the_first_output_is_an_http_error_in_the_dialect(api: Any, path: str, stream: bool) -> None:
     api.node.submit_error = Overloaded("the queue is full", retry_after_s=7)
-    status, answer, headers = await api.post(path, body(path, stream=stream))
+    status, reply, headers = await api.post(path, body(path, stream=stream))
     assert status == (529 if path == "/v1/messages" else 503)
-    assert answer["error"]["message"] == "the queue is full"
-    assert answer["error"]["type"] == ("overloaded_error" if path == "/v1/messages" else "server_error")
+    assert reply["error"]["message"] == "the queue is full"
+    assert reply["error"]["type"] == ("overloaded_error" if path == "/v1/messages" else "server_error")
     assert headers["retry-after"] == "7"
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_fault_after_the_first_word_is_told_in_the_stream(api: Any, path: str) -> None:
-    api.node.play.fails_after = 3
-    api.node.play.error = Recovering("the device failed")
+async def test_error_after_the_first_output_is_an_event_of_the_stream(api: Any, path: str) -> None:
+    api.node.script.fails_after = 3
+    api.node.script.error = Recovering("the device failed")
     last = (await frames(api, path, body(path)))[-1]
     assert "the device failed" in last.data
     assert last.event == {"/v1/messages": "error", "/v1/responses": "response.failed"}.get(path, "message")
-    status, answer, _ = await api.post(path, body(path))
+    status, reply, _ = await api.post(path, body(path))
     assert status == (529 if path == "/v1/messages" else 503)
-    assert answer["error"]["message"] == "the device failed"
+    assert reply["error"]["message"] == "the device failed"
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_bug_is_an_internal_error_that_leaks_nothing(api: Any, path: str) -> None:
-    api.node.play.fails_after = 0
-    status, answer, _ = await api.post(path, body(path))
+async def test_unexpected_exception_is_an_internal_error_without_details(api: Any, path: str) -> None:
+    api.node.script.fails_after = 0
+    status, reply, _ = await api.post(path, body(path))
     assert status == 500
-    assert "a bug" not in json.dumps(answer)
-    api.node.play.fails_after = 3
+    assert "a bug" not in json.dumps(reply)
+    api.node.script.fails_after = 3
     last = (await frames(api, path, body(path)))[-1]
-    assert "went wrong inside" in last.data
+    assert "Internal error" in last.data
     assert "a bug" not in last.data
 
 
-async def test_an_error_after_keepalives_is_told_in_the_stream(api: Any, chat_body: Any) -> None:
+async def test_error_after_keepalives_is_an_event_of_the_stream(api: Any, chat_body: Any) -> None:
     api.node.state = ModelState.COLD
     api.node.load_s = 0.2
     api.node.load_error = LoadFailed("no such file")
-    told = await frames(api, "/v1/chat/completions", chat_body())
-    assert json.loads(told[-1].data)["error"]["code"] == "load_failed"
+    received = await frames(api, "/v1/chat/completions", chat_body())
+    assert json.loads(received[-1].data)["error"]["code"] == "load_failed"
 
 
-async def test_a_prompt_that_is_too_long_names_both_counts(
+async def test_rejects_a_prompt_over_the_context_with_both_counts(
     api: Any, openai_client: openai.AsyncOpenAI, anthropic_client: anthropic.AsyncAnthropic
 ) -> None:
     api.node.context_tokens = 20
     long: Any = [{"role": "user", "content": "x" * 100}]
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as rejected:
         await openai_client.chat.completions.create(model="org/tiny", messages=long)
-    assert refused.value.code == "context_length_exceeded"
+    assert rejected.value.code == "context_length_exceeded"
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 20"):
         await anthropic_client.messages.create(model="org/tiny", max_tokens=5, messages=long)
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_bad_requests_are_told_in_the_dialect(api: Any, path: str) -> None:
+async def test_rejects_invalid_requests_in_the_dialect(api: Any, path: str) -> None:
     for data, expected_status in (
         (b"{", 400),
         (b"{}", 400),
@@ -281,15 +277,15 @@ async def test_bad_requests_are_told_in_the_dialect(api: Any, path: str) -> None
         (json.dumps(body(path, model="org/tny")).encode(), 404),
         (b"x" * 1_100_000, 413),
     ):
-        status, answer, _ = await api.post(path, data)
+        status, reply, _ = await api.post(path, data)
         assert status == expected_status
-        assert answer["error"]["message"]
-        assert ("code" in answer["error"]) is (path != "/v1/messages")
+        assert reply["error"]["message"]
+        assert ("code" in reply["error"]) is (path != "/v1/messages")
     assert not api.node.submitted
 
 
-async def leave(api: Any, path: str, request: dict[str, Any], after_s: float) -> None:
-    """A client that hangs up."""
+async def disconnect(api: Any, path: str, request: dict[str, Any], after_s: float) -> None:
+    """Sends a request and disconnects after `after_s`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(after_s):
             async with api.client.post(api.url + path, json=request) as response:
@@ -300,50 +296,48 @@ async def leave(api: Any, path: str, request: dict[str, Any], after_s: float) ->
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode", "load"])
-async def test_a_client_that_leaves_frees_everything_within_a_second(
+async def test_disconnected_client_frees_everything_in_every_phase(
     api: Any, path: str, stream: bool, phase: str, until: Any
 ) -> None:
     if phase == "prefill":
-        api.node.play.first_s = 30
+        api.node.script.first_s = 30
     elif phase == "decode":
-        api.node.play.pause_s = 30
+        api.node.script.pause_s = 30
     else:
         api.node.state = ModelState.COLD
         api.node.load_s = 30
-    await leave(api, path, body(path, stream=stream), 0.12)
+    await disconnect(api, path, body(path, stream=stream), 0.12)
     if phase == "load":
-        await until(lambda: api.node.loads_left == 1)
+        await until(lambda: api.node.cancelled_loads == 1)
         assert not api.node.submitted
     else:
         await until(lambda: all(g.cancelled.is_set() for g in api.node.generations) and api.node.generations)
-    await until(lambda: api.drain_gate.inside == 0)
+    await until(lambda: api.drain_gate.num_requests == 0)
     async with api.client.get(api.url + "/metrics") as response:
         exposition = await response.text()
     assert f'neuron_requests_abandoned_total{{model="org/tiny",phase="{phase}"}} 1.0' in exposition
 
 
-async def test_every_choice_is_cancelled_when_the_client_leaves(api: Any, chat_body: Any, until: Any) -> None:
-    api.node.play.pause_s = 30
-    await leave(api, "/v1/chat/completions", chat_body(n=4, stream=True), 0.12)
+async def test_cancels_every_choice_when_the_client_disconnects(api: Any, chat_body: Any, until: Any) -> None:
+    api.node.script.pause_s = 30
+    await disconnect(api, "/v1/chat/completions", chat_body(n=4, stream=True), 0.12)
     await until(lambda: len(api.node.generations) == 4 and all(g.cancelled.is_set() for g in api.node.generations))
 
 
-async def test_a_reset_connection_is_a_client_that_left(api: Any, chat_body: Any, until: Any) -> None:
-    api.node.play.pause_s = 0.01
-    api.node.play.says = "x" * 1000
+async def test_reset_connection_cancels_the_request(api: Any, chat_body: Any, until: Any) -> None:
+    api.node.script.pause_s = 0.01
+    api.node.script.text = "x" * 1000
     async with aiohttp.ClientSession() as session:
         response = await session.post(api.url + "/v1/chat/completions", json=chat_body(stream=True))
         await response.content.readany()
         assert response.connection is not None
         transport: Any = response.connection.transport
         transport.abort()
-        await until(lambda: api.node.generations[0].cancelled.is_set() and api.drain_gate.inside == 0)
+        await until(lambda: api.node.generations[0].cancelled.is_set() and api.drain_gate.num_requests == 0)
 
 
-async def test_closing_the_doors_refuses_new_and_waiting_requests_but_lets_running_ones_end(
-    api: Any, chat_body: Any
-) -> None:
-    api.node.play.pause_s = 0.02
+async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_ones_end(api: Any, chat_body: Any) -> None:
+    api.node.script.pause_s = 0.02
     running = asyncio.create_task(api.post("/v1/chat/completions", chat_body()))
     await asyncio.sleep(0.1)
     api.node.state = ModelState.COLD
@@ -351,33 +345,33 @@ async def test_closing_the_doors_refuses_new_and_waiting_requests_but_lets_runni
     waiting = asyncio.create_task(api.post("/v1/messages", body("/v1/messages")))
     await asyncio.sleep(0.1)
     api.drain_gate.close()
-    status, answer, _ = await waiting
+    status, reply, _ = await waiting
     assert status == 529
-    assert answer["error"]["type"] == "overloaded_error"
-    status, answer, headers = await api.post("/v1/chat/completions", chat_body())
-    assert (status, answer["error"]["code"]) == (503, "shutting_down")
+    assert reply["error"]["type"] == "overloaded_error"
+    status, reply, headers = await api.post("/v1/chat/completions", chat_body())
+    assert (status, reply["error"]["code"]) == (503, "shutting_down")
     assert headers["retry-after"]
     assert (await api.get("/health"))[1]["status"] == "draining"
     assert await api.drain_gate.drained(2)
-    status, answer, _ = await running
-    assert answer["choices"][0]["message"]["content"] == "Hello there!"
+    status, reply, _ = await running
+    assert reply["choices"][0]["message"]["content"] == "Hello there!"
 
 
-async def test_many_streams_at_once_leave_nothing_behind(api: Any, chat_body: Any, until: Any) -> None:
-    api.node.play.pause_s = 0.01
+async def test_concurrent_streams_leave_nothing_behind(api: Any, chat_body: Any, until: Any) -> None:
+    api.node.script.pause_s = 0.01
 
     async def one(number: int) -> None:
         if number % 3:
             assert (await frames(api, "/v1/chat/completions", chat_body()))[-1].data == "[DONE]"
         else:
-            await leave(api, "/v1/chat/completions", chat_body(stream=True), 0.05)
+            await disconnect(api, "/v1/chat/completions", chat_body(stream=True), 0.05)
 
     await asyncio.gather(*(one(number) for number in range(60)))
-    await until(lambda: api.drain_gate.inside == 0)
+    await until(lambda: api.drain_gate.num_requests == 0)
     await until(lambda: all(g.cancelled.is_set() for g in api.node.generations))
 
 
-async def test_a_principal_that_is_no_text_still_has_a_name(api: Any) -> None:
+async def test_accepts_a_principal_that_is_not_utf8(api: Any) -> None:
     host, port = api.url.removeprefix("http://").split(":")
     data = json.dumps({"model": "org/tiny", "prompt": "hi"}).encode()
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -386,15 +380,15 @@ async def test_a_principal_that_is_no_text_still_has_a_name(api: Any) -> None:
         b"content-length: %d\r\n\r\n%s" % (len(data), data)
     )
     async with asyncio.timeout(30):
-        answer = await reader.read()
+        reply = await reader.read()
     writer.close()
-    assert answer.startswith(b"HTTP/1.1 200")
+    assert reply.startswith(b"HTTP/1.1 200")
     principal = api.node.submitted[0].principal
     assert principal
     assert principal.encode()
 
 
-async def test_a_large_body_is_parsed_beside_the_loop() -> None:
+async def test_parses_a_large_body_on_a_thread() -> None:
     def where(_: bytes) -> threading.Thread:
         return threading.current_thread()
 
@@ -402,9 +396,9 @@ async def test_a_large_body_is_parsed_beside_the_loop() -> None:
     assert await bodies.parsed(where, b" " * (1 << 20)) is not threading.current_thread()
 
 
-async def test_a_large_prompt_is_answered_and_a_large_mistake_told(api: Any) -> None:
+async def test_serves_a_large_prompt_and_rejects_an_invalid_large_body(api: Any) -> None:
     api.node.context_tokens = 10_000_000
     long = "x" * 500_000
     assert (await api.post("/v1/completions", {"model": "org/tiny", "prompt": long, "max_tokens": 3}))[0] == 200
-    status, answer, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": long, "temperature": "hot"})
-    assert (status, answer["error"]["param"]) == (400, "temperature")
+    status, reply, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": long, "temperature": "hot"})
+    assert (status, reply["error"]["param"]) == (400, "temperature")

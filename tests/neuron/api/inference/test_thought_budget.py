@@ -1,4 +1,4 @@
-"""A budget for thinking: the thought ends there, the answer follows, and nothing depends on how the tokens arrived."""
+"""The thinking budget: reasoning ends there and the answer follows, however the tokens are batched."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ANSWER = "Forty-two."
 
 
 class Engine:
-    """Says `THOUGHT` without end, and `ANSWER` once the prompt ends with a closed thought. Cuts batches at random."""
+    """Generates `THOUGHT` without end, and `ANSWER` after a prompt with closed reasoning. Batches are random."""
 
     def __init__(self, text: TextModel, *, closes: bool = False, seed: int = 0) -> None:
         self.text = text
         self.closes = closes
         self.jobs: list[EngineRequest] = []
         self.num_cancelled = 0
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
 
     def submit(self, model_id: str, job: EngineRequest) -> Engine.Run:
         assert model_id == "m"
@@ -46,12 +46,12 @@ class Engine:
         async def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
             engine, job = self.engine, self.job
             answers = engine.text.decode(job.prompt).endswith("</think>\n\n")
-            says = ANSWER if answers else THOUGHT * (1 if engine.closes else 100)
+            output = ANSWER if answers else THOUGHT * (1 if engine.closes else 100)
             if engine.closes and not answers:
-                says += f"\n</think>\n\n{ANSWER}"
-            ids = engine.text.encode(says)[: job.max_tokens]
+                output += f"\n</think>\n\n{ANSWER}"
+            ids = engine.text.encode(output)[: job.max_tokens]
             while ids:
-                sizes = [engine._random.randint(1, 5) for _ in range(engine._random.randint(1, 3))]
+                sizes = [engine.random.randint(1, 5) for _ in range(engine.random.randint(1, 3))]
                 batch = []
                 for size in sizes:
                     tokens, ids = tuple(ids[:size]), ids[size:]
@@ -67,17 +67,19 @@ def request(budget_tokens: int, **fields: Any) -> GenerateRequest:
     )
 
 
-async def run(engine: Engine, asked: GenerateRequest, max_tokens: int = 1000) -> tuple[str, str | None]:
+async def run(engine: Engine, generate_request: GenerateRequest, max_tokens: int = 1000) -> tuple[str, str | None]:
     job = EngineRequest("r", (1, 2), max_tokens)
     rendered = Rendered("<think>\n", (1, 2), (), starts_in_reasoning=True)
-    outputs = [output async for batch in submit(engine, engine.text, asked, rendered, job) for output in batch]  # type: ignore[arg-type]
+    outputs = [
+        output
+        async for batch in submit(engine, engine.text, generate_request, rendered, job)
+        for output in batch  # type: ignore[arg-type]
+    ]
     return engine.text.decode(itertools.chain(*(output.tokens for output in outputs))), outputs[-1].finish
 
 
 @pytest.mark.parametrize("budget_tokens", [1, 7, 64])
-async def test_the_thought_is_closed_where_its_budget_ends_and_the_answer_follows(
-    text: TextModel, budget_tokens: int
-) -> None:
+async def test_ends_reasoning_at_its_budget_and_continues_with_the_answer(text: TextModel, budget_tokens: int) -> None:
     thought = text.decode(text.encode(THOUGHT * 9)[:budget_tokens])
     for seed in range(10):
         engine = Engine(text, seed=seed)
@@ -89,35 +91,35 @@ async def test_the_thought_is_closed_where_its_budget_ends_and_the_answer_follow
         assert engine.num_cancelled == 1
 
 
-async def test_a_thought_within_its_budget_is_left_alone(text: TextModel) -> None:
+async def test_does_not_cut_reasoning_within_its_budget(text: TextModel) -> None:
     engine = Engine(text, closes=True)
     assert await run(engine, request(200)) == (f"{THOUGHT}\n</think>\n\n{ANSWER}", "stop")
     assert len(engine.jobs) == 1
 
 
-async def test_no_room_for_an_answer_is_an_answer_cut_short(text: TextModel) -> None:
+async def test_finishes_with_length_when_no_tokens_are_left_for_the_answer(text: TextModel) -> None:
     said, finish = await run(Engine(text), request(20), max_tokens=22)
     assert (said.endswith("\n</think>\n\n"), finish) == (True, "length")
 
 
-async def test_an_answer_in_a_form_is_held_to_it_after_the_cut_too(text: TextModel) -> None:
+async def test_applies_the_output_grammar_after_the_cut(text: TextModel) -> None:
     engine = Engine(text)
-    asked = request(20, output=OutputFormat(kind="choice", choices=("Forty-two.",)))
-    await run(engine, asked)
-    assert engine.jobs[1].grammar == text.answer_grammar(asked)
+    generate_request = request(20, output=OutputFormat(kind="choice", choices=("Forty-two.",)))
+    await run(engine, generate_request)
+    assert engine.jobs[1].grammar == text.answer_grammar(generate_request)
     assert engine.jobs[1].grammar is not None
 
 
-async def test_without_a_budget_or_a_thought_nothing_is_watched(text: TextModel) -> None:
+async def test_submits_one_sequence_without_budget_or_reasoning(text: TextModel) -> None:
     for thinking in (Thinking(enabled=True), Thinking(enabled=False, budget_tokens=5)):
         engine = Engine(text)
-        asked = GenerateRequest(model="m", messages=request(1).messages, thinking=thinking)
-        await run(engine, asked, max_tokens=40)
+        generate_request = GenerateRequest(model="m", messages=request(1).messages, thinking=thinking)
+        await run(engine, generate_request, max_tokens=40)
         assert len(engine.jobs) == 1
 
 
-async def test_the_anthropic_sdk_gets_a_short_thought_and_an_answer(api: Any) -> None:
-    api.node.play.says = THOUGHT * 100
+async def test_anthropic_sdk_gets_reasoning_within_budget_and_an_answer(api: Any) -> None:
+    api.node.script.text = THOUGHT * 100
     client = anthropic.AsyncAnthropic(api_key="k", base_url=api.url, max_retries=0)
     async with client.messages.stream(
         model="org/tiny",

@@ -1,4 +1,4 @@
-"""The node's part of a trace."""
+"""The node's spans of a trace."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -32,10 +32,10 @@ async def traced(node: Any, tracer: Tracer) -> AsyncIterator[ClientSession]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_node_continues_the_trace_and_tells_where_the_time_went(
+async def test_continues_the_trace_and_records_the_phases(
     traced: ClientSession, tracer: Tracer, collector: Any, node: Any, chat_body: Any, stream: bool
 ) -> None:
-    node.play.first_s, node.play.pause_s = 0.1, 0.02
+    node.script.first_s, node.script.pause_s = 0.1, 0.02
     headers = {"traceparent": PARENT, "x-request-id": "mine"}
     async with traced.post("/v1/chat/completions", json=chat_body(stream=stream), headers=headers) as response:
         await response.read()
@@ -53,12 +53,12 @@ async def test_the_node_continues_the_trace_and_tells_where_the_time_went(
     assert spans["prepare"].duration_s >= 0
 
 
-async def test_what_went_wrong_is_in_the_trace(
+async def test_records_errors_in_the_trace(
     traced: ClientSession, tracer: Tracer, collector: Any, node: Any, chat_body: Any
 ) -> None:
     async with traced.post("/v1/chat/completions", data=b"{") as response:
         assert response.status == 400
-    node.play.fails_after, node.play.error = 3, Recovering("the device fell over")
+    node.script.fails_after, node.script.error = 3, Recovering("the device failed")
     async with traced.post("/v1/chat/completions", json=chat_body(stream=True)) as response:
         await response.read()
     tracer.close()

@@ -17,12 +17,12 @@ from cortex.wire.node import LoadRequest
         (None, {}, str(Path("~/.cache/huggingface/hub").expanduser())),
     ],
 )
-def test_where_the_cache_is(hf_cache, env, expected):
+def test_cache_directory_prefers_the_config_then_the_environment(hf_cache, env, expected):
     torch = TorchHarness(hf_cache=Path(hf_cache) if hf_cache else None)
     assert cache_directory(NeuronConfig(harness=HarnessSettings(torch=torch)), env) == Path(expected)
 
 
-def test_only_cached_models_with_weights_are_listed(tmp_path):
+def test_lists_only_cached_models_with_weights(tmp_path):
     for name, file in {
         "models--org--whole": "model.safetensors",
         "models--org--quantised": "q4.gguf",
@@ -45,7 +45,7 @@ CONFIG = NeuronConfig(
 )
 
 
-def test_configured_models_are_known_and_a_default_inherits_from_its_entry():
+def test_default_model_inherits_from_its_configured_entry():
     library = Library(CONFIG, {})
     assert {model.id for model in library} == {"a", "b"}
     assert library.find("a").source == "/models/a"
@@ -53,7 +53,7 @@ def test_configured_models_are_known_and_a_default_inherits_from_its_entry():
     assert library.find("b").devices == (1,)
 
 
-def test_a_load_request_adds_what_it_says_and_keeps_the_rest():
+def test_load_request_overrides_only_the_options_it_has():
     library = Library(CONFIG, {})
     adopted = library.adopt(LoadRequest(model_id="b", context_tokens=1000))
     assert (adopted.source, adopted.devices, adopted.context_tokens) == ("org/b", (1,), 1000)
@@ -62,6 +62,6 @@ def test_a_load_request_adds_what_it_says_and_keeps_the_rest():
 
 
 @pytest.mark.parametrize("model_id", ["nonsense", "../../etc/passwd", "a/../b", "x" * 500])
-def test_ids_that_can_name_nothing_are_not_found(model_id):
+def test_rejects_ids_that_cannot_name_a_model(model_id):
     with pytest.raises(ModelNotFound):
         Library(CONFIG, {}).adopt(LoadRequest(model_id=model_id))

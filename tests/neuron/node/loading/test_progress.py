@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from cortex.neuron.node.loading.progress import STAGES, LoadProgressTracker
 
 reports = st.lists(
-    st.tuples(st.sampled_from([*STAGES, "unheard of"]), st.integers(0, 100), st.integers(0, 100)), max_size=30
+    st.tuples(st.sampled_from([*STAGES, "unknown"]), st.integers(0, 100), st.integers(0, 100)), max_size=30
 )
 
 
@@ -19,8 +19,8 @@ def test_progress_never_goes_backwards(history):
         progress = later
 
 
-def test_the_time_left_follows_the_rate_of_the_stage():
+def test_estimates_the_time_left_from_the_rate_of_the_stage():
     progress = LoadProgressTracker.begin(0.0).advanced("download", 0, 1000, 10.0)
-    assert progress.told().eta_s is None
-    assert progress.advanced("download", 250, 1000, 15.0).told().eta_s == 15.0
-    assert progress.advanced("download", 1000, 1000, 20.0).told().eta_s == 0.0
+    assert progress.snapshot().eta_s is None
+    assert progress.advanced("download", 250, 1000, 15.0).snapshot().eta_s == 15.0
+    assert progress.advanced("download", 1000, 1000, 20.0).snapshot().eta_s == 0.0

@@ -1,4 +1,4 @@
-"""One choice of an answer: the engine's tokens told as events. No I/O."""
+"""One choice of a response: from the engine's tokens to events. No I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cortex.wire.requests import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class ChoiceContext:
-    """What the choices of one answer have in common."""
+    """What the choices of one response have in common."""
 
     id: str
     created: int
@@ -41,9 +41,9 @@ class ChoiceContext:
 
 
 class Choice:
-    """Outputs in, events out, in order: detokenised, cut at stop strings, parsed. Owned by one request.
+    """Outputs in, events out: detokenized, cut at stop strings, parsed. Owned by one request.
 
-    After `ended` nothing more is taken; if the engine has not finished by itself then, it must be cancelled.
+    Outputs after `ended` are ignored. An engine sequence that has not finished by then must be cancelled.
     """
 
     def __init__(self, context: ChoiceContext, index: int) -> None:
@@ -63,11 +63,11 @@ class Choice:
 
     @property
     def usage(self) -> Usage:
-        """What it has cost so far; the prompt, which all choices share, is in the first, from its first token on."""
-        pays_prompt = self.index == 0 and self._started
+        """Usage so far. The prompt, which all choices share, counts for the first choice, from its first token on."""
+        counts_prompt = self.index == 0 and self._started
         return Usage(
-            prompt_tokens=len(self._context.rendered.ids) if pays_prompt else 0,
-            cached_tokens=self._num_cached_tokens if pays_prompt else 0,
+            prompt_tokens=len(self._context.rendered.ids) if counts_prompt else 0,
+            cached_tokens=self._num_cached_tokens if counts_prompt else 0,
             completion_tokens=self.num_tokens,
             reasoning_tokens=self._num_reasoning_tokens,
         )
@@ -83,9 +83,9 @@ class Choice:
 
     def _take(self, output: StepOutput, timing: Timing) -> list[AnyEvent]:
         if output.finish == "error":
-            raise GenerationFailed(output.error or "The engine ended this request without saying why; see its log.")
+            raise GenerationFailed(output.error or "The engine gave no reason; see the node's log.")
         if output.finish == "cancelled":
-            raise Overloaded("This answer was called off by the node; try again.")
+            raise Overloaded("The node cancelled this request; try again.")
         events: list[AnyEvent] = [] if self._started else self._start(output)
         self.num_tokens += len(output.tokens)
         if output.logprobs:
@@ -93,10 +93,10 @@ class Choice:
         text = self._detokenizer.push(self._shown(output))
         if output.finish is not None:
             text += self._detokenizer.flush()
-        said, stop = self._stops.push(text)
+        text, stop = self._stops.push(text)
         if output.finish is not None and stop is None:
-            said += self._stops.flush()
-        events += self._say(said, len(output.tokens))
+            text += self._stops.flush()
+        events += self._parse(text, len(output.tokens))
         if stop is not None:
             events += self._end("stop", stop, timing)
         elif output.finish is not None:
@@ -104,7 +104,7 @@ class Choice:
         return events
 
     def _shown(self, output: StepOutput) -> Sequence[int]:
-        """The token that stopped it is counted but not said."""
+        """The output's tokens without a final stop token, which is counted but not shown."""
         tokens = output.tokens
         if output.finish == "stop" and tokens and tokens[-1] in self._stop_token_ids:
             return tokens[:-1]
@@ -127,7 +127,7 @@ class Choice:
         prompt = context.rendered.text or context.text.decode(context.rendered.ids)
         return [start, TextDelta(index=self.index, text=prompt)] if prompt else [start]
 
-    def _say(self, text: str, num_tokens: int) -> list[AnyEvent]:
+    def _parse(self, text: str, num_tokens: int) -> list[AnyEvent]:
         events: list[AnyEvent] = list(self._parser.push(text)) if text else []
         self._note(events)
         if self._thinking:
@@ -135,7 +135,7 @@ class Choice:
         return events
 
     def _note(self, events: Iterable[AnyEvent]) -> None:
-        """Tokens belong to a thought as long as the latest thing said does."""
+        """Tokens count as reasoning while the latest event is reasoning."""
         for event in events:
             self._thinking = isinstance(event, ReasoningDelta)
             self._has_called = self._has_called or isinstance(event, ToolCallStart)
@@ -145,7 +145,7 @@ class Choice:
         events: list[AnyEvent] = list(self._parser.finish())
         self._note(events)
         if self._parser.broke_off:
-            # Whatever ended it, half a call must not pass for one that was made.
+            # A client must not take an incomplete tool call for a complete one.
             reason, stop_sequence = "length", None
         elif reason == "stop" and self._has_called:
             reason = "tool_calls"
@@ -164,12 +164,12 @@ class Choice:
 
     def _token(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         spelled = self._context.text.tokenizer.token_bytes(token_id)
-        # JSON has no infinity; a token that cannot be drawn is told as very unlikely.
+        # JSON has no infinity; an impossible token is reported as very unlikely.
         return TokenLogprob(spelled.decode("utf-8", "replace"), token_id, max(logprob, -9999.0), tuple(spelled), top)
 
 
 def _joined(events: list[AnyEvent]) -> list[AnyEvent]:
-    """Neighbouring pieces of one run as one piece: what gathered while the client was slow is one write."""
+    """Joins adjacent deltas of one kind: what accumulated while the client was slow becomes one write."""
     joined: list[AnyEvent] = []
     for event in events:
         last = joined[-1] if joined else None

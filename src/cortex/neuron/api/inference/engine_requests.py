@@ -1,4 +1,4 @@
-"""From a client's request to what the engine is asked: defaults filled in, one sequence per choice. Pure."""
+"""Engine requests from a client's request: with defaults filled in, one sequence per choice. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_TOP_P = 1e-6
 
 
 def sampling_params(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
-    """What the client said, else what the model's authors recommend, else plain sampling at temperature 1."""
+    """The client's values, then the model's recommended ones, then plain sampling at temperature 1."""
     ours = SamplingParams()
     return SamplingParams(
         temperature=_first(sampling.temperature, defaults.temperature, ours.temperature),
@@ -45,9 +45,9 @@ def engine_requests(
     grammar: str | None = None,
     principal: str = "",
 ) -> tuple[EngineRequest, ...]:
-    """One per choice. The answer may take what the context has left; whether the prompt fits, the node judges.
+    """One per choice. Without a limit the response may fill the rest of the context; the node checks the prompt.
 
-    With a seed each choice has its own, derived from it: the same request gives the same `n` different answers.
+    Choices of a request with a seed get seeds derived from it, so that the same request gives the same `n` choices.
     """
     sampling = request.sampling
     params = sampling_params(sampling, defaults)

@@ -1,4 +1,4 @@
-"""The inference routes: a body in any dialect in, an answer in the same dialect out, streamed or whole."""
+"""The inference routes: a request in any dialect, and a response in the same dialect, streamed or whole."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from aiohttp import web
 from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.inference.metered_encoder import MeteredEncoder
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tracing import traced
-from cortex.neuron.api.inference.usage_records import UsageRecords
+from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
@@ -54,19 +53,19 @@ class Inference:
                 self.backend.model(request.model)
                 watch.model = request.model
                 try:
-                    return await self._answer(http, DIALECTS[name], request, watch)
+                    return await self._respond(http, DIALECTS[name], request, watch)
                 except (asyncio.CancelledError, ConnectionError):
-                    self.usage_records.note(request_id.get(), watch.usage())
+                    self.usage_records.add(request_id.get(), watch.usage())
                     raise
 
         return handle
 
-    async def _answer(
+    async def _respond(
         self, http: web.Request, dialect: Dialect, request: GenerateRequest, watch: RequestWatch
     ) -> web.StreamResponse:
         id = dialect.ID_PREFIX + uuid.uuid4().hex
         created = int(time.time())
-        # Headers may hold bytes that are no text.
+        # Header bytes may be invalid UTF-8.
         principal = http.headers.get(our_headers.PRINCIPAL, "").encode("utf-8", "backslashreplace").decode()
         session = Session(self.backend, self.drain_gate, request, id=id, created=created, principal=principal)
         watch.phase = lambda: session.phase
@@ -78,7 +77,7 @@ class Inference:
             events: list[AnyEvent] = []
             async with aclosing(session.events()) as batches:
                 async for batch in batches:
-                    watch.saw(batch)
+                    watch.observe(batch)
                     events += batch
             body = dialect.fold(events, request, id=id, created=created, model=request.model)
             return web.Response(body=body, content_type="application/json", headers=headers)
@@ -92,15 +91,15 @@ class Inference:
             try:
                 async with aclosing(session.events()) as batches:
                     async for batch in batches:
-                        watch.saw(batch)
+                        watch.observe(batch)
                         if data := b"".join(map(encoder.encode, batch)):
                             await stream.write(data)
             except ConnectionError:
-                raise  # the client has gone; nobody is left to be told
+                raise  # the client has disconnected
             except Exception as problem:
                 if not stream.opened:
                     raise
-                error = responses.known(problem, http)
+                error = responses.error_of(problem, http)
                 watch.failed(error)
                 await stream.write(encoder.encode(Failure(code=error.code, message=error.message)))
         await stream.response.write_eof()

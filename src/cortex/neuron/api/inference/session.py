@@ -1,4 +1,4 @@
-"""One answer from request to last event: the model made ready, the prompt rendered, the choices run and told."""
+"""One request from the load of its model to the last event of its response."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Phase = Literal["load", "render", "prefill", "decode"]
 
 
 class Session:
-    """Owned by one request's task. However it ends, every sequence it started is cancelled or over."""
+    """Owned by one request's task. However it ends, every sequence that it started has ended or is cancelled."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Session:
         principal: str,
     ) -> None:
         self.phase: Phase = "load"
-        """Where it is, for those who ask after it ended."""
+        """The current phase; after the end, the last one."""
         self._backend = backend
         self._drain_gate = drain_gate
         self._request = request
@@ -50,11 +50,11 @@ class Session:
 
     @property
     def usage(self) -> Usage:
-        """What the answer has cost so far."""
+        """Usage of all choices so far."""
         return summed(choice.usage for choice in self._choices)
 
     async def events(self) -> AsyncGenerator[list[AnyEvent], None]:
-        """Batches of events. Raises a `CortexError` where the answer cannot begin or cannot go on."""
+        """Batches of events. Raises a `CortexError` when the response cannot start or continue."""
         arrived_s = time.monotonic()
         request = self._request
         status = await self._drain_gate.wait_for(ready(self._backend, request.model))
@@ -96,14 +96,14 @@ class Session:
                         generations[index].cancel()
                     if all(choice.ended for choice in choices):
                         return
-            raise CortexError("The engine stopped before the answer was complete; try again.")
+            raise CortexError("The engine stopped before the response was complete; try again.")
         finally:
             for generation in generations:
                 generation.cancel()
 
 
 async def ready(backend: Backend, model_id: str) -> ModelStatus:
-    """The model, loaded if it was not. A recovering one is left to itself: `submit` tells when to come back."""
+    """The model's status once it is loaded. A recovering model is returned as is: `submit` raises when to retry."""
     status = backend.model(model_id)
     if status.state in (ModelState.READY, ModelState.RECOVERING):
         return status
@@ -111,12 +111,12 @@ async def ready(backend: Backend, model_id: str) -> ModelStatus:
 
 
 def _prepare(text: TextModel, request: GenerateRequest, context_tokens: int | None) -> tuple[Rendered, str | None]:
-    """Off the loop: a long conversation takes a while to tokenise, and others are streaming."""
+    """Runs on a thread: tokenizing a long conversation would delay streams on the loop."""
     return text.render(request, context_tokens), text.grammar(request)
 
 
 async def _merged(generations: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:
-    """The outputs of all choices as they come, each with its choice's index."""
+    """The outputs of all choices in order of arrival, each with its choice's index."""
     if len(generations) == 1:
         async for batch in generations[0]:
             yield 0, batch

@@ -1,8 +1,8 @@
-"""A thought that ends when the client's budget for it is spent, so that an answer still follows.
+"""Ends a model's reasoning at the client's budget, so that an answer still follows.
 
-The engine knows nothing of it: the sequence is called off, the model's own closing marker is put behind what it has
-thought so far, and a second sequence goes on from there. Its prompt is the first one's text, so nearly all of it is
-cached. Where the thought is cut depends on its tokens only, never on how they arrived.
+The engine does not know of budgets. The sequence is cancelled, the model's own end marker is appended to its
+reasoning, and a second sequence continues from there; nearly all of its prompt is cached. Where the reasoning is cut
+depends on its tokens only, not on how they were batched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cortex.wire.requests import GenerateRequest
 def submit(
     backend: Backend, text: TextModel, request: GenerateRequest, rendered: Rendered, job: EngineRequest
 ) -> GenerationStream:
-    """The job under way, with an end to its thought where the client set one. Raises what `backend.submit` raises."""
+    """Submits `job`, with its reasoning limited if the client set a budget. Raises what `backend.submit` raises."""
     begin = partial(backend.submit, request.model)
     budget_tokens = request.thinking.budget_tokens
     if budget_tokens is None or budget_tokens >= job.max_tokens or not text.may_think(request):
@@ -31,7 +31,7 @@ def submit(
 
 
 class BudgetedGeneration:
-    """One choice's outputs: the thought, its forced end if it came to that, and the answer."""
+    """One choice's outputs: the reasoning, its forced end if it reached the budget, and the answer."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class BudgetedGeneration:
                 yield batch
 
     def _cut(self, batch: list[StepOutput]) -> list[StepOutput] | None:
-        """What of `batch` is within the budget, if it leads out of it. A sequence that ends by itself is left alone."""
+        """The part of `batch` within the budget; None if all of it is, or if the sequence ends by itself."""
         for number, output in enumerate(batch):
             for place, token in enumerate(output.tokens, start=1):
                 if self._watch.is_over:
@@ -89,7 +89,7 @@ class BudgetedGeneration:
         return None
 
     async def _conclusion(self, closing: tuple[int, ...], max_tokens: int) -> EngineRequest:
-        """The sequence that answers."""
+        """The second sequence, which answers."""
         job = self._job
         return replace(
             job,

@@ -1,4 +1,4 @@
-"""One inference request as part of a trace: where its time went, phase by phase."""
+"""The trace span of an inference request, with its phases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.wire.response import total_usage
 
 @contextmanager
 def traced(tracer: Tracer, http: web.Request, watch: RequestWatch) -> Iterator[None]:
-    """Goes on with the caller's trace; what `watch` has seen by the end is told in it."""
+    """Continues the caller's trace with a span, which records at the end what `watch` has observed."""
     given = http.headers.get("traceparent")
     span = tracer.begin(f"POST {http.path}", None if given is None else given.encode("latin-1", "replace"))
     error: str | None = None
@@ -35,10 +35,10 @@ def traced(tracer: Tracer, http: web.Request, watch: RequestWatch) -> Iterator[N
         raise
     finally:
         if span is not UNTRACED:
-            _tell(span, watch, error)
+            _end(span, watch, error)
 
 
-def _tell(span: Span, watch: RequestWatch, error: str | None) -> None:
+def _end(span: Span, watch: RequestWatch, error: str | None) -> None:
     attributes: dict[str, str | int | float] = {
         "cortex.request_id": request_id.get(),
         "gen_ai.request.model": watch.model,

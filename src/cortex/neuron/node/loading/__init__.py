@@ -1,1 +1,1 @@
-"""From a model's name to a loaded instance: files, checks, forecast, device, load."""
+"""From a model's name to a loaded instance: files, preflight, memory forecast, device, weights."""

@@ -1,7 +1,4 @@
-"""Where a model's files are: a path as it is, or the hub through its cache. What is on disk is used as it is.
-
-Both functions block and are run on threads.
-"""
+"""Finds and fetches a model's files: a local path, or a hub id through the hub cache. These functions block."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ def fetch(
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
 ) -> Path:
-    """The local path of `source`, downloaded if need be. Raises the errors of `neuron.weights`."""
+    """The local path of `source`, downloaded if necessary. Raises the errors of `neuron.weights`."""
     return hub.resolve(with_quant(source, quant), cache_dir=cache, progress=progress, cancelled=cancelled)
 
 
@@ -39,13 +36,13 @@ def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
 
 
 def with_quant(source: str, quant: str | None) -> str:
-    """A quantisation picks one of a repository's GGUF files; a path, or a source that names its own, is left alone."""
+    """Adds `quant` to a hub id, where it selects one of the GGUF files. Paths and sources with a quant stay as is."""
     if quant is None:
         return source
     try:
         parsed = parse_source(source)
     except CheckpointError:
-        return source  # whoever resolves it says what is wrong with it
+        return source  # `hub.resolve` raises the same error
     if isinstance(parsed, Path) or parsed.quant is not None:
         return source
     return f"{source}:{quant}"

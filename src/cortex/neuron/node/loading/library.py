@@ -1,8 +1,7 @@
-"""Which models this node knows, and where their files are.
+"""The models that this node knows, and where their files are.
 
-Known are: the models of `neuron.toml`, every model in the hub cache, and what load requests have named since
-the start. A model's source is a hub id, a directory or a GGUF file. Methods that touch the disk or the
-network say so and are run on threads; the table itself belongs to the loop.
+These are the models of `neuron.toml`, every model in the hub cache, and those that load requests have named since
+the start. A model's source is a hub id, a directory or a GGUF file.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _CACHE_PREFIX = "models--"
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that can be asked for, and how it is to be loaded."""
+    """A model that can be loaded, and its options."""
 
     id: str
     source: str
@@ -39,13 +38,15 @@ class KnownModel:
 
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
-"""(source, cache, quant, progress(done, total), cancelled) → local path; blocks, may use the network."""
+"""(source, cache, quant, progress(done, total), cancelled) → local path. Blocks; may use the network."""
 
 FindLocal = Callable[[str, Path, str | None], Path | None]
-"""(source, cache, quant) → local path when the whole model is on disk; blocks, never uses the network."""
+"""(source, cache, quant) → local path when the whole model is on disk. Blocks; never uses the network."""
 
 
 class Library:
+    """Belongs to the daemon's loop."""
+
     def __init__(self, config: NeuronConfig, env: Mapping[str, str] = os.environ) -> None:
         self.cache = cache_directory(config, env)
         self._models = {model.id: model for model in _configured(config)}
@@ -54,19 +55,19 @@ class Library:
         return iter(tuple(self._models.values()))
 
     def find(self, model_id: str) -> KnownModel:
-        """Raises ModelNotFound with near misses."""
+        """Raises ModelNotFound, which lists similar names."""
         if (model := self._models.get(model_id)) is not None:
             return model
-        # The cost of a comparison grows with the name, and a name this long is nobody's misspelling.
+        # The cost of a comparison grows with the name, and a name this long is not a typo.
         near = difflib.get_close_matches(model_id, self._models, n=3) if len(model_id) <= MAX_MODEL_NAME else []
-        hint = f"did you mean {', '.join(near)}?" if near else "GET /models lists what is known"
+        hint = f"did you mean {', '.join(near)}?" if near else "GET /models lists the models"
         raise ModelNotFound(f"this node knows no model {shorten(model_id)!r}; {hint}", param="model")
 
     def adopt(self, request: LoadRequest) -> KnownModel:
-        """The model as a load request wants it: what the request leaves out is as configured. An id that is new is
-        remembered with its source; everything else holds for this load alone.
+        """The model with the options of a load request, and the configured ones where the request has none. A new id
+        is kept with its source; the other options hold for this load alone.
 
-        Raises ModelNotFound for an id that is neither known, nor a hub id, nor a path that exists.
+        Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path.
         """
         known = self._models.get(request.model_id)
         if known is None:
@@ -85,23 +86,23 @@ class Library:
         )
 
     def discovered(self, model_ids: list[str]) -> list[str]:
-        """Adds models found in the cache; returns the ids that are new."""
+        """Adds models found in the cache. Returns the new ids."""
         new = [model_id for model_id in model_ids if model_id not in self._models]
         self._models.update({model_id: KnownModel(model_id, model_id) for model_id in new})
         return new
 
 
 def cache_directory(config: NeuronConfig, env: Mapping[str, str]) -> Path:
-    """Where hub models are kept: the config, then `HF_HUB_CACHE`, then `$HF_HOME/hub`, then the hub's default."""
+    """The hub cache: from the config, then `HF_HUB_CACHE`, then `$HF_HOME/hub`, then the hub's default."""
     if config.harness.torch.hf_cache is not None:
         return config.harness.torch.hf_cache.expanduser()
     return hub_cache_directory(env)
 
 
 def scan_cache(cache: Path) -> list[str]:
-    """Ids of the models in the hub cache that have weights on disk. Reads directories only.
+    """Ids of the models in the hub cache that have weights on disk. Blocks; reads directories only.
 
-    A folder whose name is no hub id, or whose inside may not be looked at, is none of ours.
+    Folders that cannot be read or whose name is not a hub id are skipped.
     """
     try:
         folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith(_CACHE_PREFIX))
@@ -119,8 +120,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _names_a_model(source: str) -> bool:
-    """Whether `source` is a path that exists or could be a hub id. A relative path must begin with `.` or `~`,
-    so that no name means something else depending on where the daemon was started."""
+    """Whether `source` is an existing path or a possible hub id. A relative path must begin with `.` or `~`, so that
+    the working directory of the daemon does not change the meaning of a name."""
     try:
         parsed = parse_source(source)
     except (CheckpointError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How far a load is: stages in order, bytes that never go backwards, and an honest guess of what is left."""
+"""The progress of a load: stages in order, bytes that never decrease, and an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cortex.wire.node import Progress, Stage
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 _MIN_SAMPLE_S = 0.5
-"""Below this a rate is noise."""
+"""A rate over a shorter time is noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgressTracker:
-    """Replaced with each report. A stage never follows a later one; within a stage bytes only grow."""
+    """Replaced with each report. Stages only advance; within a stage, bytes only grow."""
 
     stage: Stage
     since_s: float
@@ -28,7 +28,7 @@ class LoadProgressTracker:
         return cls("resolve", now_s, now_s)
 
     def advanced(self, stage: str, done_bytes: int, total_bytes: int, now_s: float) -> LoadProgressTracker:
-        """After a report; one that would go backwards only moves the clock."""
+        """The progress after a report. A report that would go backwards only updates the clock."""
         if stage not in STAGES or STAGES.index(stage) < STAGES.index(self.stage):
             return replace(self, now_s=now_s)
         if stage != self.stage:
@@ -37,8 +37,8 @@ class LoadProgressTracker:
         done_bytes = max(self.done_bytes, min(done_bytes, total_bytes))
         return replace(self, done_bytes=done_bytes, total_bytes=total_bytes, now_s=now_s)
 
-    def told(self) -> Progress:
-        """As clients read it."""
+    def snapshot(self) -> Progress:
+        """The progress as the API reports it."""
         return Progress(stage=self.stage, done_bytes=self.done_bytes, total_bytes=self.total_bytes, eta_s=self._eta_s())
 
     def _eta_s(self) -> float | None:

@@ -1,4 +1,4 @@
-"""What an answer had cost when its client left is there for whoever bills by use."""
+"""The usage of requests whose clients disconnected."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ async def exposition(api: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_prompt_and_the_tokens_produced_until_then_are_told(api: Any, chat_body: Any, stream: bool) -> None:
-    api.node.play.pause_s = 30
-    api.node.play.cached = 2
+async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stream: bool) -> None:
+    api.node.script.pause_s = 30
+    api.node.script.cached = 2
 
-    async def ask() -> None:
+    async def send() -> None:
         headers = {"x-request-id": "a/b:1"}
         async with api.client.post(
             api.url + "/v1/chat/completions", json=chat_body(stream=stream), headers=headers
         ) as response:
             await response.read()
 
-    asked = asyncio.create_task(ask())
+    request = asyncio.create_task(send())
     async with asyncio.timeout(30):
         while 'neuron_time_to_first_token_seconds_count{model="org/tiny"} 1.0' not in await exposition(api):
             await asyncio.sleep(0.01)
-    early = asyncio.create_task(api.client.get(api.url + "/requests/a/b:1/usage"))  # asked before it has left
+    early = asyncio.create_task(api.client.get(api.url + "/requests/a/b:1/usage"))  # before the disconnect
     await asyncio.sleep(0.05)
-    asked.cancel()
+    request.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await asked
+        await request
     async with await early as response:
-        cost = await response.json()
+        usage = await response.json()
     num_prompt_tokens = len(api.node.submitted[0].prompt)
-    assert cost == {
+    assert usage == {
         "prompt_tokens": num_prompt_tokens,
         "cached_tokens": 2,
         "completion_tokens": 1,
@@ -49,8 +49,8 @@ async def test_the_prompt_and_the_tokens_produced_until_then_are_told(api: Any, 
     assert 'neuron_completion_tokens_total{model="org/tiny"} 1.0' in text
 
 
-async def test_a_request_that_nobody_left_is_unknown(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cortex.neuron.api.inference.usage_records.WAIT_S", 0.05)
-    async with api.client.get(api.url + "/requests/nobody/usage") as response:
+async def test_rejects_a_request_without_a_record(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.neuron.api.inference.usage.WAIT_S", 0.05)
+    async with api.client.get(api.url + "/requests/unknown/usage") as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "route_not_found"

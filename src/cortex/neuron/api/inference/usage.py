@@ -1,0 +1,83 @@
+"""Reports token usage to the gateway, which bills by it: at the end of a stream, or after a client disconnected."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from cortex.neuron.api import responses
+from cortex.wire import sse
+from cortex.wire.dialects import EventEncoder
+from cortex.wire.errors import RouteNotFound, shorten
+from cortex.wire.events import AnyEvent, Finish, Usage
+from cortex.wire.openai_chat.stream import usage_body
+from cortex.wire.response import total_usage
+
+MAX_RECORDS = 1024
+WAIT_S = 2.0
+"""The gateway may ask for a request's usage before the request has ended here."""
+
+
+class MeteredEncoder:
+    """A dialect's encoder that adds `: usage {…}`, an SSE comment, before the last event. One per response.
+
+    Before, not after: a client that disconnects at `[DONE]` must not keep the usage from the gateway.
+    """
+
+    def __init__(self, encoder: EventEncoder, *, num_choices: int) -> None:
+        self._encoder = encoder
+        self._num_choices = num_choices
+        self._finishes: list[Finish] = []
+
+    def encode(self, event: AnyEvent) -> bytes:
+        data = self._encoder.encode(event)
+        if not isinstance(event, Finish):
+            return data
+        self._finishes.append(event)
+        if len(self._finishes) < self._num_choices:
+            return data
+        return sse.comment(b"usage " + msgspec.json.encode(usage_body(total_usage(self._finishes)))) + data
+
+
+class UsageRecords:
+    """The usage of requests whose clients disconnected, by request id. Belongs to one loop.
+
+    Each record is returned once. The oldest are dropped beyond `MAX_RECORDS`.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[str, Usage] = {}
+        self._awaited: dict[str, asyncio.Future[Usage]] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/requests/{id:.+}/usage", self.get)]
+
+    def add(self, request_id: str, usage: Usage) -> None:
+        awaited = self._awaited.get(request_id)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(usage)
+            return
+        if len(self._records) >= MAX_RECORDS:
+            del self._records[next(iter(self._records))]
+        self._records[request_id] = usage
+
+    async def get(self, request: web.Request) -> web.Response:
+        request_id = request.match_info["id"]
+        usage = self._records.pop(request_id, None) or await self._wait_for(request_id)
+        if usage is None:
+            raise RouteNotFound(
+                f"No usage is recorded for request {shorten(request_id)}; only disconnected clients leave a record."
+            )
+        return responses.json(usage)
+
+    async def _wait_for(self, request_id: str) -> Usage | None:
+        awaited = self._awaited.setdefault(request_id, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await asyncio.shield(awaited)
+        except TimeoutError:
+            return None
+        finally:
+            self._awaited.pop(request_id, None)

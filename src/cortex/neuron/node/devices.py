@@ -1,0 +1,77 @@
+"""The devices of this node: one worker supervisor each, and the latest readings of their memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.worker.discovery import DeviceReading, Inventory
+from cortex.neuron.worker.factory import WorkerFactory
+from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.neuron.worker.protocol import DeviceAddress
+from cortex.neuron.worker.supervisor import WorkerSupervisor
+from cortex.wire.node import Device, DeviceHealth
+
+log = logging.getLogger(__name__)
+
+ReadDevices = Callable[[tuple[Device, ...]], dict[int, DeviceReading]]
+"""Reads the devices' memory; blocks."""
+
+
+class NodeDevices:
+    """Belongs to the daemon's loop."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        engine: str,
+        timeouts: WorkerTimeouts,
+        read_devices: ReadDevices,
+        reserve: Callable[[Device], MemoryReserve],
+    ) -> None:
+        """`engine`: what workers load models with. `reserve`: what loads leave free on a device."""
+        self.all = inventory.devices
+        self._readings = dict(inventory.readings)
+        self._read_devices = read_devices
+        self._reserve = reserve
+        self._worker_factory = WorkerFactory(engine)
+        self.supervisors = {
+            device.index: WorkerSupervisor(DeviceAddress.of(device), self._worker_factory, timeouts=timeouts)
+            for device in inventory.devices
+        }
+
+    def health(self) -> tuple[DeviceHealth, ...]:
+        """As of the latest sample."""
+        return tuple(self._health(device) for device in self.all)
+
+    async def sample(self) -> None:
+        """Reads the devices on a thread, so that a hanging driver does not block the loop."""
+        self._readings = await asyncio.to_thread(self._read_devices, self.all)
+
+    async def warm(self) -> None:
+        """Imports the engine, so that the first load need not wait for it."""
+        try:
+            await self._worker_factory.warm()
+        except OSError as error:
+            log.warning("the engine cannot be imported ahead of the first load: %s", error)
+
+    async def close(self) -> None:
+        """Ends all workers, whatever is in them."""
+        await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors.values()))
+        await self._worker_factory.close()
+
+    def _health(self, device: Device) -> DeviceHealth:
+        reading = self._readings.get(device.index, DeviceReading(device.total_bytes, 0))
+        reserve = self._reserve(device)
+        return DeviceHealth(
+            index=device.index,
+            total_bytes=reading.total_bytes,
+            free_bytes=reading.free_bytes,
+            utilisation=reading.utilisation,
+            temperature_c=reading.temperature_c,
+            worker=self.supervisors[device.index].state,
+            kept_free_bytes=reserve.num_bytes,
+            kept_free_share=reserve.share,
+        )

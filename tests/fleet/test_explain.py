@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cortex.fleet.explain import as_json, outcome, refusal, rows, text
+from cortex.fleet.explain import as_json, outcome, rejection, rows, text
 from cortex.fleet.placement import place
 from cortex.wire.errors import Family, envelope
 from cortex.wire.node import ModelState
@@ -61,7 +61,7 @@ def test_a_refusal_becomes_the_right_error(
     words: str,
 ) -> None:
     picture = fleet(node("n", [24], model("old", 20, **occupant), **facts), specs=[spec("m", 10)])
-    error = refusal(place("m", picture, NOW, origin=origin))
+    error = rejection(place("m", picture, NOW, origin=origin))
     assert (error.status, error.code) == (status, code)
     with pytest.raises(type(error), match=words):
         raise error
@@ -70,13 +70,13 @@ def test_a_refusal_becomes_the_right_error(
 
 def test_a_failed_load_is_told_in_the_nodes_own_words(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     failed = model("m", state=ModelState.FAILED, age_s=1, reason="config.json is missing")
-    error = refusal(place("m", fleet(node("n", [24], failed), specs=[spec("m")]), NOW))
+    error = rejection(place("m", fleet(node("n", [24], failed), specs=[spec("m")]), NOW))
     assert (error.code, "config.json is missing" in error.message) == ("load_failed", True)
 
 
 def test_refusals_without_nodes_or_without_the_model(node: Make, fleet: Make) -> None:
-    assert "add one under [[neurons]]" in refusal(place("m", fleet(), NOW)).message
-    assert refusal(place("m", fleet(node("n", [24])), NOW)).code == "model_not_found"
+    assert "add one under [[neurons]]" in rejection(place("m", fleet(), NOW)).message
+    assert rejection(place("m", fleet(node("n", [24])), NOW)).code == "model_not_found"
 
 
 def test_every_outcome_is_a_sentence(model: Make, node: Make, fleet: Make, spec: Make) -> None:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from cortex.fleet.decision import Verdict
+from cortex.fleet.explain import rejection
 from cortex.fleet.placement import place, unmet_pins
 from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node import ModelState
@@ -105,10 +106,41 @@ def test_the_tightest_fit_keeps_large_devices_free(node: Make, fleet: Make, spec
 def test_as_few_devices_as_can_hold_it(
     node: Make, fleet: Make, spec: Make, size: float, min_devices: int, devices: list[float], expected: tuple[int, ...]
 ) -> None:
-    decision = place("m", fleet(node("n", devices), specs=[spec("m", size, min_devices=min_devices)]), NOW)
+    host = node("n", devices, max_devices_per_model=8)
+    decision = place("m", fleet(host, specs=[spec("m", size, min_devices=min_devices)]), NOW)
     assert decision.devices == expected
     if not expected:
         assert decision.action == "refuse"
+
+
+def test_never_spreads_a_model_over_more_devices_than_its_node_supports(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    """Without the limit, `m` would evict `old` for two devices that the node then rejects."""
+    held = model("old", 20)
+    decision = place("m", fleet(node("n", [24, 24], held), specs=[spec("m", 40)]), NOW)
+    assert (decision.action, decision.victims) == ("refuse", ())
+    assert decision.assessments[0].verdict is Verdict.TOO_SMALL
+    assert "the node runs a model on one device" in decision.assessments[0].reason
+    wide = place("m", fleet(node("n", [24, 24], held, max_devices_per_model=2), specs=[spec("m", 40)]), NOW)
+    assert (wide.action, wide.devices, wide.victims) == ("load", (0, 1), ("old",))
+
+
+def test_rejects_min_devices_beyond_what_any_node_supports(node: Make, fleet: Make, spec: Make) -> None:
+    hosts = node("a", [24, 24]), node("b", [24, 24, 24, 24], max_devices_per_model=2)
+    decision = place("m", fleet(*hosts, specs=[spec("m", 8, min_devices=4)]), NOW)
+    assert decision.action == "refuse"
+    assert verdicts(decision) == {"a": "cannot_span", "b": "cannot_span"}
+    error = rejection(decision)
+    assert error.code == "insufficient_capacity"
+    assert "no node can run m over the devices that it asks for" in error.message
+    assert "a: cannot span 4 devices (min_devices), at most 1 per model" in error.message
+
+
+def test_a_node_that_can_span_enough_devices_is_preferred(node: Make, fleet: Make, spec: Make) -> None:
+    hosts = node("narrow", [24, 24]), node("wide", [24, 24], max_devices_per_model=2)
+    decision = place("m", fleet(*hosts, specs=[spec("m", 8, min_devices=2)]), NOW)
+    assert (decision.node, decision.devices) == ("wide", (0, 1))
 
 
 def test_small_devices_are_left_out(node: Make, fleet: Make, spec: Make) -> None:
@@ -171,7 +203,7 @@ def test_a_background_request_displaces_nothing(model: Make, node: Make, fleet: 
         ({"has_lifecycle": False}, {}, "not_listed"),
         ({"harnesses": ("llama.cpp",)}, {}, "wrong_harness"),
         ({}, {"load": "manual"}, "manual"),
-        ({}, {"min_devices": 2}, "too_few_devices"),
+        ({"max_devices_per_model": 2}, {"min_devices": 2}, "too_few_devices"),
         ({}, {"size": 25}, "too_small"),
         ({"foreign": 18}, {}, "crowded"),
     ],

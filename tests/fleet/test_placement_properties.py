@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.explain import as_json, refusal, rows, text
+from cortex.fleet.explain import as_json, rejection, rows, text
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import place
 from cortex.fleet.rules import EvictionRules
@@ -86,6 +86,7 @@ class Drawing:
             healthy=self.mostly(True, False),
             draining=self.mostly(False, True),
             has_lifecycle=self.mostly(True, False),
+            max_devices_per_model=self.random.randint(1, 3),
             reservations=self.mostly((), (promise,)),
         )
 
@@ -150,7 +151,7 @@ def test_what_is_decided_fits(fleet: Fleet, name: str, origin: str) -> None:
     assert not node.draining
     books = {device.index: device for device in ledger(node)}
     share = -(-decision.need_bytes // len(decision.devices))
-    assert len(decision.devices) >= fleet.catalogue.spec(name).min_devices
+    assert fleet.catalogue.spec(name).min_devices <= len(decision.devices) <= node.max_devices_per_model
     for index in decision.devices:
         given_back = sum(books[index].held_by(victim) for victim in decision.victims)
         committed = books[index].committed_bytes - given_back
@@ -168,7 +169,7 @@ def test_every_node_is_accounted_for_and_everything_can_be_told(fleet: Fleet, na
     assert text(decision)
     assert msgspec.json.decode(msgspec.json.encode(as_json(decision)))["model"] == name
     if decision.action in ("refuse", "wait"):
-        assert name in refusal(decision).message
+        assert name in rejection(decision).message
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import msgspec
+
 from cortex.fleet.topology import Device, Fleet, MemoryReservation, Node, missed, seen
 from cortex.wire.node import Device as WireDevice
 from cortex.wire.node import DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
@@ -37,6 +39,12 @@ def test_what_a_node_keeps_free_is_known_from_its_reports_and_older_nodes_say_no
     assert (device.kept_free_bytes, device.kept_free_share) == (70, 0.5)
     (device,) = seen(None, "beast", DISCOVERY, health(600), 1.0).devices
     assert (device.kept_free_bytes, device.kept_free_share) == (0, 0.0)
+
+
+def test_a_node_spans_one_device_per_model_unless_it_reports_more() -> None:
+    assert seen(None, "beast", DISCOVERY, health(600), 1.0).max_devices_per_model == 1
+    wide = msgspec.structs.replace(DISCOVERY, max_devices_per_model=4)
+    assert seen(None, "beast", wide, health(600), 1.0).max_devices_per_model == 4
 
 
 def test_foreign_use_is_not_judged_while_memory_is_on_the_move() -> None:

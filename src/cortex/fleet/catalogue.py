@@ -43,11 +43,12 @@ class ModelSpec(Section, frozen=True):
     source: str | None = None
     """Hub id, directory or file on the node; the id itself when absent."""
     quant: str | None = None
-    """Quantisation to load with, such as `q8_0`; as stored when absent."""
+    """Which of a repository's GGUF files to take, such as `Q4_K_M`; nothing is quantised at load."""
     vram_mb: Count | None = None
     """Expected size over all devices; the node's own estimate when absent. Measured bytes replace it after a load."""
     min_devices: Count = 1
-    """Fewest devices to spread over; more are used where one share would not fit."""
+    """Fewest devices to spread over; more are used where one share would not fit. Nodes limit the devices per model:
+    a neuron supports one (`max_devices_per_model` in its `/discovery`)."""
     min_device_vram_mb: Amount = 0
     """Devices smaller than this are not considered."""
     pinned_on: tuple[str, ...] = ()

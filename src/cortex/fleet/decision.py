@@ -42,6 +42,8 @@ class Verdict(StrEnum):
     """Only pinned or more important models could make room; waiting does not help."""
     TOO_SMALL = "too_small"
     TOO_FEW_DEVICES = "too_few_devices"
+    CANNOT_SPAN = "cannot_span"
+    """The model must span more devices (`min_devices`) than the node supports for one model."""
     WRONG_HARNESS = "wrong_harness"
     MANUAL = "manual"
     """Is loaded by hand only."""

@@ -51,7 +51,7 @@ def outcome(decision: Decision) -> str:
             first = decision.assessments[0]
             return f"{model_id} waits for room on {first.node}: {first.reason}."
         case "refuse":
-            return refusal(decision).message
+            return rejection(decision).message
 
 
 def as_json(decision: Decision) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def as_json(decision: Decision) -> dict[str, Any]:
     }
 
 
-def refusal(decision: Decision) -> CortexError:
+def rejection(decision: Decision) -> CortexError:
     """The error for a client whose model cannot be had. Meant for `refuse`, and for a `wait` that took too long."""
     error = _ERRORS.get(_decisive(decision), InsufficientCapacity)
     background = any(
@@ -80,7 +80,7 @@ def refusal(decision: Decision) -> CortexError:
     if error is InsufficientCapacity and background:
         error = Overloaded
     details = {"nodes": [_assessment_json(assessment) for assessment in decision.assessments]}
-    return error(_refusal_message(decision, error), details=details)
+    return error(_rejection_message(decision, error), details=details)
 
 
 _ERRORS: dict[Verdict | None, type[CortexError]] = {
@@ -101,10 +101,12 @@ def _decisive(decision: Decision) -> Verdict | None:
     return decision.assessments[0].verdict if decision.assessments else None
 
 
-def _refusal_message(decision: Decision, error: type[CortexError]) -> str:
+def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
     if not decision.assessments:
         return f"{decision.model_id} cannot run: the fleet has no nodes; add one under [[neurons]]."
     per_node = "; ".join(f"{assessment.node}: {_why(assessment)}" for assessment in decision.assessments)
+    if _decisive(decision) is Verdict.CANNOT_SPAN:
+        return f"no node can run {decision.model_id} over the devices that it asks for. {per_node}."
     lead = {
         Overloaded: f"there is no room for {decision.model_id} now",
         LoadFailed: f"{decision.model_id} could not be loaded",

@@ -37,7 +37,7 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
     held = node.residencies.get(spec.id)
 
     def assess(devices: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
-        count = _device_count(spec, devices, size)
+        count = _device_count(spec, devices, size, limit=node.max_devices_per_model)
         share = None if size is None else -(-size // (count or spec.min_devices))
         verdict, reason, room = _judge(spec, node, devices, occupants, fleet, count=count, share=share)
         if asleep and verdict is Verdict.FITS:
@@ -104,11 +104,18 @@ def _judge(
     share: int | None,
 ) -> tuple[Verdict, str, _Room]:
     nowhere = _Room(())
+    limit = node.max_devices_per_model
+    if spec.min_devices > limit:
+        reason = f"cannot span {spec.min_devices} devices (min_devices), at most {limit} per model"
+        return Verdict.CANNOT_SPAN, reason, nowhere
     if len(eligible) < spec.min_devices:
         return Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)), nowhere
     if count is None:
         largest = max(device.capacity_bytes for device in eligible)
-        return Verdict.TOO_SMALL, f"needs {gib(share)} per device, the largest has {gib(largest)}", nowhere
+        reason = f"needs {gib(share)} per device, the largest has {gib(largest)}"
+        if limit == 1 and len(eligible) > 1:
+            reason += "; the node runs a model on one device"
+        return Verdict.TOO_SMALL, reason, nowhere
     if share is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
         return Verdict.FITS, "size not known, the node will see", _Room(tuple(emptiest))
@@ -172,10 +179,11 @@ def _eligible(spec: ModelSpec, books: Sequence[DeviceLedger]) -> list[DeviceLedg
     return [device for device in books if device.kind == kind and device.total_bytes >= smallest]
 
 
-def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None) -> int | None:
-    """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it."""
+def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int) -> int | None:
+    """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it, up to
+    `limit`, the most that the node supports for one model."""
     count = spec.min_devices
-    while count <= len(eligible):
+    while count <= min(limit, len(eligible)):
         if size is None or sum(device.capacity_bytes * count >= size for device in eligible) >= count:
             return count
         count *= 2

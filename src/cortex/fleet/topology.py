@@ -95,6 +95,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """By model id, cold and failed models included."""
     has_lifecycle: bool = True
     """Whether it can be told to load and unload; foreign servers cannot."""
+    max_devices_per_model: int = 1
     harnesses: tuple[str, ...] = ("torch",)
     dialects: tuple[Dialect, ...] = ("openai_chat",)
     healthy: bool = False
@@ -174,6 +175,7 @@ def seen(
         devices=_devices(before, discovery, health),
         residencies=residencies,
         has_lifecycle=has_lifecycle,
+        max_devices_per_model=discovery.max_devices_per_model,
         harnesses=discovery.harnesses,
         dialects=discovery.dialects,
         healthy=True,

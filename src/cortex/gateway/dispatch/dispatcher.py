@@ -289,7 +289,7 @@ class Dispatcher:
             self._model_jobs.begin(decision)
             self._changed()
         elif decision.action in ("wait", "refuse"):
-            raise explain.refusal(decision)
+            raise explain.rejection(decision)
         return decision
 
     def unload(
@@ -425,7 +425,7 @@ class Dispatcher:
             self._changed()
         for decision in decided.refusals:
             if not any(map(self._is_undecided, decision.assessments)):
-                self._fail_all(decision.model_id, explain.refusal(decision))
+                self._fail_all(decision.model_id, explain.rejection(decision))
 
     def _is_undecided(self, assessment: Assessment) -> bool:
         """The node has not been heard yet, or may only have stumbled: it could still take the model."""

@@ -25,7 +25,7 @@ from cortex.neuron.node.event_feed import Feed
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.loading.files import fetch, find_local
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library, scan_cache
-from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.loading.loader import MAX_DEVICES_PER_MODEL, ModelLoader
 from cortex.neuron.node.parking import Parked, Parking, budget_bytes
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
@@ -354,5 +354,6 @@ def _discovery(config: NeuronConfig, inventory: Inventory) -> Discovery:
         devices=inventory.devices,
         driver=inventory.driver,
         driver_problem=inventory.driver_problem,
+        max_devices_per_model=MAX_DEVICES_PER_MODEL,
         harnesses=tuple(harness.name for harness in config.harnesses),
     )

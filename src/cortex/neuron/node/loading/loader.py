@@ -29,6 +29,8 @@ from cortex.neuron.worker.supervisor import LoadRejected, Resident, WorkerSuperv
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Capabilities, Device
 
+MAX_DEVICES_PER_MODEL = 1
+"""Reported in `/discovery`, so that a gateway plans no load that `_check` would reject."""
 _SETTLE_S = 2.0
 """A device may report memory as taken for a moment after it was freed."""
 _SETTLE_INTERVAL_S = 0.2
@@ -114,7 +116,7 @@ class ModelLoader:
 
     def _check(self, model: KnownModel) -> None:
         """What a request or a config file may ask for that this node cannot do. Raises LoadFailed."""
-        if model.tensor_parallel > 1:
+        if model.tensor_parallel > MAX_DEVICES_PER_MODEL:
             raise LoadFailed(
                 f"{model.id} asks for tensor_parallel = {model.tensor_parallel}; "
                 "this node runs a model on one device: leave it at 1 and choose a model that fits"

@@ -291,7 +291,7 @@ def test_pins_that_are_not_met(model: Make, node: Make, fleet: Make, spec: Make)
             spec("ordinary"),
         ],
     )
-    assert unmet_pins(picture) == (("here", "b"), ("anywhere", None))
+    assert unmet_pins(picture) == (("b", "here"), (None, "anywhere"))
 
 
 def test_what_a_node_keeps_free_is_not_promised(node: Make, fleet: Make, spec: Make) -> None:

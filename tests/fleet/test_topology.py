@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cortex.fleet.topology import Device, Fleet, MemoryReservation, Node, missed, seen
+from cortex.fleet.topology import Device, Fleet, MemoryReservation, ModelOnNode, Node, missed, seen
 from cortex.wire.node import Device as WireDevice
 from cortex.wire.node import DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
 
@@ -63,7 +63,7 @@ def test_a_download_holds_no_device_memory_yet() -> None:
 
 def test_what_only_the_gateway_knows_survives_a_poll() -> None:
     node = seen(None, "beast", DISCOVERY, health(700, status(ModelState.READY)), 1.0)
-    fleet = Fleet(nodes=(node,)).with_in_flight({("beast", "m"): 2})
+    fleet = Fleet(nodes=(node,)).with_in_flight({ModelOnNode("beast", "m"): 2})
     node = fleet.nodes[0]
     reservation = MemoryReservation(model_id="n", devices=(0,), num_bytes=5)
     node = Node(
@@ -99,7 +99,9 @@ def test_replicas_are_ready_models_on_nodes_that_take_requests() -> None:
 
 def test_as_if_idle_forgets_all_requests() -> None:
     busy = status(ModelState.READY, load=ModelLoad(running=3, waiting=1))
-    fleet = Fleet(nodes=(seen(None, "beast", DISCOVERY, health(700, busy), 1.0),)).with_in_flight({("beast", "m"): 4})
+    fleet = Fleet(nodes=(seen(None, "beast", DISCOVERY, health(700, busy), 1.0),)).with_in_flight(
+        {ModelOnNode("beast", "m"): 4}
+    )
     assert fleet.nodes[0].residencies["m"].is_busy
     assert not fleet.nodes[0].is_idle
     assert not fleet.as_if_idle().nodes[0].residencies["m"].is_busy

@@ -15,7 +15,7 @@ from cortex.wire.node import ModelState
 
 from .catalogue import ModelSpec
 from .rules import EvictionRules
-from .topology import ON_DEVICE, Fleet, Node, Residency
+from .topology import ON_DEVICE, Fleet, ModelOnNode, Node, Residency
 
 
 class Protection(StrEnum):
@@ -110,8 +110,8 @@ def choose(
     return tuple(victims)
 
 
-def expired(fleet: Fleet, now: float) -> tuple[tuple[str, str], ...]:
-    """The (node, model) pairs whose `ttl_s` has run out: idle on-demand models that nobody pinned.
+def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
+    """The models whose `ttl_s` has run out: idle on-demand models that nobody pinned.
 
     A ready one has been unused for that long and is put to sleep, where its node has room for that; a sleeper has slept
     for that long again, and is unloaded for good.
@@ -126,7 +126,7 @@ def expired(fleet: Fleet, now: float) -> tuple[tuple[str, str], ...]:
                 continue
             unused_s = now - max(held.last_used, held.state_since)
             if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name) and unused_s >= spec.ttl_s:
-                found.append((node.name, held.model_id))
+                found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
 
 

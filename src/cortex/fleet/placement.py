@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from cortex.wire.node import ModelState
 
@@ -87,19 +88,29 @@ def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
     return spec.min_devices if held is None else len(held.status.devices) or spec.min_devices
 
 
-def unmet_pins(fleet: Fleet) -> tuple[tuple[str, str | None], ...]:
-    """The (model, node) pairs that should be loaded and are not; no node where any will do."""
-    found: list[tuple[str, str | None]] = []
+class UnmetPin(NamedTuple):
+    """A pinned model that is not loaded where it should be."""
+
+    node: str | None
+    """`None`: any node will do."""
+    model: str
+
+
+def unmet_pins(fleet: Fleet) -> tuple[UnmetPin, ...]:
+    """The pinned models that should be loaded and are not."""
+    found = []
     for spec in fleet.catalogue.models:
         if spec.policy != "pinned":
             continue
         if spec.pinned_on:
             named = (fleet.node(name) for name in spec.pinned_on)
             found += [
-                (spec.id, node.name) for node in named if node is not None and node.healthy and not _stands(spec, node)
+                UnmetPin(node.name, spec.id)
+                for node in named
+                if node is not None and node.healthy and not _stands(spec, node)
             ]
         elif not any(_stands(spec, node) for node in fleet.nodes if node.healthy):
-            found.append((spec.id, None))
+            found.append(UnmetPin(None, spec.id))
     return tuple(found)
 
 

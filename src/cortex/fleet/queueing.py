@@ -14,11 +14,8 @@ import msgspec
 
 from cortex.fleet.decision import Decision, Origin
 from cortex.fleet.placement import place
-from cortex.fleet.topology import Fleet, MemoryReservation, Residency
+from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Residency
 from cortex.wire.node import ModelState
-
-ModelOnNode = tuple[str, str]
-"""(node, model)"""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +84,7 @@ def _make_way(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozense
     in_time = place(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
     if in_time.action not in ("load", "wake") or in_time.node is None:
         return fleet, frozenset()
-    closing = frozenset((in_time.node, victim) for victim in in_time.victims)
+    closing = frozenset(ModelOnNode(in_time.node, victim) for victim in in_time.victims)
     return _begun(fleet, in_time), closing
 
 

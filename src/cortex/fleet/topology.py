@@ -7,6 +7,7 @@ monotonic clock. A snapshot informs a decision; the node itself has the last wor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,6 +25,13 @@ STARTING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.REC
 """States that end in `ready` by themselves."""
 _SHIFTING = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
 """States in which a device's free bytes are on the move."""
+
+
+class ModelOnNode(NamedTuple):
+    """One model on one node, as a key."""
+
+    node: str
+    model: str
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,8 +157,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
         return msgspec.structs.replace(self, nodes=nodes)
 
-    def with_in_flight(self, counts: Mapping[tuple[str, str], int]) -> Fleet:
-        """This picture with the gateway's own request counts, by (node, model)."""
+    def with_in_flight(self, counts: Mapping[ModelOnNode, int]) -> Fleet:
+        """This fleet with the gateway's own request counts."""
         return msgspec.structs.replace(self, nodes=tuple(_count(node, counts) for node in self.nodes))
 
     def as_if_idle(self) -> Fleet:
@@ -233,9 +241,9 @@ def _device(
     )
 
 
-def _count(node: Node, counts: Mapping[tuple[str, str], int]) -> Node:
+def _count(node: Node, counts: Mapping[ModelOnNode, int]) -> Node:
     residencies = {
-        model_id: msgspec.structs.replace(held, in_flight=counts.get((node.name, model_id), 0))
+        model_id: msgspec.structs.replace(held, in_flight=counts.get(ModelOnNode(node.name, model_id), 0))
         for model_id, held in node.residencies.items()
     }
     return msgspec.structs.replace(node, residencies=residencies)

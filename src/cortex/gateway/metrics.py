@@ -1,6 +1,6 @@
 """What the gateway counts. Names are fixed; a dashboard depends on them.
 
-What every request bumps is kept as plain numbers per (model, node) and (model, key), and becomes counters and
+What every request bumps is kept as plain numbers per model on a node and per model and key, and becomes counters and
 histograms only when somebody scrapes; so do the gauges of nodes, devices and models, which are read from the fleet.
 """
 
@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from cortex.fleet.topology import ModelOnNode
 from cortex.wire.events import Usage
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -127,7 +128,7 @@ class _Tallies(Collector):
 
     def __init__(self) -> None:
         self.overhead = Distribution(OVERHEAD_BUCKETS)
-        self.traffic: dict[tuple[str, str], Traffic] = {}
+        self.traffic: dict[ModelOnNode, Traffic] = {}
         self.spend: dict[tuple[str, str], Spend] = {}
 
     def describe(self) -> list[Metric]:
@@ -147,11 +148,12 @@ class _Tallies(Collector):
         speed = HistogramMetricFamily(
             "cortex_tokens_per_second", "Completion tokens over the time after the first.", labels=pair
         )
-        for model_and_node, traffic in self.traffic.items():
-            requests.add_metric(model_and_node, traffic.num_requests)
-            traffic.duration.add_to(duration, model_and_node)
-            traffic.first_token.add_to(first_token, model_and_node)
-            traffic.speed.add_to(speed, model_and_node)
+        for (node, model), traffic in self.traffic.items():
+            labels = (model, node)
+            requests.add_metric(labels, traffic.num_requests)
+            traffic.duration.add_to(duration, labels)
+            traffic.first_token.add_to(first_token, labels)
+            traffic.speed.add_to(speed, labels)
         overhead = HistogramMetricFamily(
             "cortex_overhead_seconds", "Time the gateway itself took before it passed a request on, waiting aside."
         )
@@ -206,10 +208,10 @@ class Metrics:
 
     def traffic(self, model: str, node: str) -> Traffic:
         """The tally of one model on one node, to be bumped."""
-        model_and_node = (model, node)
-        found = self._tallies.traffic.get(model_and_node)
+        key = ModelOnNode(node, model)
+        found = self._tallies.traffic.get(key)
         if found is None:
-            found = self._tallies.traffic[model_and_node] = Traffic()
+            found = self._tallies.traffic[key] = Traffic()
         return found
 
     def spend(self, model: str, key: str) -> Spend:

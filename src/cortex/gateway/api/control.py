@@ -12,7 +12,7 @@ import msgspec
 
 from cortex import __version__
 from cortex.fleet import explain
-from cortex.fleet.topology import Node
+from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.api import models
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
@@ -184,7 +184,7 @@ class Control:
         if not left:
             respond(answer)
         for node in awaited:
-            self._dispatcher.watch((node, model), partial(ended, node))
+            self._dispatcher.watch(ModelOnNode(node, model), partial(ended, node))
 
     def _stream_events(self, exchange: Exchange) -> None:
         """Everything that happens from now on. A reader that cannot keep up loses events, not the connection."""

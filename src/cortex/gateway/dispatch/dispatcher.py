@@ -16,9 +16,9 @@ from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
 from cortex.fleet.eviction import due_for_recycling, expired
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import place, unmet_pins
-from cortex.fleet.queueing import ModelOnNode, plan
+from cortex.fleet.queueing import plan
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Fleet
+from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadJob, Shortfall
@@ -99,7 +99,7 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
-        """Requests open at each (node, model); only those with any."""
+        """Requests open at each model on each node; only those with any."""
         return dict(self._leases.in_flight)
 
     def reconfigure(
@@ -231,7 +231,7 @@ class Dispatcher:
         job = self._model_jobs.load_ended(node, model, result)
         self._changed()
         if isinstance(result, ModelStatus):
-            self._model_jobs.tell((node, model), None)
+            self._model_jobs.tell(ModelOnNode(node, model), None)
         elif not (isinstance(result, InsufficientCapacity) and job is not None and self._will_make_room(job)):
             self._model_jobs.give_up(node, model, result)
         self._changed()
@@ -242,7 +242,7 @@ class Dispatcher:
 
         At once, where others can be evicted for it; where they are busy, those who wait go on waiting for that.
         """
-        key, now = (job.node, job.model), self._clock()
+        key, now = ModelOnNode(job.node, job.model), self._clock()
         node = self._fleet_state.fleet.node(job.node)
         if key in self._fleet_state.shortfalls or node is None:
             return False
@@ -285,7 +285,7 @@ class Dispatcher:
         decision = place(model, self.fleet, self._clock(), origin="operator", excluded=excluded)
         self._event_log.decided(decision)
         if decision.action in ("load", "wake"):
-            self._fleet_state.failures.pop((decision.node or "", model), None)
+            self._fleet_state.failures.pop(ModelOnNode(decision.node or "", model), None)
             self._model_jobs.begin(decision)
             self._changed()
         elif decision.action in ("wait", "refuse"):
@@ -312,7 +312,7 @@ class Dispatcher:
                 f"{model} is loaded on no node{f' called {shorten(node)}' if node else ''}.", param="model"
             )
         for name in places:
-            self._fleet_state.pins.discard((name, model))
+            self._fleet_state.pins.discard(ModelOnNode(name, model))
             self._model_jobs.unload(name, model, cause="operator", force=force, park=park)
         self._changed()
         return tuple(places)
@@ -327,17 +327,17 @@ class Dispatcher:
         if not places:
             chosen = self.load(model, node).node
             places = [chosen] if chosen is not None else []
-        self._fleet_state.pins |= {(name, model) for name in places}
+        self._fleet_state.pins |= {ModelOnNode(name, model) for name in places}
         self._changed()
         return tuple(places)
 
     def unpin(self, model: str, node: str | None = None) -> tuple[str, ...]:
         """Let the model be displaced again where a hand, not the catalogue, had pinned it."""
-        freed = {key for key in self._fleet_state.pins if key[1] == model and node in (None, key[0])}
+        freed = {key for key in self._fleet_state.pins if key.model == model and node in (None, key.node)}
         self._fleet_state.pins -= freed
         self._changed()
         self._advance()
-        return tuple(sorted(name for name, _ in freed))
+        return tuple(sorted(key.node for key in freed))
 
     # --- time
 
@@ -352,7 +352,7 @@ class Dispatcher:
         for here in self.fleet.nodes:
             if due_for_recycling(here, self._fleet_state.rules):
                 self._model_jobs.recycle(here)
-        for model, pinned_node in unmet_pins(self.fleet):
+        for pinned_node, model in unmet_pins(self.fleet):
             others = [name for name in self._has_lifecycle if pinned_node is not None and name != pinned_node]
             decision = place(model, self.fleet, now, excluded=others)
             if decision.action in ("load", "wake"):

@@ -13,9 +13,8 @@ import msgspec
 
 from cortex.fleet import memory, topology
 from cortex.fleet.catalogue import Catalogue
-from cortex.fleet.queueing import ModelOnNode
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Fleet, MemoryReservation, Node, Residency
+from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
 from cortex.wire.node import Discovery, Health, ModelState, ModelStatus
 
 _ABSENT = frozenset({ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP})
@@ -71,7 +70,7 @@ class FleetState:
         """The nodes there should be, in order; others are forgotten."""
         self._reported = {name: self._reported.get(name, Node(name=name)) for name in names}
         for jobs in (self.loads, self.unloads, self.failures, self.shortfalls):
-            for key in [key for key in jobs if key[0] not in self._reported]:
+            for key in [key for key in jobs if key.node not in self._reported]:
                 del jobs[key]
 
     def observed(self, name: str, discovery: Discovery, health: Health, now: float, *, has_lifecycle: bool) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cortex.fleet import routing
-from cortex.fleet.queueing import ModelOnNode
 from cortex.fleet.routing import Affinity, Replica
-from cortex.fleet.topology import Node, Residency
+from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.leases import NOBODY, Lease
 from cortex.wire.errors import UnsupportedModality
@@ -29,7 +28,7 @@ class LeasePool:
 
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
-        """Requests open at each (node, model); only those with any."""
+        """Requests open at each model on each node; only those with any."""
         return self._in_flight
 
     def rebuilt(self) -> None:
@@ -48,7 +47,7 @@ class LeasePool:
             ready = tuple(
                 (node, held)
                 for node, held in ready
-                if node.name not in avoided and (node.name, model) not in self.closed
+                if node.name not in avoided and ModelOnNode(node.name, model) not in self.closed
             )
             if not ready:
                 return None
@@ -79,7 +78,7 @@ class LeasePool:
 
     def release(self, lease: Lease) -> bool:
         """End a lease; True when that was the last one at its seat."""
-        key = (lease.node, lease.model)
+        key = ModelOnNode(lease.node, lease.model)
         left = self._in_flight.get(key, 0) - 1
         if left > 0:
             self._in_flight[key] = left
@@ -94,7 +93,7 @@ class LeasePool:
                 affinity.forget(node)
 
     def _take(self, node: Node, model: str, *, has_alternatives: bool = False) -> Lease:
-        key = (node.name, model)
+        key = ModelOnNode(node.name, model)
         self._in_flight[key] = self._in_flight.get(key, 0) + 1
         return Lease(
             node.name,
@@ -105,7 +104,9 @@ class LeasePool:
         )
 
     def _choose(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> Node:
-        replicas = [Replica.of(node, held, self._in_flight.get((node.name, model), 0)) for node, held in ready]
+        replicas = [
+            Replica.of(node, held, self._in_flight.get(ModelOnNode(node.name, model), 0)) for node, held in ready
+        ]
         affinity = self._affinities.setdefault(model, Affinity())
         chosen = routing.choose(replicas, prompt, affinity).node
         return next(node for node, _ in ready if node.name == chosen)

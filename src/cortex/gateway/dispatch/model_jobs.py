@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from cortex.fleet.decision import Decision
-from cortex.fleet.queueing import ModelOnNode
-from cortex.fleet.topology import ON_DEVICE, Node
+from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
@@ -61,7 +60,7 @@ class ModelJobs:
     def begin(self, decision: Decision) -> None:
         """Carry out a decision to load or wake: victims first. Does nothing when it is under way already."""
         node, model = decision.node, decision.model_id
-        if node is None or (node, model) in self._fleet_state.loads:
+        if node is None or ModelOnNode(node, model) in self._fleet_state.loads:
             return
         job = LoadJob(
             node,
@@ -72,7 +71,7 @@ class ModelJobs:
             self._clock(),
             victims=frozenset(decision.victims),
         )
-        self._fleet_state.loads[node, model] = job
+        self._fleet_state.loads[ModelOnNode(node, model)] = job
         for victim in decision.victims:
             self.unload(node, victim, cause="evicted", for_model=model, park=True)
         if not job.victims:
@@ -89,21 +88,21 @@ class ModelJobs:
         park: bool = False,
     ) -> None:
         """Order an unload, unless one is under way. `park`: the node may keep the weights in host memory."""
-        if (node, model) in self._fleet_state.unloads:
+        if ModelOnNode(node, model) in self._fleet_state.unloads:
             return
-        self._fleet_state.unloads[node, model] = self._clock()
+        self._fleet_state.unloads[ModelOnNode(node, model)] = self._clock()
         self._event_log.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
         self._effects.unload(node, UnloadRequest(model_id=model, force=force, park=park), cause)
 
     def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> LoadJob | None:
         """Note how a load ended; the job it was, so that a failed one may be tried again."""
-        job = self._fleet_state.loads.pop((node, model), None)
+        job = self._fleet_state.loads.pop(ModelOnNode(node, model), None)
         self._event_log.settled(model)
         if isinstance(result, ModelStatus):
             self._fleet_state.put(node, result, self._clock())
             self._fleet_state.count_load(node)
-            self._fleet_state.failures.pop((node, model), None)
-            self._fleet_state.shortfalls.pop((node, model), None)
+            self._fleet_state.failures.pop(ModelOnNode(node, model), None)
+            self._fleet_state.shortfalls.pop(ModelOnNode(node, model), None)
             self._event_log.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
         else:
             self._event_log.happened("load_failed", node=node, model=model, why=result.message)
@@ -111,14 +110,14 @@ class ModelJobs:
 
     def give_up(self, node: str, model: str, error: CortexError) -> None:
         """The load will not be tried again there for a while."""
-        self._fleet_state.loads.pop((node, model), None)
-        self._fleet_state.shortfalls.pop((node, model), None)
-        self._fleet_state.failures[node, model] = LoadFailure(self._clock(), error.message)
-        self.tell((node, model), error)
+        self._fleet_state.loads.pop(ModelOnNode(node, model), None)
+        self._fleet_state.shortfalls.pop(ModelOnNode(node, model), None)
+        self._fleet_state.failures[ModelOnNode(node, model)] = LoadFailure(self._clock(), error.message)
+        self.tell(ModelOnNode(node, model), error)
 
     def unload_ended(self, node: str, model: str, error: CortexError | None) -> None:
         """Note how an unload ended; loads that waited for it begin, or fail with it."""
-        self._fleet_state.unloads.pop((node, model), None)
+        self._fleet_state.unloads.pop(ModelOnNode(node, model), None)
         self._event_log.settled(model)
         if error is None:
             self._fleet_state.forget_ready(node, model, self._clock())
@@ -132,7 +131,7 @@ class ModelJobs:
             else:
                 reason = f"{model} could not be unloaded to make room: {error.message}"
                 self.give_up(node, job.model, LoadFailed(reason))
-        self.tell((node, model), error)
+        self.tell(ModelOnNode(node, model), error)
 
     def recycle(self, node: Node) -> None:
         """Order new workers for the devices of `node` that hold no model and still have their old one."""
@@ -169,11 +168,11 @@ class ModelJobs:
         """The node is down, and with it everything that was under way there."""
         self._effects.abandon(node)
         self._recycling.discard(node)
-        for key in [key for key in self._fleet_state.loads if key[0] == node]:
+        for key in [key for key in self._fleet_state.loads if key.node == node]:
             del self._fleet_state.loads[key]
-        for key in [key for key in self._fleet_state.unloads if key[0] == node]:
+        for key in [key for key in self._fleet_state.unloads if key.node == node]:
             del self._fleet_state.unloads[key]
-        for key in [key for key in self._watchers if key[0] == node]:
+        for key in [key for key in self._watchers if key.node == node]:
             self.tell(key, UpstreamUnavailable(f"Node {node} went down: {why}"))
 
     def watch(self, key: ModelOnNode, watcher: Watcher) -> None:
@@ -188,7 +187,7 @@ class ModelJobs:
     def notice(self, node: str, health: Health) -> None:
         """Loads that somebody else ordered end in a poll."""
         for status in health.models:
-            key = (node, status.id)
+            key = ModelOnNode(node, status.id)
             if key not in self._watchers or key in self._fleet_state.loads or key in self._fleet_state.unloads:
                 continue
             if status.state is ModelState.READY:
@@ -198,7 +197,7 @@ class ModelJobs:
 
     def _victim_gone(self, job: LoadJob, victim: str) -> None:
         left = replace(job, victims=job.victims - {victim})
-        self._fleet_state.loads[job.node, job.model] = left
+        self._fleet_state.loads[ModelOnNode(job.node, job.model)] = left
         if not left.victims:
             self._load(left)
 

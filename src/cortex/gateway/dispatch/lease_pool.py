@@ -8,7 +8,7 @@ from cortex.fleet import routing
 from cortex.fleet.routing import Affinity, Replica
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import FleetState
-from cortex.gateway.dispatch.leases import NOBODY, Lease
+from cortex.gateway.dispatch.leases import NO_NODES, Lease
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.node import ModelState
 
@@ -35,7 +35,7 @@ class LeasePool:
         """The picture has changed: nothing derived from the old one holds."""
         self._ready.clear()
 
-    def acquire(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str] = NOBODY) -> Lease | None:
+    def acquire(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str] = NO_NODES) -> Lease | None:
         """A lease where `model` is ready, or None. The hot path: with one replica nothing is computed."""
         ready = self._ready.get(model)
         if ready is None:

@@ -12,7 +12,7 @@ from cortex.wire.node import Dialect
 Need = Literal["answer", "count", "embeddings"]
 """What a request wants of a node: a generated answer, a count of tokens, or embeddings."""
 
-NOBODY: frozenset[str] = frozenset()
+NO_NODES: frozenset[str] = frozenset()
 
 
 class Lease:
@@ -57,7 +57,7 @@ class PendingRequest:
         *,
         origin: Origin = "request",
         need: Need = "answer",
-        excluded: frozenset[str] = NOBODY,
+        excluded: frozenset[str] = NO_NODES,
         number: int = 0,
     ) -> None:
         self.model = model

@@ -34,7 +34,7 @@ T = TypeVar("T")
 POLL_TIMEOUT_S = 2.0
 LOAD_CALL_TIMEOUT_S = 3600.0
 """A node may hold the load call until the model is ready; polls tell meanwhile whether the node lives."""
-SPENT_TIMEOUT_S = 4.0
+USAGE_TIMEOUT_S = 4.0
 """A node waits a little for the end of the request it is asked about."""
 WATCH_INTERVAL_S = 0.25
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
@@ -67,7 +67,7 @@ class _ErrorEnvelope(msgspec.Struct, frozen=True):
     error: _ErrorBody
 
 
-def told_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """The message in an error body, or empty."""
     told = _told(body)
     return told.message if told else ""
@@ -159,9 +159,9 @@ class NodeClient:
             raise LoadFailed(f"the node says the model is {status.state} after it was told to unload it")
         return status
 
-    async def spent(self, request_id: str) -> Usage:
+    async def request_usage(self, request_id: str) -> Usage:
         """What was done for a request whose client has left."""
-        return await self._get(f"/requests/{quote(request_id, safe='')}/usage".encode(), Usage, SPENT_TIMEOUT_S)
+        return await self._get(f"/requests/{quote(request_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
 
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""

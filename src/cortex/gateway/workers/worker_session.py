@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 
-from cortex.gateway.dispatch.leases import NOBODY, Lease, Need, PendingRequest
+from cortex.gateway.dispatch.leases import NO_NODES, Lease, Need, PendingRequest
 from cortex.gateway.ledger.meter import Reservation
 from cortex.gateway.proxy.admission import AdmittedRequest, LocalAdmissionController
 from cortex.gateway.workers.messages import (
@@ -103,7 +103,7 @@ class WorkerSession:
             admitted, reservation, asked.need, asked.prompt
         )
         self.send(Admitted(asked.number, admitted.model, admitted.origin, admitted.hold.principal))
-        self._ask(asked.number, worker_request, NOBODY)
+        self._ask(asked.number, worker_request, NO_NODES)
 
     def _ask(self, number: int, worker_request: _WorkerRequest, excluded: frozenset[str]) -> None:
         worker_request.pending = PendingRequest(

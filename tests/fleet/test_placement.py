@@ -236,9 +236,11 @@ def test_a_recent_failure_is_not_repeated_at_once(model: Make, node: Make, fleet
     assert place("m", picture, NOW + 60).node == "a"
 
 
-def test_a_node_just_tried_is_left_out(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("a", [24]), node("b", [80]), specs=[spec("m")])
-    assert place("m", picture, NOW, excluded=["a"]).node == "b"
+def test_a_decision_for_one_node_considers_no_other(node: Make, fleet: Make, spec: Make) -> None:
+    picture = fleet(node("a", [24]), node("b", [80]), node("small", [4]), specs=[spec("m")])
+    assert place("m", picture, NOW).node == "a"
+    assert place("m", picture, NOW, only_on="b").node == "b"
+    assert verdicts(place("m", picture, NOW, only_on="small")) == {"small": "too_small"}
 
 
 def test_after_running_out_of_memory_the_need_is_what_the_load_showed(
@@ -246,7 +248,7 @@ def test_after_running_out_of_memory_the_need_is_what_the_load_showed(
 ) -> None:
     picture = fleet(node("n", [24], model("old", 12)), specs=[spec("m", 8)])
     assert place("m", picture, NOW).victims == ()
-    shown = picture.replacing(msgspec.structs.replace(picture.nodes[0], shown_needs={"m": 14 * GIB}))
+    shown = picture.with_node(msgspec.structs.replace(picture.nodes[0], raised_needs={"m": 14 * GIB}))
     assert place("m", shown, NOW).victims == ("old",)
 
 

@@ -189,7 +189,7 @@ RANK = {"route": 0, "join": 1, "wake": 2, "load": 2, "wait": 3, "refuse": 4}
 def test_an_additional_empty_node_never_makes_it_worse(fleet: Fleet, name: str) -> None:
     device = Device(index=0, kind="cuda", name="card", total_bytes=80 * MIB, free_bytes=80 * MIB)
     extra = Node(name="extra", devices=(device,), healthy=True)
-    assert RANK[place(name, fleet.replacing(extra), NOW).action] <= RANK[place(name, fleet, NOW).action]
+    assert RANK[place(name, fleet.with_node(extra), NOW).action] <= RANK[place(name, fleet, NOW).action]
 
 
 @settings(max_examples=200, deadline=None)

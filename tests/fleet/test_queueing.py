@@ -34,7 +34,7 @@ def test_starts_do_not_share_bytes(node: Make, fleet: Make, spec: Make) -> None:
     found = plan([waits("b", 1), waits("a", 2)], picture, NOW)
     assert [decision.model_id for decision in found.starts] == ["a"]
     assert [decision.model_id for decision in found.waits] == ["b"]
-    assert not found.refusals
+    assert not found.rejections
 
 
 def test_two_newcomers_do_not_evict_the_same_model_twice(model: Make, node: Make, fleet: Make, spec: Make) -> None:
@@ -77,7 +77,7 @@ def test_room_is_made_for_the_longest_waiting_first_and_no_more_than_it_needs(
 def test_what_cannot_be_had_is_refused(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     picture = fleet(node("n", [24], model("old", 20, pinned=True)), specs=[spec("new", 20), spec("huge", 90)])
     found = plan([waits("new"), waits("huge")], picture, NOW)
-    assert {decision.model_id for decision in found.refusals} == {"new", "huge"}
+    assert {decision.model_id for decision in found.rejections} == {"new", "huge"}
 
 
 def test_turns_go_to_the_overdue_then_the_important_then_the_patient(fleet: Make, spec: Make) -> None:

@@ -36,8 +36,6 @@ class Verdict(StrEnum):
     UNHEALTHY = "unhealthy"
     FAILED = "failed"
     """Failed to load there a moment ago."""
-    EXCLUDED = "excluded"
-    """The caller has just tried it."""
     HELD = "held"
     """Only pinned or more important models could make room; waiting does not help."""
     TOO_SMALL = "too_small"

@@ -90,7 +90,6 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
     Verdict.DRAINING: UpstreamUnavailable,
     Verdict.UNHEALTHY: UpstreamUnavailable,
     Verdict.FAILED: LoadFailed,
-    Verdict.EXCLUDED: LoadFailed,
     Verdict.MANUAL: UpstreamUnavailable,
     Verdict.NOT_LISTED: ModelNotFound,
 }

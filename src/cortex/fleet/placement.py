@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from cortex.wire.node import ModelState
@@ -31,19 +30,17 @@ def place(
     now: float,
     *,
     origin: Origin = "request",
-    excluded: Iterable[str] = (),
+    only_on: str | None = None,
 ) -> Decision:
     """Decide where `model_id` runs.
 
-    Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes,
-    coldest, lowest priority). Within each come first the nodes the model is pinned on, then those where it sleeps.
-    `excluded` are nodes that were just tried in vain.
+    Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes, least
+    recently used, lowest priority). Within each, nodes where the model is pinned come first, then those where it is
+    asleep. `only_on` restricts the decision to one node.
     """
     spec = fleet.catalogue.spec(model_id)
-    tried = frozenset(excluded)
     assessments = [
-        _excluded(spec, node, fleet) if node.name in tried else assess(spec, node, fleet, now, origin=origin)
-        for node in fleet.nodes
+        assess(spec, node, fleet, now, origin=origin) for node in fleet.nodes if only_on in (None, node.name)
     ]
     assessments.sort(key=_preference)
     action = _action(assessments[0]) if assessments else "refuse"
@@ -54,8 +51,8 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     """What can be done with `spec` on `node`."""
     held = node.residencies.get(spec.id)
     need = need_of(spec, node, fleet)
-    if (shown := node.shown_needs.get(spec.id)) is not None:
-        need = Need(takes_bytes=shown, least_bytes=shown) if need is None else need.at_least(shown)
+    if (raised := node.raised_needs.get(spec.id)) is not None:
+        need = Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
     found = _without_memory(spec, node, held, fleet, now, origin)
     if found is None:
         return fit(spec, node, fleet, now, need=need, origin=origin)
@@ -73,15 +70,10 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     )
 
 
-def _excluded(spec: ModelSpec, node: Node, fleet: Fleet) -> Assessment:
-    need = need_of(spec, node, fleet)
-    return Assessment(
-        node=node.name,
-        verdict=Verdict.EXCLUDED,
-        reason="was just tried in vain",
-        need_bytes=None if need is None else need.takes_bytes,
-        rows=need_and_have(node, need, _num_devices(spec, node.residencies.get(spec.id))),
-    )
+def feasible_nodes(model_id: str, fleet: Fleet, now: float) -> tuple[str, ...]:
+    """The nodes that could serve the model, now or after making room, if the operator loads it."""
+    decision = place(model_id, fleet, now, origin="operator")
+    return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
 
 
 def _num_devices(spec: ModelSpec, held: Residency | None) -> int:

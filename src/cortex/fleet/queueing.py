@@ -36,7 +36,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Loads and wakes to begin now, most urgent first; they do not compete for the same bytes."""
     waits: tuple[Decision, ...] = ()
     """Models that stay queued, with what they wait for."""
-    refusals: tuple[Decision, ...] = ()
+    rejections: tuple[Decision, ...] = ()
     """Models for which waiting is in vain."""
     closed: frozenset[ModelOnNode] = frozenset()
     """Resident models that take no new work until an overdue one is in: requests for them wait, although ready."""
@@ -46,7 +46,7 @@ def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
     """Decide for every waiting model. Pure: the same picture gives the same plan, whatever the order of `waiting`."""
     starts: list[Decision] = []
     waits: list[Decision] = []
-    refusals: list[Decision] = []
+    rejections: list[Decision] = []
     closed: set[ModelOnNode] = set()
     for group in turns(waiting, fleet, now):
         decision = place(group.model_id, fleet, now, origin=group.origin)
@@ -59,8 +59,8 @@ def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
                 fleet, closing = _make_way(group, fleet, now)
                 closed |= closing
         elif decision.action == "refuse":
-            refusals.append(decision)
-    return Plan(starts=tuple(starts), waits=tuple(waits), refusals=tuple(refusals), closed=frozenset(closed))
+            rejections.append(decision)
+    return Plan(starts=tuple(starts), waits=tuple(waits), rejections=tuple(rejections), closed=frozenset(closed))
 
 
 def turns(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Sequence[Waiting]:
@@ -97,7 +97,7 @@ def _begun(fleet: Fleet, decision: Decision) -> Fleet:
         model_id=decision.model_id, devices=decision.devices, num_bytes=decision.takes_bytes or 0
     )
     leaving = {victim: _unloading(node.residencies[victim]) for victim in decision.victims}
-    return fleet.replacing(
+    return fleet.with_node(
         msgspec.structs.replace(
             node, reservations=(*node.reservations, promise), residencies={**node.residencies, **leaving}
         )

@@ -115,8 +115,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     reservations: tuple[MemoryReservation, ...] = ()
     num_loads: int = 0
     """Loads since its workers were last recycled."""
-    shown_needs: dict[str, int] = {}
-    """By model: bytes that it needs here at the least, as a load that ran out of memory has shown."""
+    raised_needs: dict[str, int] = {}
+    """By model: the minimum bytes that it needs here, raised after a load ran out of memory."""
 
     @property
     def is_idle(self) -> bool:
@@ -150,8 +150,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             if held is not None and held.state is ModelState.READY and node.healthy and not node.draining:
                 yield node, held
 
-    def replacing(self, changed: Node) -> Fleet:
-        """This picture with one node redrawn, or added."""
+    def with_node(self, changed: Node) -> Fleet:
+        """This fleet with one node replaced, or added."""
         if self.node(changed.name) is None:
             return msgspec.structs.replace(self, nodes=(*self.nodes, changed))
         nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
@@ -166,11 +166,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, nodes=tuple(_quiet(node) for node in self.nodes))
 
 
-def seen(
-    previous: Node | None, name: str, discovery: Discovery, health: Health, now: float, *, has_lifecycle: bool = True
-) -> Node:
-    """The node after a poll that was answered. Facts that only the gateway has are carried over."""
-    before = previous or Node(name=name)
+def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -> Node:
+    """The node after a successful poll. Facts that only the gateway has are carried over."""
     pinned = {model_id for model_id, held in before.residencies.items() if held.pinned}
     residencies = {
         status.id: Residency(
@@ -182,7 +179,6 @@ def seen(
         before,
         devices=_devices(before, discovery, health),
         residencies=residencies,
-        has_lifecycle=has_lifecycle,
         max_devices_per_model=discovery.max_devices_per_model,
         harnesses=discovery.harnesses,
         dialects=discovery.dialects,
@@ -194,9 +190,9 @@ def seen(
     )
 
 
-def missed(node: Node, reason: str, *, limit: int) -> Node:
-    """The node after a poll that failed. It stays healthy until `limit` polls in a row have failed:
-    a busy node answers late, and moving its work would only make that worse."""
+def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
+    """The node after a failed poll. It stays healthy until `limit` polls in a row have failed: a busy node responds
+    late, and moving its work would only make that worse."""
     count = node.missed_polls + 1
     if count < limit:
         return msgspec.structs.replace(node, missed_polls=count)

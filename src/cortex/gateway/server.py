@@ -20,6 +20,7 @@ from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects
 from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
 from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.dispatch.poller import Poller
@@ -74,12 +75,7 @@ class Gateway:
             self._effects,
             self.event_log,
             loop.time,
-            catalogue=catalogue,
-            rules=config.eviction,
-            neurons=config.neurons,
-            max_wait_s=config.gateway.max_wait_s,
-            max_waiting=config.gateway.max_waiting,
-            missed_polls=config.gateway.missed_polls,
+            DispatchSettings.of(config, catalogue),
             measured=self._measured_sizes.read(),
         )
         self._effects.outcomes = self.dispatcher
@@ -172,7 +168,6 @@ class Gateway:
         leaving = [self._pollers.pop(name) for name in list(self._pollers) if name not in kept]
         await asyncio.gather(*(poller.stop() for poller in leaving))
         for name in [name for name in self._nodes if name not in kept]:
-            self._effects.abandon(name)
             self._nodes.pop(name).pool.close()
         self.config = config
         self._services.config = config.gateway
@@ -180,14 +175,7 @@ class Gateway:
             self._worker_pool.reconfigure(config)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         self._join_nodes(section for section in config.neurons if section.name not in kept)
-        self.dispatcher.reconfigure(
-            catalogue,
-            config.eviction,
-            config.neurons,
-            max_wait_s=config.gateway.max_wait_s,
-            max_waiting=config.gateway.max_waiting,
-            missed_polls=config.gateway.missed_polls,
-        )
+        self.dispatcher.reconfigure(DispatchSettings.of(config, catalogue))
         for section in config.neurons:
             if section.name not in kept:
                 self._pollers[section.name].start()

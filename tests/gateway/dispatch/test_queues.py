@@ -72,9 +72,9 @@ def test_a_dismissed_queue_is_gone_before_anybody_hears_of_it(queues):
     first, second = pending(), pending()
     queues.join(first)
     queues.join(second)
-    assert list(queues.dismiss("a")) == [first, second]
+    assert list(queues.remove_all("a")) == [first, second]
     assert not queues
-    assert list(queues.dismiss("a")) == []
+    assert list(queues.remove_all("a")) == []
 
 
 def test_a_queue_counts_as_its_most_urgent_request_since_its_first(queues):

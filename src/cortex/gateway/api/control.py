@@ -16,6 +16,7 @@ from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.api import models
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.dispatch.operator_commands import OperatorCommands
 from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.proxy.listener import OPEN_PATHS
 from cortex.gateway.proxy.routes import ROUTES, error_response, family_of, json_response
@@ -57,6 +58,7 @@ class Control:
     def __init__(self, dispatcher: Dispatcher, event_log: EventLog, meter: Meter) -> None:
         self._dispatcher = dispatcher
         self._event_log = event_log
+        self._operator = OperatorCommands(dispatcher, event_log)
         self.meter = meter
         self._created = int(time.time())
         self._pages: dict[str, Callable[[Request], Response]] = {
@@ -149,17 +151,17 @@ class Control:
         details = _read_order(exchange.request.body)
         model = self._dispatcher.resolve(name).model_id
         if order == "unload":
-            places = self._dispatcher.unload(model, details.node, force=details.force, park=details.park)
+            places = self._operator.unload(model, details.node, force=details.force, park=details.park)
             self._answer_when_done(exchange, model, places)
         elif order == "load":
-            decision = self._dispatcher.load(model, details.node)
+            decision = self._operator.load(model, details.node)
             places = (decision.node,) if decision.node else ()
             self._answer_when_done(exchange, model, () if decision.action == "route" else places, places)
         elif order == "unpin" or not details.pinned:
-            freed = self._dispatcher.unpin(model, details.node)
+            freed = self._operator.unpin(model, details.node)
             exchange.respond(*json_response({"model": model, "nodes": freed}))
         else:
-            places = self._dispatcher.pin(model, details.node)
+            places = self._operator.pin(model, details.node)
             starting = [name for name in places if not self._dispatcher.is_ready(model, name)]
             self._answer_when_done(exchange, model, starting, places)
 

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
+from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.dispatch.poller import Poller
 from cortex.gateway.metrics import Metrics
@@ -23,11 +25,11 @@ RECYCLE_TIMEOUT_S = 60.0
 
 
 class Outcomes(Protocol):
-    """Hears how orders ended."""
+    """The events of the dispatcher in which effects end."""
 
-    def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> None: ...
+    def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
 
-    def unload_ended(self, node: str, model: str, error: CortexError | None) -> None: ...
+    def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None: ...
 
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
 
@@ -54,7 +56,7 @@ class NodeEffects:
         self._metrics.cold_starts.labels(request.model_id, node).inc()
         self._start(node, f"load {request.model_id} on {node}", self._load(node, request))
 
-    def unload(self, node: str, request: UnloadRequest, cause: str) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
         if cause == "evicted":
             self._metrics.evictions.labels(request.model_id, node).inc()
         self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request))
@@ -66,7 +68,7 @@ class NodeEffects:
         for task in [task for task, name in self._tasks.items() if name == node]:
             task.cancel()
 
-    def look(self, node: str) -> None:
+    def poll_now(self, node: str) -> None:
         poller = self._pollers.get(node)
         if poller is not None:
             poller.nudge()
@@ -100,7 +102,7 @@ class NodeEffects:
             result = InsufficientCapacity(error.message) if _is_out_of_memory(error) else error
         # What the load took, or left behind, belongs to the next decision.
         await self._poll(node)
-        self.outcomes.load_ended(node, request.model_id, result)
+        self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
 
     async def _unload(self, node: str, request: UnloadRequest) -> None:
         assert self.outcomes is not None
@@ -112,7 +114,7 @@ class NodeEffects:
         except CortexError as problem:
             error = problem
         await self._poll(node)
-        self.outcomes.unload_ended(node, request.model_id, error)
+        self.outcomes.unload_ended(ModelOnNode(node, request.model_id), error)
 
     async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
         assert self.outcomes is not None

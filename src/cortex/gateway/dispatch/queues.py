@@ -70,8 +70,8 @@ class Queues:
                 self.leave(pending)
                 yield pending
 
-    def dismiss(self, model: str) -> Iterable[PendingRequest]:
-        """Take out everybody who waits for `model`."""
+    def remove_all(self, model: str) -> Iterable[PendingRequest]:
+        """Remove and return every request that waits for `model`."""
         return self._pending.pop(model, ())
 
     def waiting(self) -> list[Waiting]:

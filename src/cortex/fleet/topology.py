@@ -48,6 +48,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """What its node leaves free at every load."""
     kept_free_share: float = 0.0
     """Of what is free, what it leaves on top of that."""
+    utilisation: float | None = None
+    """0 to 1."""
+    temperature_c: float | None = None
 
 
 class Residency(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +237,8 @@ def _device(
         foreign_bytes=foreign_bytes,
         kept_free_bytes=report.kept_free_bytes if report else 0,
         kept_free_share=report.kept_free_share if report else 0.0,
+        utilisation=report.utilisation if report else None,
+        temperature_c=report.temperature_c if report else None,
     )
 
 

@@ -7,7 +7,7 @@ histograms only when somebody scrapes; so do the gauges of nodes, devices and mo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
 import prometheus_client
@@ -17,8 +17,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import Device, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.events import Usage
+from cortex.wire.node import ModelState
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
@@ -57,8 +58,52 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+def fleet_gauges(
+    fleet: Fleet, queue_depths: Mapping[str, int], in_flight: Mapping[ModelOnNode, int]
+) -> Iterator[GaugeSample]:
+    """Every gauge of every node, device and model that is not cold."""
+    models = {held.model_id for node in fleet.nodes for held in _not_cold(node)}
+    for model, depth in (dict.fromkeys(models, 0) | dict(queue_depths)).items():
+        yield GaugeSample("cortex_queue_depth", depth, model=model)
+    for target, count in in_flight.items():
+        yield GaugeSample("cortex_in_flight_requests", count, model=target.model, node=target.node)
+    for node in fleet.nodes:
+        yield GaugeSample("cortex_node_up", float(node.healthy), node=node.name)
+        if node.healthy:
+            for device in node.devices:
+                yield from _device_gauges(node.name, device)
+            for held in _not_cold(node):
+                yield from _model_gauges(node.name, held)
+
+
+def _not_cold(node: Node) -> Iterator[Residency]:
+    return (held for held in node.residencies.values() if held.state is not ModelState.COLD)
+
+
+def _device_gauges(node: str, device: Device) -> Iterator[GaugeSample]:
+    labels = {"node": node, "device": str(device.index)}
+    yield GaugeSample("cortex_device_memory_total_bytes", device.total_bytes, **labels)
+    yield GaugeSample("cortex_device_memory_free_bytes", device.free_bytes, **labels)
+    if device.utilisation is not None:
+        yield GaugeSample("cortex_device_utilisation_ratio", device.utilisation, **labels)
+    if device.temperature_c is not None:
+        yield GaugeSample("cortex_device_temperature_celsius", device.temperature_c, **labels)
+
+
+def _model_gauges(node: str, held: Residency) -> Iterator[GaugeSample]:
+    labels = {"model": held.model_id, "node": node}
+    load = held.status.load
+    on_device = 0 if held.state is ModelState.ASLEEP else held.status.measured_bytes or 0
+    yield GaugeSample("cortex_model_loaded", float(held.state is ModelState.READY), **labels)
+    yield GaugeSample("cortex_model_memory_bytes", on_device, **labels)
+    yield GaugeSample("cortex_model_parked_bytes", held.status.host_bytes, **labels)
+    yield GaugeSample("cortex_model_running_requests", load.running, **labels)
+    yield GaugeSample("cortex_model_waiting_requests", load.waiting, **labels)
+    yield GaugeSample("cortex_model_kv_used_ratio", load.kv_used_fraction, **labels)
+
+
 class _Gauges(Collector):
-    """Asks `read` for the current samples at every scrape."""
+    """Calls `read` for the current samples at every scrape."""
 
     def __init__(self, read: Callable[[], Iterable[GaugeSample]]) -> None:
         self._read = read

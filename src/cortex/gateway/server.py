@@ -14,7 +14,6 @@ from pathlib import Path
 from cortex import settings
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway import config as configuration
-from cortex.gateway.api import fleet_gauges
 from cortex.gateway.api.control import Control
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
@@ -26,7 +25,7 @@ from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.dispatch.poller import Poller
 from cortex.gateway.ledger.metering import Metering
 from cortex.gateway.ledger.store import StoreError
-from cortex.gateway.metrics import CONTENT_TYPE, Metrics
+from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.proxy.admission import LocalAdmissionController
 from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.inference import Inference
@@ -41,7 +40,6 @@ from cortex.http.ticker import Ticker
 from cortex.settings import Listen, SettingsError
 from cortex.telemetry import logs, open_tracer
 from cortex.wire.errors import Family, MethodNotAllowed, RouteNotFound
-from cortex.wire.node import DeviceHealth, Discovery, Health
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +63,12 @@ class Gateway:
         self._ticker = Ticker(loop)
         self._nodes: dict[str, NodeClient] = {}
         self._pollers: dict[str, Poller] = {}
-        self._device_health: dict[str, tuple[DeviceHealth, ...]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
-        self.metrics = Metrics(lambda: fleet_gauges.samples(self.dispatcher, self._device_health))
+        self.metrics = Metrics(
+            lambda: fleet_gauges(self.dispatcher.fleet, self.dispatcher.queue_depths, self.dispatcher.in_flight)
+        )
         self._effects = NodeEffects(self._nodes, self._pollers, self.metrics, loop.time)
         self.dispatcher = Dispatcher(
             self._effects,
@@ -188,18 +187,7 @@ class Gateway:
         for section in sections:
             client = NodeClient.of(section, self._ticker, self.config.gateway, os.environ)
             self._nodes[section.name] = client
-            self._pollers[section.name] = Poller(client, self, self.config.gateway.poll_interval_s)
-
-    # --- what pollers hear
-
-    def observed(self, node: str, discovery: Discovery, health: Health) -> None:
-        self._device_health[node] = health.devices
-        self.dispatcher.observed(node, discovery, health)
-
-    def missed(self, node: str, why: str) -> None:
-        self.dispatcher.missed(node, why)
-
-    # --- what servers hand over
+            self._pollers[section.name] = Poller(client, self.dispatcher, self.config.gateway.poll_interval_s)
 
     def _handle(self, exchange: Exchange) -> None:
         request = exchange.request

@@ -44,7 +44,7 @@ def test_the_same_facts_as_data(model: Make, node: Make, fleet: Make, spec: Make
     [
         ({}, {"pinned": True}, "request", 507, "insufficient_capacity", "fits nowhere.*need 10.0 GiB, have 4.0 GiB"),
         ({}, {"running": 1}, "request", 503, "overloaded", "no room for m now.*busy with 1 request"),
-        ({}, {}, "background", 503, "overloaded", "a background request displaces nothing"),
+        ({}, {}, "background", 503, "overloaded", "background requests evict nothing"),
         ({"healthy": False, "problem": "timed out"}, {}, "request", 502, "upstream_unavailable", "n: timed out"),
     ],
 )

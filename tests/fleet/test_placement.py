@@ -57,7 +57,7 @@ def test_a_sleeper_wakes_on_its_own_device(model: Make, node: Make, fleet: Make,
     picture = fleet(node("n", [12, 24], asleep), specs=[spec("m")])
     decision = place("m", picture, NOW)
     assert (decision.action, decision.devices) == ("wake", (1,))
-    assert decision.assessments[0].reason.startswith("asleep there; needs 8.0 GiB")
+    assert decision.assessments[0].reason.startswith("asleep on this node; needs 8.0 GiB")
 
 
 def test_a_sleeper_wakes_after_an_eviction_and_is_preferred_for_it(
@@ -170,12 +170,17 @@ def test_victims_make_room_on_the_devices_that_need_it(model: Make, node: Make, 
     [
         ({"running": 2}, {}, "blocked", "waits for old: busy with 2 requests"),
         ({"in_flight": 1}, {}, "blocked", "waits for old: busy with 1 request"),
-        ({"age_s": 5}, {}, "blocked", "waits for old: loaded 5 s ago, stays at least 20 s"),
+        ({"age_s": 5}, {}, "blocked", "waits for old: loaded 5 s ago, kept for at least 20 s"),
         ({"state": ModelState.RECOVERING, "age_s": 3}, {}, "blocked", "waits for old: recovering for 3 s"),
         ({"state": ModelState.UNLOADING, "age_s": 1}, {}, "blocked", "waits for old: unloading for 1 s"),
-        ({"pinned": True}, {}, "held", "room could only come from models that stay (old: pinned on n)"),
-        ({}, {"priority": 5}, "held", "room could only come from models that stay (old: its priority 5 is above 0)"),
-        ({}, {"pinned_on": ("n",)}, "held", "room could only come from models that stay (old: pinned on n)"),
+        ({"pinned": True}, {}, "held", "only models that cannot be evicted could make room (old: pinned on n)"),
+        (
+            {},
+            {"priority": 5},
+            "held",
+            "only models that cannot be evicted could make room (old: its priority 5 is higher than 0)",
+        ),
+        ({}, {"pinned_on": ("n",)}, "held", "only models that cannot be evicted could make room (old: pinned on n)"),
         ({}, {"pinned_on": ("other",)}, "fits_after_eviction", "fits after unloading old"),
         ({}, {"priority": 0}, "fits_after_eviction", "fits after unloading old"),
     ],

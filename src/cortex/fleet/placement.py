@@ -1,4 +1,4 @@
-"""Where a model should run: one verdict per node, and the best of them."""
+"""Where a model runs: one verdict per node, and the best of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def place(
 
 
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
-    """What can be done with `spec` on `node`."""
+    """Assess `spec` on `node`."""
     held = node.residencies.get(spec.id)
     need = need_of(spec, node, fleet)
     if (raised := node.raised_needs.get(spec.id)) is not None:
@@ -99,39 +99,39 @@ def unmet_pins(fleet: Fleet) -> tuple[UnmetPin, ...]:
             found += [
                 UnmetPin(node.name, spec.id)
                 for node in named
-                if node is not None and node.healthy and not _stands(spec, node)
+                if node is not None and node.healthy and not _is_loaded_or_starting(spec, node)
             ]
-        elif not any(_stands(spec, node) for node in fleet.nodes if node.healthy):
+        elif not any(_is_loaded_or_starting(spec, node) for node in fleet.nodes if node.healthy):
             found.append(UnmetPin(None, spec.id))
     return tuple(found)
 
 
-def _stands(spec: ModelSpec, node: Node) -> bool:
+def _is_loaded_or_starting(spec: ModelSpec, node: Node) -> bool:
     held = node.residencies.get(spec.id)
-    promised = any(reservation.model_id == spec.id for reservation in node.reservations)
-    return promised or (held is not None and (held.state is ModelState.READY or held.state in STARTING))
+    is_reserved = any(reservation.model_id == spec.id for reservation in node.reservations)
+    return is_reserved or (held is not None and (held.state is ModelState.READY or held.state in STARTING))
 
 
 def _without_memory(
     spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Verdict, str] | None:
-    """The verdict where no memory has to be found; `None` when it is a matter of bytes."""
+    """The verdict where memory does not matter; `None` where it does."""
     if not node.healthy:
-        return Verdict.UNHEALTHY, node.problem or "has not answered yet"
+        return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     if node.draining:
-        return Verdict.DRAINING, "is shutting down"
+        return Verdict.DRAINING, "shutting down"
     if held is not None and held.state is ModelState.READY:
-        return Verdict.RESIDENT, f"ready, {_load(held):.0f} requests there"
+        return Verdict.RESIDENT, f"ready, with {_load(held):.0f} requests"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):
-        return Verdict.STARTING, "about to load"
+        return Verdict.STARTING, "load ordered"
     if not node.has_lifecycle:
-        return Verdict.NOT_LISTED, "does not serve it and cannot be told to load"
+        return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
     if held is None and not fleet.catalogue.has(spec.id):
-        return Verdict.NOT_LISTED, "does not list it, and the catalogue has no source for it"
+        return Verdict.NOT_LISTED, "does not list this model, and neither does the catalogue"
     if spec.policy == "manual" and origin != "operator":
-        return Verdict.MANUAL, "is loaded by hand only: `cortex load`"
+        return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
     if spec.harness not in node.harnesses:
         return Verdict.WRONG_HARNESS, f"has no harness `{spec.harness}`, only {', '.join(node.harnesses) or 'none'}"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
@@ -142,7 +142,7 @@ def _without_memory(
 
 
 def _load(held: Residency) -> float:
-    """Requests there, with memory pressure as the tie-break."""
+    """The number of requests, with KV cache use as the tie-break."""
     reported = held.status.load
     return max(held.in_flight, reported.running + reported.waiting) + min(reported.kv_used_fraction, 0.99)
 
@@ -166,7 +166,7 @@ def _preference(assessment: Assessment) -> tuple[float | str, ...]:
         max((victim.priority for victim in assessment.victims), default=0),
         not size_known,
         assessment.is_cut,
-        # The tightest fit keeps the large devices for large models; a model of unknown size goes where most is free.
+        # The tightest fit keeps large devices for large models. A model of unknown size goes where most is free.
         left_over if size_known else -left_over,
         assessment.node,
     )

@@ -1,4 +1,4 @@
-"""The cortex server put together: nodes, dispatcher, data path, control, metrics; started, reloaded and ended here."""
+"""The gateway process: nodes, dispatcher, data path, control and metrics, put together, started, reloaded and ended."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ log = logging.getLogger(__name__)
 TICK_S = 1.0
 WATCH_FILES_S = 2.0
 FIRST_POLL_S = 2.5
-"""How long the start waits for nodes to say what they have."""
+"""How long the start waits for the first polls."""
 
 
 class CannotListen(Exception):
-    """The address is taken or not ours. The text says which and what to do."""
+    """The address is taken or does not belong to this host. The message says which and what to do."""
 
 
 class Gateway:
     """One gateway process. Everything it owns lives on the running loop."""
 
     def __init__(self, config: Config, catalogue: Catalogue, directory: Path) -> None:
-        """`directory` is where relative paths of the configuration begin. Raises SettingsError."""
+        """Relative paths of the configuration start at `directory`. Raises SettingsError."""
         loop = asyncio.get_running_loop()
         self.config = config
         self._ticker = Ticker(loop)
@@ -101,12 +101,12 @@ class Gateway:
             lambda request: self._metering.meter.authenticate(request),  # a reload replaces the meter
         )
         self._worker_pool: WorkerPool | None = None
-        """The other processes, once this one listens and where there are any."""
+        """The other processes, if there are any, once this one listens."""
         limits = dataclasses.replace(self.server.limits, body_bytes=CONTROL_BODY_BYTES)
         self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
 
     async def start(self) -> tuple[str, int]:
-        """Open the books, hear every node once, then listen; returns the API's address.
+        """Open the ledger, poll every node once, then listen; returns the API's address.
 
         Raises `StoreError` or `CannotListen`.
         """
@@ -130,7 +130,7 @@ class Gateway:
         return address
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Admit nothing, fail who waits, let running answers end within `grace_s`, then cut the rest."""
+        """Admit nothing, fail waiting requests, drain running responses for up to `grace_s`, then close everything."""
         self._inference.closing = True
         self.dispatcher.close()
         others = self._worker_pool.close(grace_s) if self._worker_pool is not None else asyncio.sleep(0)
@@ -149,7 +149,7 @@ class Gateway:
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
 
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
-        """Take over a new configuration. Running answers are untouched; addresses need a restart.
+        """Use a new configuration. Running responses continue; addresses need a restart.
 
         Raises `StoreError`, and then nothing has changed.
         """
@@ -231,7 +231,7 @@ def _warn_if_open(config: Config) -> None:
 async def _listen(server: Server, listen: Listen, key: str, *, shared: bool = False) -> tuple[str, int]:
     try:
         if shared:
-            # A port that workers share could be shared with a stranger unnoticed: see first that it is free.
+            # With SO_REUSEPORT another program could listen there unnoticed: check first that the port is free.
             probe = Server(server.handler, server.refuse, server.ticker)
             await probe.listen(listen.host, listen.port)
             await probe.close()
@@ -271,7 +271,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     host, port = await gateway.start()
-    # What the imports made lives as long as the process: no collection between two events need look at it.
+    # Objects from imports live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     log.info(
@@ -284,35 +284,35 @@ async def serve(config: Config, path: Path | None = None) -> None:
     reloader = asyncio.create_task(_reload_when_needed(gateway, path, reload), name="reload")
     try:
         await stop.wait()
-        log.info("shutting down: running answers have %.0f s to end", gateway.config.gateway.drain_s)
+        log.info("shutting down: draining responses, up to %.0f s", gateway.config.gateway.drain_s)
     finally:
         reloader.cancel()
         await asyncio.gather(reloader, return_exceptions=True)
         await gateway.close(gateway.config.gateway.drain_s)
 
 
-async def _reload_when_needed(gateway: Gateway, path: Path | None, asked: asyncio.Event) -> None:
+async def _reload_when_needed(gateway: Gateway, path: Path | None, requested: asyncio.Event) -> None:
     stamps = _stamps(gateway.config, path)
     while True:
         try:
             async with asyncio.timeout(WATCH_FILES_S):
-                await asked.wait()
+                await requested.wait()
         except TimeoutError:
             pass
         found = _stamps(gateway.config, path)
-        if not asked.is_set() and found == stamps:
+        if not requested.is_set() and found == stamps:
             continue
-        asked.clear()
+        requested.clear()
         stamps = found
         try:
             config = configuration.load(path, os.environ)
             await gateway.reconfigure(config, load_catalogue(config, path))
             log.info("configuration reloaded: %d nodes", len(config.neurons))
         except (SettingsError, StoreError) as problem:
-            log.error("the configuration is not reloaded, the old one stays in force: %s", problem)
+            log.error("configuration not reloaded, the old one stays in force: %s", problem)
 
 
 def _stamps(config: Config, path: Path | None) -> tuple[int, ...]:
-    """When the files were last written; 0 for one that is not there."""
+    """When the files were last written; 0 for a missing one."""
     files = [file for file in (path, catalogue_path(config, path)) if file is not None]
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

@@ -39,7 +39,7 @@ def test_a_place_that_cannot_be_written_is_told_once(tmp_path, caplog):
     sizes = MeasuredSizes(tmp_path / "file")
     sizes.write(MEASURED)
     sizes.write(MEASURED)
-    assert caplog.text.count("not kept") == 1
+    assert caplog.text.count("not written") == 1
     assert "gateway.state" in caplog.text
 
 

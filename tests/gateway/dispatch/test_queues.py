@@ -43,7 +43,7 @@ def test_each_model_has_its_own_order(queues):
 def test_one_too_many_is_told_and_leaves_no_trace(queues):
     for _ in range(3):
         queues.join(pending())
-    with pytest.raises(Overloaded, match="3 requests already wait for a"):
+    with pytest.raises(Overloaded, match="3 requests wait for a"):
         queues.join(pending())
     queues.max_waiting = 0
     with pytest.raises(Overloaded):

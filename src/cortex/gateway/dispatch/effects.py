@@ -1,4 +1,4 @@
-"""Carries out what the dispatcher orders: loads, unloads and polls, each a task of its own per (model, node)."""
+"""Carries out the dispatcher's orders on real nodes: each load, unload and recycle is a task."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from cortex.wire.node import LoadRequest, ModelStatus, UnloadRequest
 log = logging.getLogger(__name__)
 
 UNLOAD_TIMEOUT_S = 180.0
-"""Running requests may end first; a node that takes longer is not going to."""
+"""Running requests may end first; a node that takes longer is stuck."""
 RECYCLE_TIMEOUT_S = 60.0
-"""A worker that does not leave by itself is killed by its node long before."""
+"""A node kills a worker that does not exit long before that."""
 
 
 class Outcomes(Protocol):
@@ -35,7 +35,7 @@ class Outcomes(Protocol):
 
 
 class NodeEffects:
-    """The dispatcher's `Effects` on real nodes. Single-flight by construction: the dispatcher orders once."""
+    """The dispatcher's `Effects` on real nodes. The dispatcher orders each load and unload once."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class NodeEffects:
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], str] = {}
         self.outcomes: Outcomes | None = None
-        """Set once, before the first order; dispatcher and lifecycle know each other."""
+        """The dispatcher. Set once, before the first order, because each of the two needs the other."""
 
     def load(self, node: str, request: LoadRequest) -> None:
         self._metrics.cold_starts.labels(request.model_id, node).inc()
@@ -71,10 +71,10 @@ class NodeEffects:
     def poll_now(self, node: str) -> None:
         poller = self._pollers.get(node)
         if poller is not None:
-            poller.nudge()
+            poller.poll_soon()
 
     async def close(self) -> None:
-        """Stop waiting for what was ordered; nodes finish it by themselves."""
+        """Stop waiting for orders under way; nodes finish them without us."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -100,7 +100,7 @@ class NodeEffects:
             result = UpstreamUnavailable(str(fault))
         except CortexError as error:
             result = InsufficientCapacity(error.message) if _is_out_of_memory(error) else error
-        # What the load took, or left behind, belongs to the next decision.
+        # The next decision must see what the load took or left behind.
         await self._poll(node)
         self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
 

@@ -1,4 +1,4 @@
-"""What a request holds while it runs (a lease) or waits (a ticket)."""
+"""Leases: the right to send one request to a model on a node, who waits for one, and who hands them out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cortex.wire.errors import CortexError, UnsupportedModality
 from cortex.wire.node import Dialect, ModelState
 
 Need = Literal["answer", "count", "embeddings"]
-"""What a request wants of a node: a generated answer, a count of tokens, or embeddings."""
+"""What a request needs from a node: a generated response, a token count, or embeddings."""
 
 NO_NODES: frozenset[str] = frozenset()
 
@@ -37,18 +37,18 @@ class Lease:
         self.node = node
         self.model = model
         self.dialects = dialects
-        """What the node speaks."""
+        """The dialects of the node."""
         self.has_lifecycle = has_lifecycle
-        """The node can be told to load the model, should it be gone."""
+        """Whether the node loads the model on request, should it be gone."""
         self.has_alternatives = has_alternatives
-        """Another node could have taken the request just as well."""
+        """Whether another node could have served the request."""
         self.waited_s = waited_s
-        """How long the request stood in the queue for it."""
+        """Time in the queue."""
 
 
 class PendingRequest:
-    """A request for a lease. `deliver` is called exactly once, with a lease or the reason why there is none, unless
-    the ticket is cancelled first."""
+    """A request for a lease. `deliver` is called exactly once, with a lease or with the error, unless the request is
+    cancelled first."""
 
     __slots__ = ("deliver", "excluded", "model", "need", "number", "origin", "prompt", "since")
 
@@ -66,19 +66,19 @@ class PendingRequest:
     ) -> None:
         self.model = model
         self.prompt = prompt
-        """The start of the conversation, for prefix affinity."""
+        """The beginning of the prompt, for prefix affinity."""
         self.deliver = deliver
         self.since = since
         self.origin = origin
         self.need = need
         self.excluded = excluded
-        """Nodes that have just failed the request: taken only when it has to wait anyway."""
+        """Nodes at which the request has just failed; ignored once it waits in a queue."""
         self.number = number
-        """Of the admission it belongs to."""
+        """The number of its admission."""
 
 
 class LeasePool:
-    """Hands out leases on the picture's ready models. Owned by the dispatcher, which tells it of every redrawing."""
+    """Hands out leases on the fleet's ready models, and counts them. Owned by the dispatcher."""
 
     def __init__(self, fleet_state: FleetState) -> None:
         self._fleet_state = fleet_state
@@ -86,9 +86,9 @@ class LeasePool:
         self._ready: dict[str, tuple[tuple[Node, Residency], ...]] = {}
         self._affinities: dict[str, Affinity] = {}
         self.suspects: set[str] = set()
-        """Nodes at which a request has just failed; nothing is sent there until a poll has shown that they live."""
+        """Nodes at which a request has just failed; no request is sent there until a poll succeeds."""
         self.closed: frozenset[ModelOnNode] = frozenset()
-        """Ready models that take no new work, so that one which has waited too long gets their room."""
+        """Ready models that take no new requests, so that an overdue model gets their room."""
 
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
@@ -100,7 +100,7 @@ class LeasePool:
         self._ready.clear()
 
     def acquire(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str] = NO_NODES) -> Lease | None:
-        """A lease where `model` is ready, or None. The hot path: with one replica nothing is computed."""
+        """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed."""
         ready = self._ready.get(model)
         if ready is None:
             ready = self._ready[model] = tuple(self._fleet_state.fleet.replicas(model))
@@ -128,30 +128,32 @@ class LeasePool:
         ]
         if not candidates:
             raise UnsupportedModality(
-                f"No node that is up can count tokens for {model}; a neuron that lists the model is needed."
+                f"No node that is up can count tokens for {model}; start a neuron that lists the model."
             )
         best = max(candidates, key=lambda node: node.residencies[model].state is ModelState.READY)
         return self._take(best, model)
 
     def embedder(self, model: str) -> Lease:
-        """A node where `model` makes embeddings. Raises UnsupportedModality when there is none."""
+        """A node where `model` computes embeddings. Raises UnsupportedModality when there is none."""
         for node, held in self._fleet_state.fleet.replicas(model):
             if held.status.capabilities.embeddings:
                 return self._take(node, model)
-        raise UnsupportedModality(f"{model} makes no embeddings; choose a model whose capabilities say it does.")
+        raise UnsupportedModality(
+            f"{model} computes no embeddings; choose a model with the capability `embeddings` in /v1/models."
+        )
 
     def release(self, lease: Lease) -> bool:
-        """End a lease; True when that was the last one at its seat."""
+        """End a lease; True when that was the last one for its model on its node."""
         key = ModelOnNode(lease.node, lease.model)
-        left = self._in_flight.get(key, 0) - 1
-        if left > 0:
-            self._in_flight[key] = left
+        remaining = self._in_flight.get(key, 0) - 1
+        if remaining > 0:
+            self._in_flight[key] = remaining
             return False
         self._in_flight.pop(key, None)
         return True
 
     def forget_cache(self, node: str, model: str | None = None) -> None:
-        """Whatever prefixes `node` had cached, for one model or all, are gone."""
+        """`node` lost its cached prefixes, of one model or of all."""
         for name, affinity in self._affinities.items():
             if model in (None, name):
                 affinity.forget(node)

@@ -66,15 +66,10 @@ def test_a_download_holds_no_device_memory_yet() -> None:
 
 
 def test_what_only_the_gateway_knows_survives_a_poll() -> None:
-    node = after_poll(Node(name="beast"), DISCOVERY, health(700, status(ModelState.READY)), 1.0)
-    fleet = Fleet(nodes=(node,)).with_in_flight({ModelOnNode("beast", "m"): 2})
-    node = fleet.nodes[0]
     reservation = MemoryReservation(model_id="n", devices=(0,), num_bytes=5)
-    node = Node(
-        **{f: getattr(node, f) for f in node.__struct_fields__} | {"reservations": (reservation,), "num_loads": 7}
-    )
+    node = Node(name="beast", reservations=(reservation,), num_loads=7, has_lifecycle=False)
     again = after_poll(node, DISCOVERY, health(700, status(ModelState.READY)), 2.0)
-    assert again.residencies["m"].in_flight == 2
+    assert not again.has_lifecycle
     assert (again.reservations, again.num_loads) == ((reservation,), 7)
 
 

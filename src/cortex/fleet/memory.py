@@ -7,8 +7,6 @@ from typing import Literal
 
 import msgspec
 
-from cortex.wire.node import DeviceKind
-
 from .catalogue import ModelSpec
 from .topology import ON_DEVICE, Device, Fleet, Node
 
@@ -23,19 +21,10 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     basis: Basis
 
 
-class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
-    kind: DeviceKind
-    name: str
-    total_bytes: int
-    free_bytes: int
-    """As the device reports it."""
-    foreign_bytes: int
-    """Used by none of our models."""
+class DeviceLedger(Device, frozen=True, kw_only=True):
+    """A device, and what each model holds there."""
+
     holdings: tuple[Holding, ...]
-    kept_free_bytes: int = 0
-    kept_free_share: float = 0.0
-    """The node leaves both free at every load: these bytes, and this fraction of the free memory."""
 
     @property
     def committed_bytes(self) -> int:
@@ -81,7 +70,10 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
         if held.model_id not in reserved and held.state in ON_DEVICE and held.num_bytes:
             basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"
             _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis)
-    return tuple(_device_ledger(device, tuple(holdings[device.index])) for device in node.devices)
+    return tuple(
+        DeviceLedger(**msgspec.structs.asdict(device), holdings=tuple(holdings[device.index]))
+        for device in node.devices
+    )
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,17 +152,3 @@ def _likely_place(node: Node) -> list[int]:
     """The device for a load that names none: the node picks the one with the most free memory."""
     emptiest = max(node.devices, key=lambda device: device.free_bytes, default=None)
     return [] if emptiest is None else [emptiest.index]
-
-
-def _device_ledger(device: Device, holdings: tuple[Holding, ...]) -> DeviceLedger:
-    return DeviceLedger(
-        index=device.index,
-        kind=device.kind,
-        name=device.name,
-        total_bytes=device.total_bytes,
-        free_bytes=device.free_bytes,
-        foreign_bytes=device.foreign_bytes,
-        holdings=holdings,
-        kept_free_bytes=device.kept_free_bytes,
-        kept_free_share=device.kept_free_share,
-    )

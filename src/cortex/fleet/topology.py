@@ -170,18 +170,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -> Node:
-    """The node after a successful poll. Facts that only the gateway has are carried over."""
-    pinned = {model_id for model_id, held in before.residencies.items() if held.pinned}
-    residencies = {
-        status.id: Residency(
-            status=status, seen_at=now, in_flight=_in_flight(before, status.id), pinned=status.id in pinned
-        )
-        for status in health.models
-    }
+    """The node after a successful poll. Reservations and counters of the gateway are carried over."""
     return msgspec.structs.replace(
         before,
         devices=_devices(before, discovery, health),
-        residencies=residencies,
+        residencies={status.id: Residency(status=status, seen_at=now) for status in health.models},
         max_devices_per_model=discovery.max_devices_per_model,
         harnesses=discovery.harnesses,
         dialects=discovery.dialects,
@@ -200,11 +193,6 @@ def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
     if count < limit:
         return msgspec.structs.replace(node, missed_polls=count)
     return msgspec.structs.replace(node, missed_polls=count, healthy=False, problem=reason)
-
-
-def _in_flight(node: Node, model_id: str) -> int:
-    held = node.residencies.get(model_id)
-    return 0 if held is None else held.in_flight
 
 
 def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[Device, ...]:

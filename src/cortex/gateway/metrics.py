@@ -7,6 +7,7 @@ become counters and histograms only at a scrape. The gauges of nodes, devices an
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
@@ -173,8 +174,8 @@ class _RequestMetrics(Collector):
 
     def __init__(self) -> None:
         self.overhead = Distribution(OVERHEAD_BUCKETS)
-        self.traffic: dict[ModelOnNode, Traffic] = {}
-        self.spend: dict[tuple[str, str], Spend] = {}
+        self.traffic: defaultdict[ModelOnNode, Traffic] = defaultdict(Traffic)
+        self.spend: defaultdict[tuple[str, str], Spend] = defaultdict(Spend)
 
     def describe(self) -> list[Metric]:
         return list(self.collect())
@@ -260,19 +261,11 @@ class Metrics:
 
     def traffic(self, model: str, node: str) -> Traffic:
         """The counters of one model on one node, for the caller to update."""
-        key = ModelOnNode(node, model)
-        found = self._request_metrics.traffic.get(key)
-        if found is None:
-            found = self._request_metrics.traffic[key] = Traffic()
-        return found
+        return self._request_metrics.traffic[ModelOnNode(node, model)]
 
     def spend(self, model: str, key: str) -> Spend:
         """The counters of one key on one model, for the caller to update."""
-        account = (model, key)
-        found = self._request_metrics.spend.get(account)
-        if found is None:
-            found = self._request_metrics.spend[account] = Spend()
-        return found
+        return self._request_metrics.spend[model, key]
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

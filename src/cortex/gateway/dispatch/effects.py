@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
 
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.model_jobs import Cause
@@ -17,6 +17,8 @@ from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, Up
 from cortex.wire.node import LoadRequest, ModelStatus, UnloadRequest
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 UNLOAD_TIMEOUT_S = 180.0
 """Running requests may end first; a node that takes longer is stuck."""
@@ -49,7 +51,7 @@ class NodeEffects:
         self._metrics = metrics
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], str] = {}
-        self.outcomes: Outcomes | None = None
+        self.outcomes: Outcomes
         """The dispatcher. Set once, before the first order, because each of the two needs the other."""
 
     def load(self, node: str, request: LoadRequest) -> None:
@@ -90,49 +92,45 @@ class NodeEffects:
             log.error("%s failed unexpectedly", task.get_name(), exc_info=problem)
 
     async def _load(self, node: str, request: LoadRequest) -> None:
-        assert self.outcomes is not None
         began = self._clock()
-        result: ModelStatus | CortexError
-        try:
-            result = await self._nodes[node].load(request)
+        result = await _result(self._nodes[node].load(request))
+        if isinstance(result, ModelStatus):
             self._metrics.load_seconds.labels(request.model_id, node).observe(self._clock() - began)
-        except UpstreamFault as fault:
-            result = UpstreamUnavailable(str(fault))
-        except CortexError as error:
-            result = InsufficientCapacity(error.message) if _is_out_of_memory(error) else error
+        elif _is_out_of_memory(result):
+            result = InsufficientCapacity(result.message)
         # The next decision must see what the load took or left behind.
         await self._poll(node)
         self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
 
     async def _unload(self, node: str, request: UnloadRequest) -> None:
-        assert self.outcomes is not None
-        error: CortexError | None = None
-        try:
-            await self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S)
-        except UpstreamFault as fault:
-            error = UpstreamUnavailable(str(fault))
-        except CortexError as problem:
-            error = problem
+        result = await _result(self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
         await self._poll(node)
+        error = result if isinstance(result, CortexError) else None
         self.outcomes.unload_ended(ModelOnNode(node, request.model_id), error)
 
     async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
-        assert self.outcomes is not None
-        client = self._nodes[node]
-        result: tuple[int, ...] | CortexError
-        try:
-            result = tuple([index for index in devices if await client.recycle(index, timeout_s=RECYCLE_TIMEOUT_S)])
-        except UpstreamFault as fault:
-            result = UpstreamUnavailable(str(fault))
-        except CortexError as error:
-            result = error
+        recycled: list[int] = []
+        for index in devices:
+            result = await _result(self._nodes[node].recycle(index, timeout_s=RECYCLE_TIMEOUT_S))
+            if isinstance(result, CortexError):
+                break
+            recycled += [index] * result
         await self._poll(node)
-        self.outcomes.recycle_ended(node, result)
+        self.outcomes.recycle_ended(node, result if isinstance(result, CortexError) else tuple(recycled))
 
     async def _poll(self, node: str) -> None:
         poller = self._pollers.get(node)
         if poller is not None:
             await poller.poll()
+
+
+async def _result(call: Awaitable[T]) -> T | CortexError:
+    try:
+        return await call
+    except UpstreamFault as fault:
+        return UpstreamUnavailable(str(fault))
+    except CortexError as error:
+        return error
 
 
 def _is_out_of_memory(error: CortexError) -> bool:

@@ -126,6 +126,8 @@ def _without_memory(
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):
         return Verdict.STARTING, "load ordered"
+    if held is not None and held.state is ModelState.UNLOADING:
+        return Verdict.BLOCKED, f"unloading for {now - held.state_since:.0f} s"
     if not node.has_lifecycle:
         return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
     if held is None and not fleet.catalogue.has(spec.id):

@@ -23,7 +23,7 @@ def status(state: ModelState, measured: int | None = 300, **facts: object) -> Mo
     return ModelStatus(id="m", state=state, devices=(0,), measured_bytes=measured, **facts)  # type: ignore[arg-type]
 
 
-def test_a_first_poll_draws_the_whole_node() -> None:
+def test_first_poll_fills_devices_and_models() -> None:
     node = after_poll(
         Node(name="beast"), DISCOVERY, health(600, status(ModelState.READY, idle_s=5, state_age_s=9)), 100.0
     )
@@ -34,10 +34,10 @@ def test_a_first_poll_draws_the_whole_node() -> None:
     assert (node.residencies["m"].last_used, node.residencies["m"].state_since) == (95.0, 91.0)
 
 
-def test_what_a_node_keeps_free_is_known_from_its_reports_and_older_nodes_say_nothing() -> None:
+def test_kept_free_bytes_come_from_reports_and_default_to_zero() -> None:
     report = DeviceHealth(index=0, total_bytes=1000, free_bytes=600, kept_free_bytes=70, kept_free_share=0.5)
-    told = Health(status="ok", uptime_s=1, devices=(report,), models=())
-    (device,) = after_poll(Node(name="beast"), DISCOVERY, told, 1.0).devices
+    reported = Health(status="ok", uptime_s=1, devices=(report,), models=())
+    (device,) = after_poll(Node(name="beast"), DISCOVERY, reported, 1.0).devices
     assert (device.kept_free_bytes, device.kept_free_share) == (70, 0.5)
     (device,) = after_poll(Node(name="beast"), DISCOVERY, health(600), 1.0).devices
     assert (device.kept_free_bytes, device.kept_free_share) == (0, 0.0)
@@ -49,7 +49,7 @@ def test_a_node_spans_one_device_per_model_unless_it_reports_more() -> None:
     assert after_poll(Node(name="beast"), wide, health(600), 1.0).max_devices_per_model == 4
 
 
-def test_foreign_use_is_not_judged_while_memory_is_on_the_move() -> None:
+def test_foreign_bytes_are_not_measured_during_a_load() -> None:
     node = after_poll(Node(name="beast"), DISCOVERY, health(900), 1.0)
     for free in (900, 750, 620):
         node = after_poll(node, DISCOVERY, health(free, status(ModelState.LOADING, None, estimate_bytes=280)), 2.0)
@@ -58,14 +58,14 @@ def test_foreign_use_is_not_judged_while_memory_is_on_the_move() -> None:
     assert node.devices[0].foreign_bytes == 100
 
 
-def test_a_download_holds_no_device_memory_yet() -> None:
+def test_downloading_model_holds_no_device_memory() -> None:
     node = after_poll(
         Node(name="beast"), DISCOVERY, health(900, status(ModelState.DOWNLOADING, None, estimate_bytes=80)), 1.0
     )
     assert node.devices[0].foreign_bytes == 100
 
 
-def test_what_only_the_gateway_knows_survives_a_poll() -> None:
+def test_reservations_and_counters_survive_a_poll() -> None:
     reservation = MemoryReservation(model_id="n", devices=(0,), num_bytes=5)
     node = Node(name="beast", reservations=(reservation,), num_loads=7, has_lifecycle=False)
     again = after_poll(node, DISCOVERY, health(700, status(ModelState.READY)), 2.0)
@@ -73,7 +73,7 @@ def test_what_only_the_gateway_knows_survives_a_poll() -> None:
     assert (again.reservations, again.num_loads) == ((reservation,), 7)
 
 
-def test_one_missed_poll_is_not_a_death() -> None:
+def test_node_stays_healthy_below_the_limit_of_missed_polls() -> None:
     node = after_poll(Node(name="beast"), DISCOVERY, health(700), 1.0)
     node = after_missed_poll(after_missed_poll(node, "timed out", limit=3), "timed out", limit=3)
     assert node.healthy

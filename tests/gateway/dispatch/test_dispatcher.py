@@ -1,4 +1,4 @@
-"""The dispatcher's decisions, driven by hand: no sockets, no tasks, no clock but the test's."""
+"""The decisions of the dispatcher, event by event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, Ov
 from cortex.wire.node import ModelState
 
 
-def test_a_request_for_a_cold_model_orders_one_load_and_waits_for_it():
+def test_requests_for_a_cold_model_wait_for_one_load():
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     first, second = fake.ask("a"), fake.ask("a")
@@ -23,7 +23,7 @@ def test_a_request_for_a_cold_model_orders_one_load_and_waits_for_it():
     assert fake.dispatcher.in_flight == {("n", "a"): 2}
 
 
-def test_before_the_first_poll_requests_wait_rather_than_fail():
+def test_requests_before_the_first_poll_wait():
     fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a"),)))
     got = fake.ask("a")
     assert got == []
@@ -32,7 +32,7 @@ def test_before_the_first_poll_requests_wait_rather_than_fail():
     assert node_of(got) == "n"
 
 
-def test_after_a_restart_one_poll_rebuilds_the_picture():
+def test_one_poll_after_restart_restores_the_fleet():
     fake = FakeFleet({"n": {"a": GB}, "m": {"b": GB}})
     fake.ready["m"]["b"] = 900.0
     fake.poll()
@@ -46,7 +46,7 @@ def test_alternating_requests_cost_two_swaps():
     fake.poll()
     got = [fake.ask(name) for name in ["a", "b", "a", "b", "a", "b"]]
     assert [len(each) for each in got] == [1, 0, 1, 0, 1, 0]
-    assert not fake.unloads, "a busy model stays"
+    assert not fake.unloads, "a busy model is not evicted"
     for each in got[::2]:
         fake.dispatcher.release(each[0])
     assert fake.unloads == [("n", "a", "evicted")]
@@ -56,7 +56,7 @@ def test_alternating_requests_cost_two_swaps():
     assert all(node_of(each) == "n" for each in got[1::2])
 
 
-def test_a_starving_model_closes_the_one_in_its_way():
+def test_overdue_model_closes_the_model_that_blocks_it():
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, rules=EvictionRules(min_residency_s=0, fair_wait_s=30))
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -65,7 +65,7 @@ def test_a_starving_model_closes_the_one_in_its_way():
     fake.now += 31
     fake.poll()
     late = fake.ask("a")
-    assert late == [], "new work on `a` waits: `b` has waited long enough"
+    assert late == [], "`a` takes no new requests: `b` is overdue"
     fake.dispatcher.release(running[0])
     fake.finish_unload()
     fake.finish_load()
@@ -77,7 +77,7 @@ def test_a_starving_model_closes_the_one_in_its_way():
     assert node_of(late) == "n"
 
 
-def test_a_young_model_stays_for_its_minimum_residency():
+def test_model_is_not_evicted_within_min_residency():
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, rules=EvictionRules(min_residency_s=20))
     fake.ready["n"]["a"] = fake.now
     fake.poll()
@@ -88,17 +88,17 @@ def test_a_young_model_stays_for_its_minimum_residency():
     assert fake.unloads == [("n", "a", "evicted")]
 
 
-def test_a_model_being_unloaded_is_not_routed_to_by_a_stale_report():
+def test_stale_report_does_not_route_to_a_model_being_unloaded():
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
     fake.ask("b")
     assert fake.unloads
-    fake.poll()  # the node still says ready
+    fake.poll()  # the node still reports it ready
     assert fake.ask("a") == []
 
 
-def test_a_background_alias_never_evicts():
+def test_background_alias_never_evicts():
     catalogue = Catalogue(
         models=(ModelSpec(id="main"), ModelSpec(id="small")),
         aliases={"claude-*haiku*": Alias(model="small", background=True)},
@@ -111,7 +111,7 @@ def test_a_background_alias_never_evicts():
     assert not fake.unloads
 
 
-def test_a_failed_load_goes_to_the_next_node_and_then_fails_with_reasons():
+def test_failed_load_tries_the_next_node_then_fails_with_all_reasons():
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -125,7 +125,7 @@ def test_a_failed_load_goes_to_the_next_node_and_then_fails_with_reasons():
     assert "no driver" in got[0].message
 
 
-def test_a_failed_load_is_tried_again_after_a_while():
+def test_failed_load_is_retried_after_retry_failed_after_s():
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(retry_failed_after_s=30))
     fake.poll()
     fake.ask("a")
@@ -151,7 +151,7 @@ def test_out_of_memory_is_retried_once_with_more_room():
     assert isinstance(got[0], LoadFailed)
 
 
-def test_out_of_memory_waits_for_a_busy_victim_although_the_node_calls_the_model_failed():
+def test_out_of_memory_waits_for_a_busy_victim():
     fake = FakeFleet({"n": {"old": 4 * GB, "a": GB}})
     fake.ready["n"]["old"] = 900.0
     fake.poll()
@@ -171,7 +171,7 @@ def test_out_of_memory_waits_for_a_busy_victim_although_the_node_calls_the_model
     assert isinstance(got[0], Lease)
 
 
-def test_out_of_memory_with_nobody_to_evict_is_told_at_once():
+def test_out_of_memory_without_victims_fails_at_once():
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -181,7 +181,7 @@ def test_out_of_memory_with_nobody_to_evict_is_told_at_once():
     assert isinstance(got[0], LoadFailed)
 
 
-def test_a_victim_that_cannot_be_unloaded_fails_the_load_not_the_queue():
+def test_failed_unload_of_a_victim_fails_the_load_only():
     fake = FakeFleet({"n": {"old": 20 * GB, "a": 10 * GB}})
     fake.ready["n"]["old"] = 900.0
     fake.poll()
@@ -192,7 +192,7 @@ def test_a_victim_that_cannot_be_unloaded_fails_the_load_not_the_queue():
     assert node_of(fake.ask("old")) == "n"
 
 
-def test_a_node_that_goes_down_during_a_load_gives_the_work_to_another():
+def test_node_down_during_load_moves_the_load_to_another_node():
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -206,7 +206,7 @@ def test_a_node_that_goes_down_during_a_load_gives_the_work_to_another():
     assert node_of(got) == other
 
 
-def test_two_missed_polls_change_nothing():
+def test_two_missed_polls_do_not_take_a_node_down():
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -215,7 +215,7 @@ def test_two_missed_polls_change_nothing():
     assert node_of(fake.ask("a")) == "n"
 
 
-def test_a_model_whose_only_node_is_down_is_refused_at_once():
+def test_rejects_at_once_when_the_only_node_is_down():
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -224,7 +224,7 @@ def test_a_model_whose_only_node_is_down_is_refused_at_once():
     assert isinstance(fake.ask("a")[0], UpstreamUnavailable)
 
 
-def test_a_suspected_node_gets_nothing_until_it_has_answered_a_poll():
+def test_suspected_node_gets_no_request_until_a_poll_succeeds():
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -249,7 +249,7 @@ def test_idle_models_with_a_ttl_are_unloaded():
     assert fake.unloads == [("n", "a", "ttl")]
 
 
-def test_who_makes_room_is_parked_and_wakes_when_asked_for():
+def test_evicted_model_sleeps_and_wakes_for_a_request():
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     events = []
     fake.event_log.subscribe(events.append)
@@ -259,7 +259,7 @@ def test_who_makes_room_is_parked_and_wakes_when_asked_for():
         got = fake.ask(newcomer)
         assert (fake.unloads[-1], fake.parks[-1]) == (("n", victim, "evicted"), True)
         fake.finish_unload(asleep=True)
-        assert fake.loads[-1] == ("n", newcomer), "the bytes of a sleeper are free"
+        assert fake.loads[-1] == ("n", newcomer), "a sleeping model holds no device memory"
         fake.finish_load()
         assert node_of(got) == "n"
         fake.dispatcher.release(got[0])
@@ -270,7 +270,7 @@ def test_who_makes_room_is_parked_and_wakes_when_asked_for():
     assert "model_unloaded" not in kinds
 
 
-def test_a_sleeper_with_room_is_woken_where_it_sleeps():
+def test_sleeping_model_with_room_wakes_on_its_node():
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.asleep["m", "a"] = 900.0
     fake.poll()
@@ -281,7 +281,7 @@ def test_a_sleeper_with_room_is_woken_where_it_sleeps():
     assert node_of(got) == "m"
 
 
-def test_a_ttl_puts_to_sleep_first_and_unloads_a_sleeper_for_good_after_as_long_again():
+def test_ttl_puts_to_sleep_then_unloads_after_as_long_again():
     fake = FakeFleet({"n": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", ttl_s=60),)))
     fake.ready["n"]["a"] = fake.now
     fake.now += 61
@@ -300,7 +300,7 @@ def test_a_ttl_puts_to_sleep_first_and_unloads_a_sleeper_for_good_after_as_long_
     assert fake.status("n", "a").state is ModelState.COLD
 
 
-def test_an_operator_parks_or_unloads_a_sleeper():
+def test_operator_puts_to_sleep_then_unloads():
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -310,7 +310,7 @@ def test_an_operator_parks_or_unloads_a_sleeper():
     assert fake.parks == [True, False]
 
 
-def test_workers_with_sleepers_are_not_recycled():
+def test_workers_with_sleeping_models_are_not_recycled():
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(defrag_after_cycles=1))
     fake.poll()
     fake.ask("a")
@@ -322,7 +322,7 @@ def test_workers_with_sleepers_are_not_recycled():
     assert fake.recycled == []
 
 
-def test_pinned_models_are_loaded_without_being_asked_for():
+def test_pinned_model_is_loaded_without_a_request():
     fake = FakeFleet(
         {"n": {"a": GB}, "m": {"a": GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", pinned_on=("m",)),))
     )
@@ -332,7 +332,7 @@ def test_pinned_models_are_loaded_without_being_asked_for():
     assert fake.loads == [("m", "a")]
 
 
-def test_a_model_pinned_by_hand_is_not_evicted_until_unpinned():
+def test_model_pinned_by_operator_is_not_evicted_until_unpinned():
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
@@ -343,7 +343,7 @@ def test_a_model_pinned_by_hand_is_not_evicted_until_unpinned():
     assert fake.unloads == [("n", "a", "evicted")]
 
 
-def test_waiting_is_bounded_and_the_refusal_says_what_it_waited_for():
+def test_request_fails_after_max_wait_with_the_reason():
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, max_wait_s=100)
     fake.ready["n"]["a"] = 900.0
     fake.running["n", "a"] = 1
@@ -356,7 +356,7 @@ def test_waiting_is_bounded_and_the_refusal_says_what_it_waited_for():
     assert fake.dispatcher.queue_depths == {}
 
 
-def test_a_cancelled_request_gets_nothing_and_leaves_no_queue():
+def test_cancelled_request_is_not_delivered_and_leaves_no_queue():
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     got: list[Lease | CortexError] = []
@@ -369,24 +369,24 @@ def test_a_cancelled_request_gets_nothing_and_leaves_no_queue():
     assert fake.dispatcher.in_flight == {}
 
 
-def test_requests_spread_over_replicas_by_load():
+def test_spreads_requests_over_replicas_by_load():
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.ready["n"]["a"] = fake.ready["m"]["a"] = 900.0
     fake.poll()
     assert sorted(node_of(fake.ask("a")) for _ in range(4)) == ["m", "m", "n", "n"]
 
 
-def test_an_operator_hears_when_the_ordered_load_is_over():
+def test_watcher_is_called_when_the_load_ends():
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
-    heard: list[CortexError | None] = []
+    outcomes: list[CortexError | None] = []
     assert fake.operator.load("a").node == "n"
-    fake.dispatcher.watch(ModelOnNode("n", "a"), heard.append)
+    fake.dispatcher.watch(ModelOnNode("n", "a"), outcomes.append)
     fake.finish_load()
-    assert heard == [None]
+    assert outcomes == [None]
 
 
-def test_decisions_are_recorded_once_with_their_reasons():
+def test_repeated_decision_is_recorded_once():
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0
     fake.running["n", "a"] = 1
@@ -399,7 +399,7 @@ def test_decisions_are_recorded_once_with_their_reasons():
     assert recorded[0]["nodes"][0]["occupants"][0]["reason"] == "busy with 1 request"
 
 
-def test_every_waiter_is_woken_when_a_reload_takes_the_node_away():
+def test_reload_that_removes_the_node_fails_waiting_requests():
     fake = FakeFleet({"n": {"a": GB}})
     fake.poll()
     got = fake.ask("a")
@@ -418,8 +418,8 @@ def test_counters_return_to_zero():
     assert fake.dispatcher.in_flight == {}
 
 
-def worn(fake: FakeFleet, num_loads: int) -> None:
-    """Load and unload, so many times."""
+def load_and_unload(fake: FakeFleet, num_loads: int) -> None:
+    """Load and unload `num_loads` times."""
     for _ in range(num_loads):
         fake.operator.load("a")
         fake.finish_load()
@@ -427,10 +427,10 @@ def worn(fake: FakeFleet, num_loads: int) -> None:
         fake.finish_unload()
 
 
-def test_workers_are_replaced_after_so_many_loads_once_the_device_is_empty():
+def test_workers_are_recycled_after_defrag_cycles_once_the_device_is_empty():
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=3))
     fake.poll()
-    worn(fake, 2)
+    load_and_unload(fake, 2)
     fake.dispatcher.tick()
     fake.operator.load("a")
     fake.finish_load()
@@ -444,29 +444,29 @@ def test_workers_are_replaced_after_so_many_loads_once_the_device_is_empty():
     assert fake.recycled == [("n", (0,))], "once, while it is under way"
     fake.dispatcher.recycle_ended("n", ())
     fake.dispatcher.tick()
-    assert len(fake.recycled) == 2, "the node said that the device was in use: asked again"
+    assert len(fake.recycled) == 2, "the node reported the device as in use: ordered again"
     fake.dispatcher.recycle_ended("n", (0,))
     fake.dispatcher.tick()
     assert len(fake.recycled) == 2
-    worn(fake, 3)
+    load_and_unload(fake, 3)
     fake.dispatcher.tick()
     assert len(fake.recycled) == 3, "loads count from zero again"
 
 
-def test_a_node_that_cannot_replace_its_workers_is_left_alone_for_as_many_loads():
+def test_failed_recycle_is_retried_only_after_as_many_loads():
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
     fake.poll()
-    worn(fake, 2)
+    load_and_unload(fake, 2)
     fake.dispatcher.tick()
     fake.dispatcher.recycle_ended("n", UpstreamUnavailable("no such route"))
     fake.dispatcher.tick()
     assert len(fake.recycled) == 1
 
 
-def test_a_node_that_went_down_is_asked_again_when_it_is_back():
+def test_recycle_is_ordered_again_when_a_node_returns():
     fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
     fake.poll()
-    worn(fake, 2)
+    load_and_unload(fake, 2)
     fake.dispatcher.tick()
     for _ in range(3):
         fake.dispatcher.missed("n", "no answer")

@@ -1,4 +1,4 @@
-"""Events of the dispatcher: applied one by one and in order, whoever reports them and whenever."""
+"""Events of the dispatcher are applied one by one and in order, also when an effect reports from inside."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Simulation(FakeFleet):
         target = ModelOnNode(node, request.model_id)
         assert target not in self.loading, "ordered twice"
         used = sum(SIZES[model] for model in self.ready[node])
-        promised = sum(SIZES[other.model] for other in self.loading if other.node == node)
-        assert used + promised + SIZES[target.model] <= self.total_bytes, "ordered beyond the memory of the device"
+        loading_bytes = sum(SIZES[other.model] for other in self.loading if other.node == node)
+        assert used + loading_bytes + SIZES[target.model] <= self.total_bytes, "ordered beyond the memory of the device"
         self.loading.add(target)
         if self.prompt:
             self.end_load(target)

@@ -1,4 +1,4 @@
-"""Leases: the right to send one request to a model on a node, who waits for one, and who hands them out."""
+"""Leases: the right to send one request to a model on a node, the requests for them, and the pool of them."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Dispatcher:
         """The nodes that could serve the model, now or after making room."""
         return feasible_nodes(spec.id, self._fleet_state.fleet, self._clock())
 
-    # --- requests: what does not change a decision is no event, because most requests pass here
+    # --- requests: the hot path, so only what changes a decision is an event
 
     def ask(self, pending: PendingRequest) -> None:
         """Deliver a lease at once where one is available, else queue the request.
@@ -141,7 +141,7 @@ class Dispatcher:
         elif self._is_closing:
             raise _shutting_down()
         elif self._queues.join(pending):
-            self.apply(lambda: None)  # the state is the same, but the queue has to be looked at
+            self.apply(lambda: None)  # only the queue has changed
 
     def cancel(self, pending: PendingRequest) -> None:
         """The client disconnected. A load under way continues: other clients may want it."""
@@ -306,6 +306,8 @@ class Dispatcher:
 
     def _decide(self) -> None:
         """Decide for every model that requests wait for. What follows from it are further events."""
+        if not self._queues and not self._leases.closed:
+            return
         decided = plan(self._queues.waiting(), self.fleet, self._clock())
         if decided.closed != self._leases.closed:
             self._close_models(decided.closed)

@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
     "gateway.config": Rule({"fleet", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})),
-    "gateway.metrics": Rule({"wire"}),
+    "gateway.metrics": Rule({"fleet", "wire"}),
     "gateway.ledger": Rule(LEDGER),
     "gateway.dispatch": Rule(DISPATCH),
     "gateway.proxy": Rule(PROXY),

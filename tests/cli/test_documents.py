@@ -16,6 +16,7 @@ from cortex.cli.reference import configuration_page
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.loading.loader import MAX_DEVICES_PER_MODEL
 from cortex.settings import load
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,11 @@ def test_pinned_nodes_of_the_example_catalogue_exist_in_the_example_fleet() -> N
     fleet = load(Config, ROOT / "examples" / "cortex.toml", env_prefix="EXAMPLE_", env={})
     pinned = {node for model in catalogue.models for node in model.pinned_on}
     assert pinned <= {node.name for node in fleet.neurons}
+
+
+def test_no_example_model_spans_more_devices_than_a_neuron_supports() -> None:
+    catalogue = load(Catalogue, ROOT / "examples" / "models.toml", env_prefix="EXAMPLE_", env={})
+    assert max(model.min_devices for model in catalogue.models) <= MAX_DEVICES_PER_MODEL
 
 
 def test_the_configuration_page_matches_the_types() -> None:

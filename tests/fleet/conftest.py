@@ -1,4 +1,4 @@
-"""Factories for pictures of a fleet. Sizes are in GiB, ages in seconds before `NOW`."""
+"""Factories for fleets. Sizes are in GiB, ages in seconds before `NOW`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _node(
     kept_share: float = 0.0,
     **facts: Any,
 ) -> Node:
-    """A node with a device of each size; what its models hold is taken from the free bytes."""
+    """A node with a device of each size; what its models hold is subtracted from the free bytes."""
     devices = []
     for index, size in enumerate(sizes):
         used = sum(

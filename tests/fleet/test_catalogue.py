@@ -44,14 +44,14 @@ def catalogue() -> Catalogue:
         ("claude-found-by-a-node", "claude-found-by-a-node", None, False),
     ],
 )
-def test_a_name_means_one_model(
+def test_resolves_name_to_one_model(
     catalogue: Catalogue, name: str, model_id: str, alias: str | None, background: bool
 ) -> None:
     resolution = catalogue.resolve(name, {"found-by-a-node", "claude-found-by-a-node", "gpt-4o"})
     assert (resolution.model_id, resolution.alias, resolution.background) == (model_id, alias, background)
 
 
-def test_an_alias_may_name_a_model_that_only_nodes_know() -> None:
+def test_alias_may_name_a_model_outside_the_catalogue() -> None:
     catalogue = Catalogue(aliases={"fast": Alias(model="on-a-node")})
     assert catalogue.resolve("fast").spec == ModelSpec(id="on-a-node")
 
@@ -65,12 +65,12 @@ def test_an_alias_may_name_a_model_that_only_nodes_know() -> None:
         ("zzz", "GET /v1/models"),
     ],
 )
-def test_an_unknown_name_gets_near_misses(catalogue: Catalogue, name: str, advice: str) -> None:
+def test_unknown_name_gets_near_misses(catalogue: Catalogue, name: str, advice: str) -> None:
     with pytest.raises(ModelNotFound, match=advice):
         catalogue.resolve(name)
 
 
-def test_an_empty_fleet_says_so() -> None:
+def test_unknown_name_in_an_empty_fleet_says_no_node_lists_models() -> None:
     with pytest.raises(ModelNotFound, match="no node lists any model yet"):
         Catalogue().resolve("x")
 
@@ -92,9 +92,7 @@ def test_near_misses_are_few_and_without_repeats() -> None:
         ({"load": "on_demand", "pinned_on": ("beast",)}, "on_demand", True),
     ],
 )
-def test_the_load_policy_follows_from_what_is_given(
-    facts: dict[str, object], policy: str, pinned_on_beast: bool
-) -> None:
+def test_load_policy_defaults_by_pinned_on(facts: dict[str, object], policy: str, pinned_on_beast: bool) -> None:
     spec = ModelSpec(id="x", **facts)  # type: ignore[arg-type]
     assert (spec.policy, spec.is_pinned_on("beast")) == (policy, pinned_on_beast)
 
@@ -115,6 +113,6 @@ def test_the_load_policy_follows_from_what_is_given(
         ),
     ],
 )
-def test_a_contradictory_catalogue_is_refused(text: str, message: str) -> None:
+def test_rejects_contradictory_catalogue(text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         loads(Catalogue, text, file=Path("models.toml"))

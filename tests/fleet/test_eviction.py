@@ -30,7 +30,7 @@ def occupant(name: str, size: int, used: float, priority: int = 0, protection: P
         ("lru", 30, None),
     ],
 )
-def test_who_goes_first(strategy: Any, shortfall: int, victims: list[str] | None) -> None:
+def test_evicts_in_order_of_strategy(strategy: Any, shortfall: int, victims: list[str] | None) -> None:
     occupants = [
         occupant("hot", 10, used=900, priority=2),
         occupant("cold", 6, used=100, priority=1),
@@ -41,7 +41,7 @@ def test_who_goes_first(strategy: Any, shortfall: int, victims: list[str] | None
     assert (None if chosen is None else sorted(victim.model_id for victim in chosen)) == victims
 
 
-def test_nobody_goes_when_nothing_is_missing() -> None:
+def test_evicts_nothing_without_shortfall() -> None:
     assert choose([occupant("a", 5, 1.0)], {}, EvictionRules()) == ()
 
 
@@ -60,14 +60,14 @@ shortfalls = st.dictionaries(st.integers(0, 3), st.integers(1, 200), max_size=4)
 
 
 @given(occupants, shortfalls, st.sampled_from(["lru", "priority"]))
-def test_victims_are_free_to_go_enough_and_all_needed(
+def test_victims_are_unprotected_sufficient_and_all_needed(
     held: list[Occupant], short: dict[int, int], strategy: Any
 ) -> None:
     victims = choose(held, short, EvictionRules(strategy=strategy))
     free = [one for one in held if one.protection is None]
 
-    def freed(who: list[Occupant], index: int) -> int:
-        return sum(one.device_bytes.get(index, 0) for one in who)
+    def freed(models: list[Occupant], index: int) -> int:
+        return sum(one.device_bytes.get(index, 0) for one in models)
 
     if victims is None:
         assert any(freed(free, index) < missing for index, missing in short.items())
@@ -80,7 +80,7 @@ def test_victims_are_free_to_go_enough_and_all_needed(
 
 
 @given(occupants, shortfalls)
-def test_lru_never_takes_a_warmer_model_than_it_must(held: list[Occupant], short: dict[int, int]) -> None:
+def test_lru_never_evicts_a_more_recent_model_than_needed(held: list[Occupant], short: dict[int, int]) -> None:
     victims = choose(held, short, EvictionRules(strategy="lru"))
     if not victims:
         return
@@ -89,8 +89,8 @@ def test_lru_never_takes_a_warmer_model_than_it_must(held: list[Occupant], short
     assert any(sum(one.device_bytes.get(index, 0) for one in colder) < missing for index, missing in short.items())
 
 
-def test_idle_on_demand_models_expire(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(
+def test_only_idle_unpinned_models_with_a_ttl_expire(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(
         node(
             "n",
             [80],
@@ -110,7 +110,7 @@ def test_idle_on_demand_models_expire(model: Make, node: Make, fleet: Make, spec
             spec("forever"),
         ],
     )
-    assert expired(picture, NOW) == (("n", "old"), ("n", "asleep"))
+    assert expired(snapshot, NOW) == (("n", "old"), ("n", "asleep"))
 
 
 @pytest.mark.parametrize(

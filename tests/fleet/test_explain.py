@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cortex.fleet.explain import as_json, outcome, refusal, rows, text
+from cortex.fleet.explain import as_json, outcome, rejection, rows, text
 from cortex.fleet.placement import place
 from cortex.wire.errors import Family, envelope
 from cortex.wire.node import ModelState
@@ -14,13 +14,13 @@ NOW = 10_000.0
 Make = Callable[..., Any]
 
 
-def test_the_table_shows_need_have_and_why_for_every_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(
+def test_table_shows_need_have_and_reason_for_every_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(
         node("beast", [24, 24], model("old", 20), model("chat", 18, devices=(1,), running=1)),
         node("attic", [12], foreign=9, healthy=False, problem="connection refused"),
         specs=[spec("m", 10)],
     )
-    assert text(place("m", picture, NOW)) == (
+    assert text(place("m", snapshot, NOW)) == (
         "node   device       total     have     need      verdict              why\n"
         "beast  0* card 24G  24.0 GiB  4.0 GiB  10.0 GiB  fits_after_eviction  fits after unloading old\n"
         "       1 card 24G   24.0 GiB  6.0 GiB  10.0 GiB\n"
@@ -29,12 +29,12 @@ def test_the_table_shows_need_have_and_why_for_every_device(model: Make, node: M
     )
 
 
-def test_the_same_facts_as_data(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24], model("old", 20, pinned=True)), specs=[spec("m", 10)])
-    told = as_json(place("m", picture, NOW))
-    assert (told["action"], told["node"]) == ("refuse", None)
-    assert told["nodes"][0]["devices"][0]["have_bytes"] == 4 * 1024**3
-    assert told["nodes"][0]["occupants"] == [
+def test_json_has_the_numbers_and_reasons(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24], model("old", 20, pinned=True)), specs=[spec("m", 10)])
+    data = as_json(place("m", snapshot, NOW))
+    assert (data["action"], data["node"]) == ("refuse", None)
+    assert data["nodes"][0]["devices"][0]["have_bytes"] == 4 * 1024**3
+    assert data["nodes"][0]["occupants"] == [
         {"model": "old", "bytes": 20 * 1024**3, "may_leave": False, "reason": "pinned on n"}
     ]
 
@@ -44,11 +44,11 @@ def test_the_same_facts_as_data(model: Make, node: Make, fleet: Make, spec: Make
     [
         ({}, {"pinned": True}, "request", 507, "insufficient_capacity", "fits nowhere.*need 10.0 GiB, have 4.0 GiB"),
         ({}, {"running": 1}, "request", 503, "overloaded", "no room for m now.*busy with 1 request"),
-        ({}, {}, "background", 503, "overloaded", "a background request displaces nothing"),
+        ({}, {}, "background", 503, "overloaded", "background requests evict nothing"),
         ({"healthy": False, "problem": "timed out"}, {}, "request", 502, "upstream_unavailable", "n: timed out"),
     ],
 )
-def test_a_refusal_becomes_the_right_error(
+def test_rejection_maps_to_status_and_code(
     model: Make,
     node: Make,
     fleet: Make,
@@ -60,23 +60,23 @@ def test_a_refusal_becomes_the_right_error(
     code: str,
     words: str,
 ) -> None:
-    picture = fleet(node("n", [24], model("old", 20, **occupant), **facts), specs=[spec("m", 10)])
-    error = refusal(place("m", picture, NOW, origin=origin))
+    snapshot = fleet(node("n", [24], model("old", 20, **occupant), **facts), specs=[spec("m", 10)])
+    error = rejection(place("m", snapshot, NOW, origin=origin))
     assert (error.status, error.code) == (status, code)
     with pytest.raises(type(error), match=words):
         raise error
     assert envelope(error, Family.OPENAI)["error"]["nodes"][0]["node"] == "n"
 
 
-def test_a_failed_load_is_told_in_the_nodes_own_words(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+def test_failed_load_keeps_the_message_of_the_node(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     failed = model("m", state=ModelState.FAILED, age_s=1, reason="config.json is missing")
-    error = refusal(place("m", fleet(node("n", [24], failed), specs=[spec("m")]), NOW))
+    error = rejection(place("m", fleet(node("n", [24], failed), specs=[spec("m")]), NOW))
     assert (error.code, "config.json is missing" in error.message) == ("load_failed", True)
 
 
-def test_refusals_without_nodes_or_without_the_model(node: Make, fleet: Make) -> None:
-    assert "add one under [[neurons]]" in refusal(place("m", fleet(), NOW)).message
-    assert refusal(place("m", fleet(node("n", [24])), NOW)).code == "model_not_found"
+def test_rejection_without_nodes_or_without_the_model(node: Make, fleet: Make) -> None:
+    assert "add one under [[neurons]]" in rejection(place("m", fleet(), NOW)).message
+    assert rejection(place("m", fleet(node("n", [24])), NOW)).code == "model_not_found"
 
 
 def test_every_outcome_is_a_sentence(model: Make, node: Make, fleet: Make, spec: Make) -> None:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from cortex.fleet.decision import Verdict
+from cortex.fleet.explain import rejection
 from cortex.fleet.placement import place, unmet_pins
 from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node import ModelState
@@ -20,19 +21,19 @@ def verdicts(decision: Any) -> dict[str, Verdict]:
     return {assessment.node: assessment.verdict for assessment in decision.assessments}
 
 
-def test_resident_and_least_loaded_comes_first(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(
+def test_prefers_least_loaded_resident_replica(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(
         node("busy", [24], model("m", running=3)),
         node("calm", [24], model("m", running=1)),
         node("empty", [80]),
         specs=[spec("m")],
     )
-    decision = place("m", picture, NOW)
+    decision = place("m", snapshot, NOW)
     assert (decision.action, decision.node, decision.victims) == ("route", "calm", ())
     assert verdicts(decision) == {"calm": "resident", "busy": "resident", "empty": "fits"}
 
 
-def test_the_order_of_verdicts(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+def test_verdicts_rank_from_resident_to_too_small(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     nodes = [
         node("resident", [24], model("m", running=9)),
         node("starting", [24], model("m", state=ModelState.LOADING)),
@@ -51,15 +52,15 @@ def test_the_order_of_verdicts(model: Make, node: Make, fleet: Make, spec: Make)
     assert actions == ["route", "join", "wake", "load", "load", "wait", "refuse"]
 
 
-def test_a_sleeper_wakes_on_its_own_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+def test_sleeping_model_wakes_on_its_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     asleep = model("m", 8, state=ModelState.ASLEEP, devices=(1,))
-    picture = fleet(node("n", [12, 24], asleep), specs=[spec("m")])
-    decision = place("m", picture, NOW)
+    snapshot = fleet(node("n", [12, 24], asleep), specs=[spec("m")])
+    decision = place("m", snapshot, NOW)
     assert (decision.action, decision.devices) == ("wake", (1,))
-    assert decision.assessments[0].reason.startswith("asleep there; needs 8.0 GiB")
+    assert decision.assessments[0].reason.startswith("asleep on this node; needs 8.0 GiB")
 
 
-def test_a_sleeper_wakes_after_an_eviction_and_is_preferred_for_it(
+def test_prefers_evicting_on_the_node_where_the_model_is_asleep(
     model: Make, node: Make, fleet: Make, spec: Make
 ) -> None:
     asleep = model("m", 8, state=ModelState.ASLEEP)
@@ -68,7 +69,7 @@ def test_a_sleeper_wakes_after_an_eviction_and_is_preferred_for_it(
     assert (decision.action, decision.node, decision.victims) == ("wake", "b", ("y",))
 
 
-def test_a_sleeper_whose_device_is_taken_for_good_loads_on_another(
+def test_sleeping_model_loads_elsewhere_when_its_device_is_held(
     model: Make, node: Make, fleet: Make, spec: Make
 ) -> None:
     asleep = model("m", 8, state=ModelState.ASLEEP, devices=(0,))
@@ -77,14 +78,14 @@ def test_a_sleeper_whose_device_is_taken_for_good_loads_on_another(
     assert (decision.action, decision.devices) == ("load", (1,))
 
 
-def test_a_pinned_node_comes_first_among_equals(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("a", [12]), node("z", [80]), specs=[spec("m", pinned_on=("z",))])
-    assert place("m", picture, NOW).node == "z"
+def test_pinned_node_comes_first_among_equals(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("a", [12]), node("z", [80]), specs=[spec("m", pinned_on=("z",))])
+    assert place("m", snapshot, NOW).node == "z"
 
 
-def test_the_tightest_fit_keeps_large_devices_free(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("large", [80]), node("tight", [12, 10, 24]), specs=[spec("m", 9)])
-    decision = place("m", picture, NOW)
+def test_tightest_fit_keeps_large_devices_free(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("large", [80]), node("tight", [12, 10, 24]), specs=[spec("m", 9)])
+    decision = place("m", snapshot, NOW)
     assert (decision.node, decision.devices) == ("tight", (1,))
 
 
@@ -102,34 +103,65 @@ def test_the_tightest_fit_keeps_large_devices_free(node: Make, fleet: Make, spec
         (30, 1, [16, 8, 24], (0, 2)),
     ],
 )
-def test_as_few_devices_as_can_hold_it(
+def test_spreads_over_the_fewest_devices_that_can_hold_the_model(
     node: Make, fleet: Make, spec: Make, size: float, min_devices: int, devices: list[float], expected: tuple[int, ...]
 ) -> None:
-    decision = place("m", fleet(node("n", devices), specs=[spec("m", size, min_devices=min_devices)]), NOW)
+    host = node("n", devices, max_devices_per_model=8)
+    decision = place("m", fleet(host, specs=[spec("m", size, min_devices=min_devices)]), NOW)
     assert decision.devices == expected
     if not expected:
         assert decision.action == "refuse"
 
 
-def test_small_devices_are_left_out(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [8, 24]), specs=[spec("m", 4, min_device_vram_mb=10_000)])
-    assert place("m", picture, NOW).devices == (1,)
+def test_never_spreads_a_model_over_more_devices_than_its_node_supports(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    """Without the limit, `m` would evict `old` for two devices that the node then rejects."""
+    held = model("old", 20)
+    decision = place("m", fleet(node("n", [24, 24], held), specs=[spec("m", 40)]), NOW)
+    assert (decision.action, decision.victims) == ("refuse", ())
+    assert decision.assessments[0].verdict is Verdict.TOO_SMALL
+    assert "the node runs a model on one device" in decision.assessments[0].reason
+    wide = place("m", fleet(node("n", [24, 24], held, max_devices_per_model=2), specs=[spec("m", 40)]), NOW)
+    assert (wide.action, wide.devices, wide.victims) == ("load", (0, 1), ("old",))
 
 
-def test_eviction_across_nodes_takes_fewest_bytes(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(
+def test_rejects_min_devices_beyond_what_any_node_supports(node: Make, fleet: Make, spec: Make) -> None:
+    hosts = node("a", [24, 24]), node("b", [24, 24, 24, 24], max_devices_per_model=2)
+    decision = place("m", fleet(*hosts, specs=[spec("m", 8, min_devices=4)]), NOW)
+    assert decision.action == "refuse"
+    assert verdicts(decision) == {"a": "cannot_span", "b": "cannot_span"}
+    error = rejection(decision)
+    assert error.code == "insufficient_capacity"
+    assert "no node can run m over the devices that it asks for" in error.message
+    assert "a: cannot span 4 devices (min_devices), at most 1 per model" in error.message
+
+
+def test_a_node_that_can_span_enough_devices_is_preferred(node: Make, fleet: Make, spec: Make) -> None:
+    hosts = node("narrow", [24, 24]), node("wide", [24, 24], max_devices_per_model=2)
+    decision = place("m", fleet(*hosts, specs=[spec("m", 8, min_devices=2)]), NOW)
+    assert (decision.node, decision.devices) == ("wide", (0, 1))
+
+
+def test_ignores_devices_below_min_device_vram(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [8, 24]), specs=[spec("m", 4, min_device_vram_mb=10_000)])
+    assert place("m", snapshot, NOW).devices == (1,)
+
+
+def test_evicts_on_the_node_with_fewest_bytes_to_free(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(
         node("a", [24], model("large", 20, idle_s=9999)),
         node("b", [24], model("small", 17, idle_s=50)),
         specs=[spec("m", 10)],
     )
-    decision = place("m", picture, NOW)
+    decision = place("m", snapshot, NOW)
     assert (decision.node, decision.victims) == ("b", ("small",))
 
 
-def test_victims_make_room_on_the_devices_that_need_it(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+def test_victims_free_memory_on_the_chosen_devices(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     wide = model("wide", 20, devices=(0, 1), idle_s=10)
-    picture = fleet(node("n", [24, 24], wide, model("one", 12, devices=(1,), idle_s=500)), specs=[spec("m", 22)])
-    decision = place("m", picture, NOW)
+    snapshot = fleet(node("n", [24, 24], wide, model("one", 12, devices=(1,), idle_s=500)), specs=[spec("m", 22)])
+    decision = place("m", snapshot, NOW)
     assert (decision.action, decision.devices, decision.victims) == ("load", (0,), ("wide",))
 
 
@@ -138,28 +170,33 @@ def test_victims_make_room_on_the_devices_that_need_it(model: Make, node: Make, 
     [
         ({"running": 2}, {}, "blocked", "waits for old: busy with 2 requests"),
         ({"in_flight": 1}, {}, "blocked", "waits for old: busy with 1 request"),
-        ({"age_s": 5}, {}, "blocked", "waits for old: loaded 5 s ago, stays at least 20 s"),
+        ({"age_s": 5}, {}, "blocked", "waits for old: loaded 5 s ago, kept for at least 20 s"),
         ({"state": ModelState.RECOVERING, "age_s": 3}, {}, "blocked", "waits for old: recovering for 3 s"),
         ({"state": ModelState.UNLOADING, "age_s": 1}, {}, "blocked", "waits for old: unloading for 1 s"),
-        ({"pinned": True}, {}, "held", "room could only come from models that stay (old: pinned on n)"),
-        ({}, {"priority": 5}, "held", "room could only come from models that stay (old: its priority 5 is above 0)"),
-        ({}, {"pinned_on": ("n",)}, "held", "room could only come from models that stay (old: pinned on n)"),
+        ({"pinned": True}, {}, "held", "only models that cannot be evicted could make room (old: pinned on n)"),
+        (
+            {},
+            {"priority": 5},
+            "held",
+            "only models that cannot be evicted could make room (old: its priority 5 is higher than 0)",
+        ),
+        ({}, {"pinned_on": ("n",)}, "held", "only models that cannot be evicted could make room (old: pinned on n)"),
         ({}, {"pinned_on": ("other",)}, "fits_after_eviction", "fits after unloading old"),
         ({}, {"priority": 0}, "fits_after_eviction", "fits after unloading old"),
     ],
 )
-def test_who_stays_and_why(
+def test_occupant_gets_verdict_and_reason(
     model: Make, node: Make, fleet: Make, spec: Make, occupant: Any, facts: Any, verdict: str, reason: str
 ) -> None:
-    picture = fleet(node("n", [24], model("old", 20, **occupant)), specs=[spec("m", 10), spec("old", 20, **facts)])
-    found = place("m", picture, NOW).assessments[0]
+    snapshot = fleet(node("n", [24], model("old", 20, **occupant)), specs=[spec("m", 10), spec("old", 20, **facts)])
+    found = place("m", snapshot, NOW).assessments[0]
     assert (found.verdict, found.reason) == (verdict, reason)
 
 
-def test_a_background_request_displaces_nothing(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24], model("main", 20)), specs=[spec("chores", 10)])
-    assert place("chores", picture, NOW).victims == ("main",)
-    decision = place("chores", picture, NOW, origin="background")
+def test_background_request_evicts_nothing(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24], model("main", 20)), specs=[spec("chores", 10)])
+    assert place("chores", snapshot, NOW).victims == ("main",)
+    decision = place("chores", snapshot, NOW, origin="background")
     assert (decision.action, verdicts(decision)) == ("refuse", {"n": "held"})
 
 
@@ -171,84 +208,91 @@ def test_a_background_request_displaces_nothing(model: Make, node: Make, fleet: 
         ({"has_lifecycle": False}, {}, "not_listed"),
         ({"harnesses": ("llama.cpp",)}, {}, "wrong_harness"),
         ({}, {"load": "manual"}, "manual"),
-        ({}, {"min_devices": 2}, "too_few_devices"),
+        ({"max_devices_per_model": 2}, {"min_devices": 2}, "too_few_devices"),
         ({}, {"size": 25}, "too_small"),
         ({"foreign": 18}, {}, "crowded"),
     ],
 )
-def test_nodes_that_are_out_of_the_question(
+def test_unusable_node_gets_its_verdict(
     node: Make, fleet: Make, spec: Make, facts: Any, model_facts: Any, verdict: str
 ) -> None:
-    picture = fleet(node("n", [24], **facts), specs=[spec("m", **model_facts)])
-    assert verdicts(place("m", picture, NOW)) == {"n": verdict}
+    snapshot = fleet(node("n", [24], **facts), specs=[spec("m", **model_facts)])
+    assert verdicts(place("m", snapshot, NOW)) == {"n": verdict}
 
 
-def test_an_operator_may_load_what_requests_may_not(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24]), specs=[spec("m", load="manual")])
-    assert place("m", picture, NOW, origin="operator").action == "load"
+def test_operator_loads_manual_model(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24]), specs=[spec("m", load="manual")])
+    assert place("m", snapshot, NOW, origin="operator").action == "load"
 
 
-def test_a_model_only_nodes_know_runs_where_it_is_listed(model: Make, node: Make, fleet: Make) -> None:
-    picture = fleet(node("a", [24]), node("b", [24], model("m", state=ModelState.COLD, estimate=8)))
-    decision = place("m", picture, NOW)
+def test_model_outside_the_catalogue_runs_where_it_is_listed(model: Make, node: Make, fleet: Make) -> None:
+    snapshot = fleet(node("a", [24]), node("b", [24], model("m", state=ModelState.COLD, estimate=8)))
+    decision = place("m", snapshot, NOW)
     assert (decision.node, decision.need_bytes) == ("b", 8 * GIB)
     assert verdicts(decision)["a"] == "not_listed"
 
 
-def test_a_recent_failure_is_not_repeated_at_once(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+def test_recently_failed_node_is_skipped(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     failed = model("m", state=ModelState.FAILED, age_s=5, reason="no such file")
-    picture = fleet(node("a", [24], failed), node("b", [80]), specs=[spec("m")])
-    decision = place("m", picture, NOW)
+    snapshot = fleet(node("a", [24], failed), node("b", [80]), specs=[spec("m")])
+    decision = place("m", snapshot, NOW)
     assert decision.node == "b"
     assert decision.assessments[1].reason == "no such file"
-    assert place("m", picture, NOW + 60).node == "a"
+    assert place("m", snapshot, NOW + 60).node == "a"
 
 
-def test_a_node_just_tried_is_left_out(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("a", [24]), node("b", [80]), specs=[spec("m")])
-    assert place("m", picture, NOW, excluded=["a"]).node == "b"
+def test_a_decision_for_one_node_considers_no_other(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("a", [24]), node("b", [80]), node("small", [4]), specs=[spec("m")])
+    assert place("m", snapshot, NOW).node == "a"
+    assert place("m", snapshot, NOW, only_on="b").node == "b"
+    assert verdicts(place("m", snapshot, NOW, only_on="small")) == {"small": "too_small"}
 
 
-def test_after_running_out_of_memory_the_need_is_what_the_load_showed(
-    model: Make, node: Make, fleet: Make, spec: Make
-) -> None:
-    picture = fleet(node("n", [24], model("old", 12)), specs=[spec("m", 8)])
-    assert place("m", picture, NOW).victims == ()
-    shown = picture.replacing(msgspec.structs.replace(picture.nodes[0], shown_needs={"m": 14 * GIB}))
+def test_out_of_memory_raises_the_need(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24], model("old", 12)), specs=[spec("m", 8)])
+    assert place("m", snapshot, NOW).victims == ()
+    shown = snapshot.with_node(msgspec.structs.replace(snapshot.nodes[0], raised_needs={"m": 14 * GIB}))
     assert place("m", shown, NOW).victims == ("old",)
 
 
 def test_measured_bytes_replace_the_estimate(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24]), specs=[spec("m", 8)])
-    picture = msgspec.structs.replace(picture, measured={("m", None, None): 30 * GIB})
-    assert place("m", picture, NOW).action == "refuse"
+    snapshot = fleet(node("n", [24]), specs=[spec("m", 8)])
+    snapshot = msgspec.structs.replace(snapshot, measured={("m", None, None): 30 * GIB})
+    assert place("m", snapshot, NOW).action == "refuse"
 
 
-def test_a_size_nobody_knows_goes_where_most_is_free(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("a", [12]), node("b", [24]), specs=[spec("m", None)])
-    decision = place("m", picture, NOW)
+def test_model_of_unknown_size_goes_where_most_is_free(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("a", [12]), node("b", [24]), specs=[spec("m", None)])
+    decision = place("m", snapshot, NOW)
     assert (decision.action, decision.node, decision.need_bytes) == ("load", "b", None)
 
 
-def test_promised_memory_is_not_promised_twice(node: Make, fleet: Make, spec: Make) -> None:
-    promise = MemoryReservation(model_id="other", devices=(0,), num_bytes=20 * GIB)
-    picture = fleet(node("n", [24], reservations=(promise,)), specs=[spec("m", 8), spec("other", 20)])
-    assert place("m", picture, NOW).action == "wait"
-    assert place("other", picture, NOW).action == "join"
+def test_reserved_memory_is_not_reserved_twice(node: Make, fleet: Make, spec: Make) -> None:
+    reservation = MemoryReservation(model_id="other", devices=(0,), num_bytes=20 * GIB)
+    snapshot = fleet(node("n", [24], reservations=(reservation,)), specs=[spec("m", 8), spec("other", 20)])
+    assert place("m", snapshot, NOW).action == "wait"
+    assert place("other", snapshot, NOW).action == "join"
 
 
-def test_a_reload_of_a_leaving_model_waits_for_its_bytes(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24], model("m", 20, state=ModelState.UNLOADING)), specs=[spec("m", 20, load="pinned")])
-    assert place("m", picture, NOW).action == "wait"
+def test_load_of_an_unloading_model_waits_for_its_memory(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24], model("m", 20, state=ModelState.UNLOADING)), specs=[spec("m", 20, load="pinned")])
+    assert place("m", snapshot, NOW).action == "wait"
 
 
-def test_an_empty_fleet_refuses(fleet: Make) -> None:
+def test_load_of_an_unloading_model_evicts_nothing_for_it(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    """Its own memory comes back when the unload ends."""
+    held = model("m", 6, state=ModelState.UNLOADING), model("other", 14)
+    decision = place("m", fleet(node("n", [24], *held), specs=[spec("m", 6)]), NOW)
+    assert (decision.action, decision.victims, decision.assessments[0].reason) == ("wait", (), "unloading for 1000 s")
+
+
+def test_empty_fleet_rejects(fleet: Make) -> None:
     decision = place("m", fleet(), NOW)
     assert (decision.action, decision.node, decision.assessments) == ("refuse", None, ())
 
 
-def test_pins_that_are_not_met(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(
+def test_unmet_pins_lists_pinned_models_that_are_not_loaded(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(
         node("a", [24], model("here")),
         node("b", [24], model("loading", state=ModelState.LOADING)),
         node("down", [24], healthy=False),
@@ -259,10 +303,10 @@ def test_pins_that_are_not_met(model: Make, node: Make, fleet: Make, spec: Make)
             spec("ordinary"),
         ],
     )
-    assert unmet_pins(picture) == (("here", "b"), ("anywhere", None))
+    assert unmet_pins(snapshot) == (("b", "here"), (None, "anywhere"))
 
 
-def test_what_a_node_keeps_free_is_not_promised(node: Make, fleet: Make, spec: Make) -> None:
+def test_kept_free_bytes_are_not_available(node: Make, fleet: Make, spec: Make) -> None:
     roomy = place("m", fleet(node("n", [24], kept=2), specs=[spec("m", 22)]), NOW)
     assert roomy.action == "load"
     row = roomy.assessments[0].rows[0]
@@ -272,10 +316,8 @@ def test_what_a_node_keeps_free_is_not_promised(node: Make, fleet: Make, spec: M
     assert "the largest has 22.0 GiB" in tight.assessments[0].reason
 
 
-def test_a_swap_on_a_tight_node_makes_room_for_what_is_kept_free_too(
-    model: Make, node: Make, fleet: Make, spec: Make
-) -> None:
-    """The 2 GiB that stay free are nobody's: without both victims the load would be refused."""
+def test_eviction_makes_room_for_what_the_node_keeps_free(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    """2 GiB must stay free: without both victims the node would reject the load."""
     held = [model("a", 8, idle_s=900), model("b", 4, idle_s=100)]
     decision = place("m", fleet(node("n", [16], *held, kept=2), specs=[spec("m", 12)]), NOW)
     assert (decision.action, set(decision.victims)) == ("load", {"a", "b"})
@@ -283,9 +325,7 @@ def test_a_swap_on_a_tight_node_makes_room_for_what_is_kept_free_too(
     assert decision.victims == ("a",)
 
 
-def test_a_host_whose_models_share_memory_with_everything_gives_half_of_what_is_free(
-    model: Make, node: Make, fleet: Make, spec: Make
-) -> None:
+def test_kept_free_share_limits_what_a_load_may_take(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     host = node("n", [32], model("old", 8), kept_share=0.5)
     fits = place("m", fleet(host, specs=[spec("m", 12)]), NOW)
     assert (fits.action, fits.victims) == ("load", ())
@@ -295,8 +335,8 @@ def test_a_host_whose_models_share_memory_with_everything_gives_half_of_what_is_
     assert never.assessments[0].verdict is Verdict.TOO_SMALL
 
 
-def test_a_model_whose_cache_can_be_cut_takes_what_there_is(model: Make, node: Make, fleet: Make) -> None:
-    """It would take 20, serves well with 11 (8, and a quarter of the rest), and is accepted with 8."""
+def test_model_with_reducible_cache_takes_what_is_available(model: Make, node: Make, fleet: Make) -> None:
+    """Full footprint 20 GiB, comfortable 11 (8 and a quarter of the rest), minimum 8."""
     elastic = model("m", state=ModelState.COLD, estimate=20, least=8)
 
     def decide(*held: Any, size: float = 24) -> tuple[str, tuple[str, ...], float, float]:
@@ -311,26 +351,24 @@ def test_a_model_whose_cache_can_be_cut_takes_what_there_is(model: Make, node: M
     assert decide(model("large", 15, pinned=True))[0] == "refuse"
 
 
-def test_a_measured_size_beyond_what_a_device_gives_is_no_reason_to_refuse(
-    model: Make, node: Make, fleet: Make
-) -> None:
-    """A cache that filled the device, and buffers that grew since: the next load is cut to what there is."""
+def test_measured_size_beyond_capacity_is_reduced_not_rejected(model: Make, node: Make, fleet: Make) -> None:
+    """The cache filled the device, and buffers grew since: the next load gets a smaller cache."""
     filled = model("m", 15, state=ModelState.COLD, least=8)
     decision = place("m", fleet(node("n", [16], filled, kept=2)), NOW)
     assert (decision.action, decision.takes_bytes) == ("load", 14 * GIB)
 
 
-def test_a_node_with_room_for_the_whole_cache_comes_first(model: Make, node: Make, fleet: Make) -> None:
+def test_prefers_node_with_room_for_the_full_footprint(model: Make, node: Make, fleet: Make) -> None:
     cold = model("m", state=ModelState.COLD, estimate=20, least=8)
-    picture = fleet(node("tight", [12], cold), node("wide", [80], cold))
-    assert place("m", picture, NOW).node == "wide"
+    snapshot = fleet(node("tight", [12], cold), node("wide", [80], cold))
+    assert place("m", snapshot, NOW).node == "wide"
 
 
-def test_a_load_is_reckoned_with_what_it_will_take(model: Make, node: Make, fleet: Make) -> None:
+def test_load_under_way_is_counted_as_what_it_will_take(model: Make, node: Make, fleet: Make) -> None:
     elastic = model("m", state=ModelState.COLD, estimate=20, least=8)
     decision = place("m", fleet(node("n", [16], elastic, kept=2)), NOW)
     assert decision.takes_bytes == 14 * GIB
-    promised = MemoryReservation(model_id="m", devices=(0,), num_bytes=decision.takes_bytes)
+    reservation = MemoryReservation(model_id="m", devices=(0,), num_bytes=decision.takes_bytes)
     other = model("other", state=ModelState.COLD, estimate=4, least=2)
-    later = place("other", fleet(node("n", [16], elastic, other, kept=2, reservations=(promised,))), NOW)
+    later = place("other", fleet(node("n", [16], elastic, other, kept=2, reservations=(reservation,))), NOW)
     assert later.action == "wait"

@@ -1,4 +1,4 @@
-"""What must hold for any fleet: nobody is harmed, and what is promised fits."""
+"""What must hold for any fleet: no protected model is evicted, and every decided load fits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.explain import as_json, refusal, rows, text
+from cortex.fleet.explain import as_json, rejection, rows, text
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import place
 from cortex.fleet.rules import EvictionRules
@@ -76,7 +76,7 @@ class Drawing:
             if candidate.state in (ModelState.READY, ModelState.UNLOADING):
                 for index in candidate.status.devices:
                     left[index] -= share
-        promise = MemoryReservation(
+        reservation = MemoryReservation(
             model_id=self.random.choice(NAMES), devices=(0,), num_bytes=self.random.randint(1, 20) * MIB
         )
         return Node(
@@ -86,7 +86,8 @@ class Drawing:
             healthy=self.mostly(True, False),
             draining=self.mostly(False, True),
             has_lifecycle=self.mostly(True, False),
-            reservations=self.mostly((), (promise,)),
+            max_devices_per_model=self.random.randint(1, 3),
+            reservations=self.mostly((), (reservation,)),
         )
 
     def device(self, index: int, total: int, left: int) -> Device:
@@ -117,7 +118,7 @@ origins = st.sampled_from(["request", "background", "operator"])
 
 @settings(max_examples=500, deadline=None)
 @given(fleets, wanted, origins)
-def test_nobody_who_must_stay_is_evicted(fleet: Fleet, name: str, origin: str) -> None:
+def test_protected_model_is_never_evicted(fleet: Fleet, name: str, origin: str) -> None:
     decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
     if origin == "background":
         assert not decision.victims
@@ -140,7 +141,7 @@ def test_nobody_who_must_stay_is_evicted(fleet: Fleet, name: str, origin: str) -
 
 @settings(max_examples=500, deadline=None)
 @given(fleets, wanted, origins)
-def test_what_is_decided_fits(fleet: Fleet, name: str, origin: str) -> None:
+def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
     decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
     if decision.action not in ("load", "wake") or decision.need_bytes is None:
         return
@@ -148,32 +149,32 @@ def test_what_is_decided_fits(fleet: Fleet, name: str, origin: str) -> None:
     assert node is not None
     assert node.healthy
     assert not node.draining
-    books = {device.index: device for device in ledger(node)}
+    devices = {device.index: device for device in ledger(node)}
     share = -(-decision.need_bytes // len(decision.devices))
-    assert len(decision.devices) >= fleet.catalogue.spec(name).min_devices
+    assert fleet.catalogue.spec(name).min_devices <= len(decision.devices) <= node.max_devices_per_model
     for index in decision.devices:
-        given_back = sum(books[index].held_by(victim) for victim in decision.victims)
-        committed = books[index].committed_bytes - given_back
-        assert books[index].foreign_bytes + committed + share <= books[index].total_bytes
-        assert share <= books[index].free_bytes + given_back
-        assert share <= books[index].usable_bytes(books[index].balance_bytes + given_back)
+        given_back = sum(devices[index].held_by(victim) for victim in decision.victims)
+        committed = devices[index].committed_bytes - given_back
+        assert devices[index].foreign_bytes + committed + share <= devices[index].total_bytes
+        assert share <= devices[index].free_bytes + given_back
+        assert share <= devices[index].usable_bytes(devices[index].balance_bytes + given_back)
 
 
 @settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
-def test_every_node_is_accounted_for_and_everything_can_be_told(fleet: Fleet, name: str) -> None:
+def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet, name: str) -> None:
     decision = place(name, fleet, NOW)
     assert {assessment.node for assessment in decision.assessments} == {node.name for node in fleet.nodes}
     assert len(rows(decision)) == sum(len(node.devices) for node in fleet.nodes)
     assert text(decision)
     assert msgspec.json.decode(msgspec.json.encode(as_json(decision)))["model"] == name
     if decision.action in ("refuse", "wait"):
-        assert name in refusal(decision).message
+        assert name in rejection(decision).message
 
 
 @settings(max_examples=200, deadline=None)
 @given(fleets, wanted, st.randoms())
-def test_the_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: object) -> None:
+def test_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: object) -> None:
     shuffled = list(fleet.nodes)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert place(name, fleet, NOW) == place(name, msgspec.structs.replace(fleet, nodes=tuple(shuffled)), NOW)
@@ -185,13 +186,13 @@ RANK = {"route": 0, "join": 1, "wake": 2, "load": 2, "wait": 3, "refuse": 4}
 
 @settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
-def test_an_additional_empty_node_never_makes_it_worse(fleet: Fleet, name: str) -> None:
+def test_additional_empty_node_never_makes_a_decision_worse(fleet: Fleet, name: str) -> None:
     device = Device(index=0, kind="cuda", name="card", total_bytes=80 * MIB, free_bytes=80 * MIB)
     extra = Node(name="extra", devices=(device,), healthy=True)
-    assert RANK[place(name, fleet.replacing(extra), NOW).action] <= RANK[place(name, fleet, NOW).action]
+    assert RANK[place(name, fleet.with_node(extra), NOW).action] <= RANK[place(name, fleet, NOW).action]
 
 
 @settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
-def test_requests_ending_never_makes_it_worse(fleet: Fleet, name: str) -> None:
+def test_ending_requests_never_makes_a_decision_worse(fleet: Fleet, name: str) -> None:
     assert RANK[place(name, fleet.as_if_idle(), NOW).action] <= RANK[place(name, fleet, NOW).action]

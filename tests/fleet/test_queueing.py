@@ -23,23 +23,23 @@ def waits(name: str, waited_s: float = 1.0, **facts: Any) -> Waiting:
     return Waiting(model_id=name, since=NOW - waited_s, **facts)
 
 
-def test_a_waiting_model_starts_where_there_is_room(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24]), specs=[spec("a", 8), spec("b", 8)])
-    found = plan([waits("a"), waits("b")], picture, NOW)
+def test_starts_waiting_models_that_fit_together(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24]), specs=[spec("a", 8), spec("b", 8)])
+    found = plan([waits("a"), waits("b")], snapshot, NOW)
     assert [decision.model_id for decision in found.starts] == ["a", "b"]
 
 
-def test_starts_do_not_share_bytes(node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24]), specs=[spec("a", 20), spec("b", 20)])
-    found = plan([waits("b", 1), waits("a", 2)], picture, NOW)
+def test_starts_do_not_compete_for_the_same_bytes(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24]), specs=[spec("a", 20), spec("b", 20)])
+    found = plan([waits("b", 1), waits("a", 2)], snapshot, NOW)
     assert [decision.model_id for decision in found.starts] == ["a"]
     assert [decision.model_id for decision in found.waits] == ["b"]
-    assert not found.refusals
+    assert not found.rejections
 
 
 def test_two_newcomers_do_not_evict_the_same_model_twice(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24], model("old", 20)), specs=[spec("a", 20), spec("b", 20)])
-    found = plan([waits("a", 2), waits("b", 1)], picture, NOW)
+    snapshot = fleet(node("n", [24], model("old", 20)), specs=[spec("a", 20), spec("b", 20)])
+    found = plan([waits("a", 2), waits("b", 1)], snapshot, NOW)
     assert [(decision.model_id, decision.victims) for decision in found.starts] == [("a", ("old",))]
     assert [decision.model_id for decision in found.waits] == ["b"]
 
@@ -55,46 +55,46 @@ def test_two_newcomers_do_not_evict_the_same_model_twice(model: Make, node: Make
         (30, {"running": 1}, "background", set()),
     ],
 )
-def test_an_overdue_model_closes_what_is_in_its_way(
+def test_overdue_model_closes_models_that_block_it(
     model: Make, node: Make, fleet: Make, spec: Make, waited_s: float, occupant: Any, origin: Any, closed: Any
 ) -> None:
-    picture = fleet(node("n", [24], model("old", 20, **occupant)), specs=[spec("new", 20)])
-    found = plan([waits("new", waited_s, origin=origin)], picture, NOW)
+    snapshot = fleet(node("n", [24], model("old", 20, **occupant)), specs=[spec("new", 20)])
+    found = plan([waits("new", waited_s, origin=origin)], snapshot, NOW)
     assert found.closed == closed
     assert not found.starts
 
 
-def test_room_is_made_for_the_longest_waiting_first_and_no_more_than_it_needs(
+def test_closes_no_more_models_than_the_longest_waiting_one_needs(
     model: Make, node: Make, fleet: Make, spec: Make
 ) -> None:
     cold, warm = model("cold", 10, running=1, idle_s=9), model("warm", 10, running=1, idle_s=1)
-    picture = fleet(node("n", [24], cold, warm), specs=[spec("new", 12), spec("other", 12)])
-    found = plan([waits("other", 40), waits("new", 50)], picture, NOW)
+    snapshot = fleet(node("n", [24], cold, warm), specs=[spec("new", 12), spec("other", 12)])
+    found = plan([waits("other", 40), waits("new", 50)], snapshot, NOW)
     assert found.closed == {("n", "cold")}
     assert [decision.model_id for decision in found.waits] == ["new", "other"]
 
 
-def test_what_cannot_be_had_is_refused(model: Make, node: Make, fleet: Make, spec: Make) -> None:
-    picture = fleet(node("n", [24], model("old", 20, pinned=True)), specs=[spec("new", 20), spec("huge", 90)])
-    found = plan([waits("new"), waits("huge")], picture, NOW)
-    assert {decision.model_id for decision in found.refusals} == {"new", "huge"}
+def test_rejects_models_that_never_fit(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("n", [24], model("old", 20, pinned=True)), specs=[spec("new", 20), spec("huge", 90)])
+    found = plan([waits("new"), waits("huge")], snapshot, NOW)
+    assert {decision.model_id for decision in found.rejections} == {"new", "huge"}
 
 
-def test_turns_go_to_the_overdue_then_the_important_then_the_patient(fleet: Make, spec: Make) -> None:
-    picture = fleet(specs=[spec("important", priority=5), spec("plain"), spec("late"), spec("later")])
+def test_turns_go_by_overdue_then_priority_then_age(fleet: Make, spec: Make) -> None:
+    snapshot = fleet(specs=[spec("important", priority=5), spec("plain"), spec("late"), spec("later")])
     groups = [waits("plain", 3), waits("important", 1), waits("later", 40), waits("late", 50)]
-    assert [group.model_id for group in turns(groups, picture, NOW)] == ["late", "later", "important", "plain"]
+    assert [group.model_id for group in turns(groups, snapshot, NOW)] == ["late", "later", "important", "plain"]
 
 
-# A small world in which the plan is carried out, one second at a time.
+# A simulation that carries out the plan, one second at a time.
 
-LOAD_S, ANSWER_S = 5, 4
+LOAD_S, RESPONSE_S = 5, 4
 RULES = EvictionRules(min_residency_s=3, fair_wait_s=20)
 
 
 @dataclass
-class World:
-    """One device that holds one model at a time, a queue in front of it, and a gateway that obeys the plan."""
+class Simulation:
+    """One device that holds one model at a time, a queue, and a gateway that carries out the plan."""
 
     arrivals: list[tuple[int, str]]
     now: int = 0
@@ -137,7 +137,7 @@ class World:
             for since, name in [one for one in self.queue if one[1] == self.resident]:
                 self.queue.remove((since, name))
                 self.waits.append(self.now - since)
-                self.ends.append(self.now + ANSWER_S)
+                self.ends.append(self.now + RESPONSE_S)
                 self.last_used = self.now
         self.now += 1
 
@@ -147,33 +147,33 @@ class World:
             oldest[name] = min(since, oldest.get(name, since))
         return plan([Waiting(model_id=name, since=since) for name, since in oldest.items()], self.fleet(), self.now)
 
-    def run(self) -> World:
+    def run(self) -> Simulation:
         while self.now < 2000 and (self.queue or self.now <= max((at for at, _ in self.arrivals), default=0)):
             self.step()
         return self
 
 
 def test_alternating_requests_cost_two_loads() -> None:
-    world = World([(0, name) for name in "abababab"]).run()
-    assert (world.num_loads, len(world.waits)) == (2, 8)
+    simulation = Simulation([(0, name) for name in "abababab"]).run()
+    assert (simulation.num_loads, len(simulation.waits)) == (2, 8)
 
 
 def test_alternating_requests_over_time_are_collated() -> None:
-    world = World([(second, "ab"[second % 2]) for second in range(20)]).run()
-    assert world.num_loads == 2
+    simulation = Simulation([(second, "ab"[second % 2]) for second in range(20)]).run()
+    assert simulation.num_loads == 2
 
 
 def test_steady_traffic_on_one_model_does_not_starve_another() -> None:
-    world = World([(second, "a") for second in range(300)] + [(10, "b")]).run()
-    assert len(world.waits) == 301
-    assert max(world.waits) <= RULES.fair_wait_s + ANSWER_S + 2 * LOAD_S + RULES.min_residency_s + 2
+    simulation = Simulation([(second, "a") for second in range(300)] + [(10, "b")]).run()
+    assert len(simulation.waits) == 301
+    assert max(simulation.waits) <= RULES.fair_wait_s + RESPONSE_S + 2 * LOAD_S + RULES.min_residency_s + 2
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.sampled_from("abc")), min_size=1, max_size=80))
-def test_every_request_is_answered_in_bounded_time(arrivals: list[tuple[int, str]]) -> None:
-    world = World(arrivals).run()
-    assert len(world.waits) == len(arrivals)
-    turn = LOAD_S + RULES.min_residency_s + ANSWER_S + 2
-    assert max(world.waits) <= RULES.fair_wait_s + 3 * turn
-    assert world.num_loads <= len(arrivals)
+def test_every_request_is_served_in_bounded_time(arrivals: list[tuple[int, str]]) -> None:
+    simulation = Simulation(arrivals).run()
+    assert len(simulation.waits) == len(arrivals)
+    turn = LOAD_S + RULES.min_residency_s + RESPONSE_S + 2
+    assert max(simulation.waits) <= RULES.fair_wait_s + 3 * turn
+    assert simulation.num_loads <= len(arrivals)

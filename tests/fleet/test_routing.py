@@ -16,11 +16,11 @@ def test_blocks_of_a_longer_prompt_begin_with_those_of_the_shorter() -> None:
     assert len(leading_blocks(b"x" * BLOCK_BYTES * (MAX_BLOCKS + 9))) == MAX_BLOCKS
 
 
-def test_a_difference_at_the_start_changes_every_block() -> None:
+def test_difference_at_the_start_changes_every_block() -> None:
     assert not set(leading_blocks(LONG)) & set(leading_blocks(b"!" + LONG[1:]))
 
 
-def test_a_conversation_returns_to_where_it_was() -> None:
+def test_routes_a_conversation_to_the_replica_with_its_prefix() -> None:
     affinity = Affinity()
     first = choose([Replica(node="a", in_flight=1), Replica(node="b")], LONG, affinity)
     assert first.node == "b"
@@ -29,22 +29,22 @@ def test_a_conversation_returns_to_where_it_was() -> None:
     assert choose([Replica(node="a"), Replica(node="b")], LONG + b"more", affinity).node == "a"
 
 
-def test_a_cached_prefix_does_not_outweigh_a_long_line() -> None:
+def test_cached_prefix_does_not_outweigh_a_long_queue() -> None:
     affinity = Affinity()
     affinity.record(leading_blocks(LONG), "b")
     assert choose([Replica(node="a"), Replica(node="b", running=30)], LONG, affinity).node == "a"
 
 
-def test_without_a_prefix_the_least_busy_answers() -> None:
+def test_routes_to_the_least_busy_replica_without_a_prefix() -> None:
     replicas = [Replica(node="a", running=2), Replica(node="b", running=1), Replica(node="c", in_flight=3)]
     assert choose(replicas, b"hi", Affinity()).node == "b"
 
 
-def test_a_report_of_no_load_does_not_hide_our_own_requests() -> None:
+def test_own_requests_count_although_the_node_reports_none() -> None:
     assert choose([Replica(node="a", in_flight=5), Replica(node="b", running=1)], b"hi", Affinity()).node == "b"
 
 
-def test_the_memory_of_prefixes_is_bounded_and_keeps_the_recent() -> None:
+def test_affinity_is_bounded_and_keeps_recent_prefixes() -> None:
     affinity = Affinity(max_blocks=100)
     for number in range(50):
         affinity.record(leading_blocks(bytes([number]) * 10 * BLOCK_BYTES), "a")

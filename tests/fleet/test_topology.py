@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from cortex.fleet.topology import Device, Fleet, MemoryReservation, Node, missed, seen
+import msgspec
+
+from cortex.fleet.topology import Device, Fleet, MemoryReservation, ModelOnNode, Node, after_missed_poll, after_poll
 from cortex.wire.node import Device as WireDevice
 from cortex.wire.node import DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
 
@@ -21,8 +23,10 @@ def status(state: ModelState, measured: int | None = 300, **facts: object) -> Mo
     return ModelStatus(id="m", state=state, devices=(0,), measured_bytes=measured, **facts)  # type: ignore[arg-type]
 
 
-def test_a_first_poll_draws_the_whole_node() -> None:
-    node = seen(None, "beast", DISCOVERY, health(600, status(ModelState.READY, idle_s=5, state_age_s=9)), 100.0)
+def test_first_poll_fills_devices_and_models() -> None:
+    node = after_poll(
+        Node(name="beast"), DISCOVERY, health(600, status(ModelState.READY, idle_s=5, state_age_s=9)), 100.0
+    )
     assert node.healthy
     assert node.devices == (
         Device(index=0, kind="cuda", name="card", total_bytes=1000, free_bytes=600, foreign_bytes=100),
@@ -30,59 +34,62 @@ def test_a_first_poll_draws_the_whole_node() -> None:
     assert (node.residencies["m"].last_used, node.residencies["m"].state_since) == (95.0, 91.0)
 
 
-def test_what_a_node_keeps_free_is_known_from_its_reports_and_older_nodes_say_nothing() -> None:
+def test_kept_free_bytes_come_from_reports_and_default_to_zero() -> None:
     report = DeviceHealth(index=0, total_bytes=1000, free_bytes=600, kept_free_bytes=70, kept_free_share=0.5)
-    told = Health(status="ok", uptime_s=1, devices=(report,), models=())
-    (device,) = seen(None, "beast", DISCOVERY, told, 1.0).devices
+    reported = Health(status="ok", uptime_s=1, devices=(report,), models=())
+    (device,) = after_poll(Node(name="beast"), DISCOVERY, reported, 1.0).devices
     assert (device.kept_free_bytes, device.kept_free_share) == (70, 0.5)
-    (device,) = seen(None, "beast", DISCOVERY, health(600), 1.0).devices
+    (device,) = after_poll(Node(name="beast"), DISCOVERY, health(600), 1.0).devices
     assert (device.kept_free_bytes, device.kept_free_share) == (0, 0.0)
 
 
-def test_foreign_use_is_not_judged_while_memory_is_on_the_move() -> None:
-    node = seen(None, "beast", DISCOVERY, health(900), 1.0)
+def test_a_node_spans_one_device_per_model_unless_it_reports_more() -> None:
+    assert after_poll(Node(name="beast"), DISCOVERY, health(600), 1.0).max_devices_per_model == 1
+    wide = msgspec.structs.replace(DISCOVERY, max_devices_per_model=4)
+    assert after_poll(Node(name="beast"), wide, health(600), 1.0).max_devices_per_model == 4
+
+
+def test_foreign_bytes_are_not_measured_during_a_load() -> None:
+    node = after_poll(Node(name="beast"), DISCOVERY, health(900), 1.0)
     for free in (900, 750, 620):
-        node = seen(node, "beast", DISCOVERY, health(free, status(ModelState.LOADING, None, estimate_bytes=280)), 2.0)
+        node = after_poll(node, DISCOVERY, health(free, status(ModelState.LOADING, None, estimate_bytes=280)), 2.0)
         assert node.devices[0].foreign_bytes == 100
-    node = seen(node, "beast", DISCOVERY, health(600, status(ModelState.READY)), 3.0)
+    node = after_poll(node, DISCOVERY, health(600, status(ModelState.READY)), 3.0)
     assert node.devices[0].foreign_bytes == 100
 
 
-def test_a_download_holds_no_device_memory_yet() -> None:
-    node = seen(None, "beast", DISCOVERY, health(900, status(ModelState.DOWNLOADING, None, estimate_bytes=80)), 1.0)
-    assert node.devices[0].foreign_bytes == 100
-
-
-def test_what_only_the_gateway_knows_survives_a_poll() -> None:
-    node = seen(None, "beast", DISCOVERY, health(700, status(ModelState.READY)), 1.0)
-    fleet = Fleet(nodes=(node,)).with_in_flight({("beast", "m"): 2})
-    node = fleet.nodes[0]
-    reservation = MemoryReservation(model_id="n", devices=(0,), num_bytes=5)
-    node = Node(
-        **{f: getattr(node, f) for f in node.__struct_fields__} | {"reservations": (reservation,), "num_loads": 7}
+def test_downloading_model_holds_no_device_memory() -> None:
+    node = after_poll(
+        Node(name="beast"), DISCOVERY, health(900, status(ModelState.DOWNLOADING, None, estimate_bytes=80)), 1.0
     )
-    again = seen(node, "beast", DISCOVERY, health(700, status(ModelState.READY)), 2.0)
-    assert again.residencies["m"].in_flight == 2
+    assert node.devices[0].foreign_bytes == 100
+
+
+def test_reservations_and_counters_survive_a_poll() -> None:
+    reservation = MemoryReservation(model_id="n", devices=(0,), num_bytes=5)
+    node = Node(name="beast", reservations=(reservation,), num_loads=7, has_lifecycle=False)
+    again = after_poll(node, DISCOVERY, health(700, status(ModelState.READY)), 2.0)
+    assert not again.has_lifecycle
     assert (again.reservations, again.num_loads) == ((reservation,), 7)
 
 
-def test_one_missed_poll_is_not_a_death() -> None:
-    node = seen(None, "beast", DISCOVERY, health(700), 1.0)
-    node = missed(missed(node, "timed out", limit=3), "timed out", limit=3)
+def test_node_stays_healthy_below_the_limit_of_missed_polls() -> None:
+    node = after_poll(Node(name="beast"), DISCOVERY, health(700), 1.0)
+    node = after_missed_poll(after_missed_poll(node, "timed out", limit=3), "timed out", limit=3)
     assert node.healthy
-    node = missed(node, "timed out", limit=3)
+    node = after_missed_poll(node, "timed out", limit=3)
     assert (node.healthy, node.problem, node.missed_polls) == (False, "timed out", 3)
-    back = seen(node, "beast", DISCOVERY, health(700), 9.0)
+    back = after_poll(node, DISCOVERY, health(700), 9.0)
     assert (back.healthy, back.problem, back.missed_polls) == (True, None, 0)
 
 
 def test_replicas_are_ready_models_on_nodes_that_take_requests() -> None:
     ready = health(700, status(ModelState.READY))
     nodes = (
-        seen(None, "good", DISCOVERY, ready, 1.0),
-        seen(None, "loading", DISCOVERY, health(700, status(ModelState.LOADING)), 1.0),
-        seen(None, "leaving", DISCOVERY, health(700, status(ModelState.READY), status="draining"), 1.0),
-        missed(seen(None, "dead", DISCOVERY, ready, 1.0), "gone", limit=1),
+        after_poll(Node(name="good"), DISCOVERY, ready, 1.0),
+        after_poll(Node(name="loading"), DISCOVERY, health(700, status(ModelState.LOADING)), 1.0),
+        after_poll(Node(name="leaving"), DISCOVERY, health(700, status(ModelState.READY), status="draining"), 1.0),
+        after_missed_poll(after_poll(Node(name="dead"), DISCOVERY, ready, 1.0), "gone", limit=1),
     )
     fleet = Fleet(nodes=nodes)
     assert [node.name for node, _ in fleet.replicas("m")] == ["good"]
@@ -91,7 +98,9 @@ def test_replicas_are_ready_models_on_nodes_that_take_requests() -> None:
 
 def test_as_if_idle_forgets_all_requests() -> None:
     busy = status(ModelState.READY, load=ModelLoad(running=3, waiting=1))
-    fleet = Fleet(nodes=(seen(None, "beast", DISCOVERY, health(700, busy), 1.0),)).with_in_flight({("beast", "m"): 4})
+    fleet = Fleet(nodes=(after_poll(Node(name="beast"), DISCOVERY, health(700, busy), 1.0),)).with_in_flight(
+        {ModelOnNode("beast", "m"): 4}
+    )
     assert fleet.nodes[0].residencies["m"].is_busy
     assert not fleet.nodes[0].is_idle
     assert not fleet.as_if_idle().nodes[0].residencies["m"].is_busy

@@ -1,4 +1,4 @@
-"""A small node written for fault injection: it speaks `wire.node` on a real socket and breaks on demand."""
+"""A small node for fault injection: it implements `wire.node` on a real socket and fails on demand."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Answer = Callable[["FakeNeuron", web.Request, dict[str, Any]], Awaitable[web.Str
 
 @dataclass
 class Seen:
-    """One inference request as the node got it, and when its client left, if it did."""
+    """One inference request as the node received it, and when its client disconnected, if it did."""
 
     path: str
     headers: dict[str, str]
     raw: bytes
     left_at: float | None = None
     ended: bool = False
-    """Answered, or left."""
+    """Responded, or disconnected."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -52,31 +52,31 @@ class Seen:
 
 @dataclass
 class FakeNeuron:
-    """Everything is a plain attribute that a test may change while the node runs."""
+    """A test may change every attribute while the node runs."""
 
     name: str
     sizes: dict[str, int] = field(default_factory=dict)
     """Models the node has, and the bytes each takes once loaded."""
     estimates: dict[str, int] = field(default_factory=dict)
-    """What the node believes before it has loaded a model; the truth where nothing is given."""
+    """Estimated bytes before the first load; `sizes` where absent."""
     total_bytes: int = 24 * GB
     states: dict[str, ModelState] = field(default_factory=dict)
     load_gate: asyncio.Event | None = None
     """Loads wait for it."""
     parks: bool = False
-    """Whether it has host memory for the weights of models that may sleep."""
+    """Whether it has host memory for sleeping models."""
     load_faults: list[tuple[int, str, str]] = field(default_factory=list)
     """(status, code, message) for the next loads, in order."""
     loads: dict[str, ModelLoad] = field(default_factory=dict)
     answer: Answer | None = None
     silent: bool = False
-    """Accept control requests and never answer them."""
+    """Accept control requests and never respond."""
     dialects: tuple[str, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
     seen: list[Seen] = field(default_factory=list)
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
     costs: dict[str, Usage] = field(default_factory=dict)
-    """What requests that were left had cost, by their id."""
+    """Usage of requests whose clients disconnected, by request id."""
     num_recycles: int = 0
     polls: int = 0
     port: int = 0
@@ -213,7 +213,7 @@ USAGE = {
 
 
 async def plain_answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """A short chat answer, streamed or not, that says which node gave it."""
+    """A short chat response, streamed or not, that names the node."""
     if not body.get("stream"):
         message = {"role": "assistant", "content": f"from {node.name}"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -294,11 +294,11 @@ class Client:
 
 
 WAIT_S = 30.0
-"""How long tests wait for what must happen; only reached on failure."""
+"""How long tests wait; only reached on failure."""
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that happens elsewhere."""
+    """Wait until `condition` holds."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -311,7 +311,7 @@ def free_port() -> int:
 
 
 class Process:
-    """A gateway as a program."""
+    """A gateway as its own process."""
 
     def __init__(self, process: asyncio.subprocess.Process, port: int, metrics_port: int, log: Path) -> None:
         self.process = process

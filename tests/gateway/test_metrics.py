@@ -23,7 +23,7 @@ def sample_gauges():
         yield GaugeSample(name, 1.0, **dict.fromkeys(labels, "x"))
 
 
-def test_everything_listed_is_in_the_exposition():
+def test_exposition_contains_every_documented_metric():
     metrics = Metrics(sample_gauges)
     traffic = metrics.traffic("m", "n")
     traffic.num_requests += 1
@@ -72,7 +72,7 @@ def test_bounds_belong_to_their_bucket_and_sums_add_up():
     assert 'cortex_request_duration_seconds_sum{model="m",node="n"} 5000.52' in text
 
 
-def test_tallies_are_kept_per_pair():
+def test_traffic_is_kept_per_model_on_node():
     metrics = Metrics(list)
     assert metrics.traffic("m", "n") is metrics.traffic("m", "n")
     assert metrics.traffic("m", "n") is not metrics.traffic("m", "o")

@@ -1,4 +1,4 @@
-"""Everything the design lists is there after real traffic, with its labels and with the right numbers."""
+"""Every metric has its labels and the right numbers after real traffic."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ from cortex.gateway.ledger import generate
 from cortex.wire.node import DeviceHealth, ModelLoad, ModelState
 
 READY = ModelState.READY
-SEAT = {"node": "beast", "model": "a"}
+MODEL = {"node": "beast", "model": "a"}
 SPEND = {"key": "alice", "model": "a"}
 DEVICE = {"node": "beast", "device": "0"}
 
 
 async def answer(node, request, body):
-    """A stream takes a moment after its first token, and in `messages` speaks Anthropic."""
+    """A stream pauses after its first token; `/v1/messages` streams in the Anthropic dialect."""
     if not body.get("stream"):
         return await plain_answer(node, request, body)
     response = await begin_stream(request)
@@ -46,7 +46,7 @@ def value(found, name: str, labels: dict[str, str]) -> float:
 
 @pytest.fixture
 async def measured(neurons, start_gateway):
-    """A gateway after some of everything: answers, streams, a refusal, a cold start that evicts, one who waits."""
+    """A gateway after responses, streams, an error, a cold start that evicts, and with a request that waits."""
     key = generate("alice")
     beast = await neurons("beast", sizes={"a": GB, "b": 20 * GB, "c": 20 * GB}, states={"a": READY, "b": READY})
     beast.answer = answer
@@ -77,18 +77,18 @@ async def measured(neurons, start_gateway):
 async def test_counters_and_histograms_of_requests(measured):
     client, _, _ = measured
     found = scraped(client)
-    assert value(found, "cortex_requests_total", SEAT) == 4
+    assert value(found, "cortex_requests_total", MODEL) == 4
     assert value(found, "cortex_request_errors_total", {"model": "", "node": "", "code": "model_not_found"}) == 1
-    assert value(found, "cortex_request_duration_seconds_count", SEAT) == 4
-    assert value(found, "cortex_request_duration_seconds_sum", SEAT) > 0.1
-    assert value(found, "cortex_request_duration_seconds_bucket", SEAT | {"le": "+Inf"}) == 4
-    assert value(found, "cortex_time_to_first_token_seconds_count", SEAT) == 2, "one stream in each dialect"
-    assert value(found, "cortex_time_to_first_token_seconds_bucket", SEAT | {"le": "300.0"}) == 2
-    assert value(found, "cortex_tokens_per_second_count", SEAT) == 2
-    assert 0 < value(found, "cortex_tokens_per_second_sum", SEAT) / 2 < 2 / 0.05
+    assert value(found, "cortex_request_duration_seconds_count", MODEL) == 4
+    assert value(found, "cortex_request_duration_seconds_sum", MODEL) > 0.1
+    assert value(found, "cortex_request_duration_seconds_bucket", MODEL | {"le": "+Inf"}) == 4
+    assert value(found, "cortex_time_to_first_token_seconds_count", MODEL) == 2, "one stream per dialect"
+    assert value(found, "cortex_time_to_first_token_seconds_bucket", MODEL | {"le": "300.0"}) == 2
+    assert value(found, "cortex_tokens_per_second_count", MODEL) == 2
+    assert 0 < value(found, "cortex_tokens_per_second_sum", MODEL) / 2 < 2 / 0.05
     assert value(found, "cortex_prompt_tokens_total", SPEND) == 4 * USAGE["prompt_tokens"]
     assert value(found, "cortex_completion_tokens_total", SPEND) == 4 * USAGE["completion_tokens"]
-    assert value(found, "cortex_cached_prompt_tokens_total", SPEND) == 2 * 4, "the streams told of none"
+    assert value(found, "cortex_cached_prompt_tokens_total", SPEND) == 2 * 4, "the streams reported none"
     assert value(found, "cortex_overhead_seconds_count", {}) == 4
 
 
@@ -102,14 +102,14 @@ async def test_gauges_of_nodes_devices_and_models(measured):
     assert value(found, "cortex_device_memory_free_bytes", DEVICE) == 3 * GB
     assert value(found, "cortex_device_utilisation_ratio", DEVICE) == 0.5
     assert value(found, "cortex_device_temperature_celsius", DEVICE) == 61
-    assert value(found, "cortex_model_loaded", SEAT) == 1
-    assert value(found, "cortex_model_memory_bytes", SEAT) == GB
-    assert value(found, "cortex_model_running_requests", SEAT) == 2
-    assert value(found, "cortex_model_waiting_requests", SEAT) == 1
-    assert value(found, "cortex_model_kv_used_ratio", SEAT) == 0.25
+    assert value(found, "cortex_model_loaded", MODEL) == 1
+    assert value(found, "cortex_model_memory_bytes", MODEL) == GB
+    assert value(found, "cortex_model_running_requests", MODEL) == 2
+    assert value(found, "cortex_model_waiting_requests", MODEL) == 1
+    assert value(found, "cortex_model_kv_used_ratio", MODEL) == 0.25
 
 
-async def test_loads_evictions_and_waiting_that_is_no_overhead(measured):
+async def test_waiting_for_a_load_does_not_count_as_overhead(measured):
     client, beast, waiting = measured
     await asyncio.sleep(0.3)
     beast.load_gate.set()
@@ -119,5 +119,5 @@ async def test_loads_evictions_and_waiting_that_is_no_overhead(measured):
     assert value(found, "cortex_cold_starts_total", {"node": "beast", "model": "c"}) == 1
     load_s = value(found, "cortex_load_duration_seconds_sum", {"node": "beast", "model": "c"})
     assert value(found, "cortex_request_duration_seconds_sum", {"node": "beast", "model": "c"}) > load_s > 0.3
-    assert value(found, "cortex_overhead_seconds_sum", {}) < load_s, "the wait for it is not the gateway's own time"
+    assert value(found, "cortex_overhead_seconds_sum", {}) < load_s, "waiting is not overhead"
     assert value(found, "cortex_queue_depth", {"model": "c"}) == 0

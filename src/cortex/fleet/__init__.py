@@ -1,1 +1,1 @@
-"""Pure decisions about the fleet: what runs where, what makes room, who answers."""
+"""Pure decisions about the fleet: placement, eviction, queueing and routing."""

@@ -1,6 +1,6 @@
-"""What the operator offers: the types of `models.toml`, and how a name in a request becomes a model.
+"""The types of `models.toml`, and how the name in a request is resolved to a model.
 
-A catalogue is optional: nodes list models of their own, and those get a spec of defaults.
+A catalogue is optional: nodes list their own models, and those get a default spec.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Price = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Cost(Section, frozen=True):
-    """What a million tokens cost, in whatever currency the operator counts in; clients read it in `/v1/models`."""
+    """The price of a million tokens, in any currency; shown to clients in `/v1/models`."""
 
     input: Price = 0.0
     cached_input: Price = 0.0
@@ -34,37 +34,38 @@ class Cost(Section, frozen=True):
 
 
 class ModelSpec(Section, frozen=True):
-    """A model of the fleet. Only `id` is needed when nodes can find the rest themselves."""
+    """A model of the fleet. Only `id` is required."""
 
     id: Annotated[str, msgspec.Meta(min_length=1)]
     """The name clients use."""
     harness: str = "torch"
-    """What runs it on the node."""
+    """The engine that runs it on the node."""
     source: str | None = None
     """Hub id, directory or file on the node; the id itself when absent."""
     quant: str | None = None
-    """Quantisation to load with, such as `q8_0`; as stored when absent."""
+    """Which of a repository's GGUF files to take, such as `Q4_K_M`; nothing is quantised at load."""
     vram_mb: Count | None = None
     """Expected size over all devices; the node's own estimate when absent. Measured bytes replace it after a load."""
     min_devices: Count = 1
-    """Fewest devices to spread over; more are used where one share would not fit."""
+    """Fewest devices to spread over; more are used where one share would not fit. Nodes limit the devices per model:
+    a neuron supports one (`max_devices_per_model` in its `/discovery`)."""
     min_device_vram_mb: Amount = 0
     """Devices smaller than this are not considered."""
     pinned_on: tuple[str, ...] = ()
     """Nodes that always keep it; they are preferred, and never evict it."""
     load: LoadPolicy | None = None
-    """`on_demand`: by the first request. `pinned`: at start, and kept. `manual`: only by hand.
-    When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
+    """`on_demand`: loaded by the first request. `pinned`: loaded at start, and kept. `manual`: loaded only by the
+    operator. When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
     priority: int = 0
-    """A model never displaces one of higher priority."""
+    """A model never evicts one of higher priority."""
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """After this long without a request it is put to sleep where its node has room for that, and unloaded after as long
-    again; unloaded at once where not. Kept until room is needed when absent."""
+    """After this long without a request the model is put to sleep, and unloaded after as long again. Where its node has
+    no host memory for that, it is unloaded at once. When absent, it stays until its room is needed."""
     context: Count | None = None
-    """Context length to load with, in tokens; as much as the model and memory allow when absent."""
+    """Context length to load with, in tokens; the maximum that the model and memory allow when absent."""
     cost: Cost = Cost()
     capabilities: tuple[Capability, ...] = ()
-    """What it can do, for clients to read; as the node reports when empty."""
+    """Shown to clients; as the node reports when empty."""
 
     @property
     def policy(self) -> LoadPolicy:
@@ -75,7 +76,7 @@ class ModelSpec(Section, frozen=True):
         return None if self.vram_mb is None else self.vram_mb * MEBIBYTE
 
     def is_pinned_on(self, node: str) -> bool:
-        """Whether `node` must keep it. A pinned model without named nodes is kept wherever it is."""
+        """Whether `node` must keep the model. One that is pinned without naming nodes is kept wherever it is."""
         return node in self.pinned_on or (self.policy == "pinned" and not self.pinned_on)
 
 
@@ -85,15 +86,15 @@ class Alias(Section, frozen=True):
     model: Annotated[str, msgspec.Meta(min_length=1)]
     """The id it stands for."""
     background: bool = False
-    """For chores that an agent runs beside its main model: such requests never evict anything."""
+    """For secondary requests of an agent, beside its main model: they never evict anything."""
 
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):
-    """The model a requested name means."""
+    """The model that a requested name stands for."""
 
     spec: ModelSpec
     alias: str | None = None
-    """The alias or pattern it went through."""
+    """The alias or pattern that matched."""
     background: bool = False
 
     @property
@@ -102,7 +103,7 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Catalogue(Section, frozen=True):
-    """`models.toml`: the models on offer and their other names."""
+    """`models.toml`: the models on offer and their aliases."""
 
     models: tuple[ModelSpec, ...] = ()
     aliases: dict[str, str | Alias] = msgspec.field(default_factory=dict)
@@ -120,17 +121,17 @@ class Catalogue(Section, frozen=True):
                 raise ValueError(f"alias `{name}` is also the id of a model; rename one of them")
 
     def spec(self, model_id: str) -> ModelSpec:
-        """The operator's spec, or one of defaults for a model that only nodes know."""
+        """The operator's spec, or a default one for a model that only nodes list."""
         return next((spec for spec in self.models if spec.id == model_id), None) or ModelSpec(id=model_id)
 
     def has(self, model_id: str) -> bool:
         return any(spec.id == model_id for spec in self.models)
 
     def resolve(self, name: str, live: Collection[str] = ()) -> Resolution:
-        """The model that `name` means; `live` are the ids that nodes list beyond the catalogue.
+        """The model that `name` stands for; `live` are the ids that nodes list beyond the catalogue.
 
-        Exact names win over patterns, the operator's word over a node's. An alias is followed once.
-        Raises `ModelNotFound` with near misses. A name that is too long to be one is compared with nothing.
+        Exact names win over patterns, the catalogue over nodes. An alias is followed once. Raises `ModelNotFound` with
+        near misses; a name beyond the length limit is not compared with any.
         """
         if len(name) > MAX_MODEL_NAME:
             raise ModelNotFound(
@@ -156,7 +157,7 @@ class Catalogue(Section, frozen=True):
 
 
 def near_misses(name: str, known: Iterable[str], limit: int = 3) -> tuple[str, ...]:
-    """Known names that a person may have meant: close in spelling, with or without the owner part."""
+    """Known names with a similar spelling, with or without the owner part."""
     short: dict[str, str] = {}
     for candidate in sorted(known):
         short.setdefault(candidate.lower(), candidate)
@@ -181,5 +182,5 @@ def _is_pattern(name: str) -> bool:
 
 
 def _most_specific_first(names: Iterable[str]) -> list[str]:
-    """Patterns by how many characters they fix; equals stay in file order."""
+    """Patterns by their number of literal characters; equal ones stay in file order."""
     return sorted(filter(_is_pattern, names), key=lambda pattern: -sum(character not in "*?" for character in pattern))

@@ -1,4 +1,4 @@
-"""What placement decided, and for every node considered why: the record behind errors, `explain` and the event log."""
+"""What placement decided, with the reason for every node: the source of errors, `explain` and the event log."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from cortex.wire.node import DeviceKind
 from .eviction import Occupant
 
 Origin = Literal["request", "background", "operator"]
-"""Who asks: a client, a client through a background alias (never evicts), or a person (may load `manual` models)."""
+"""A client, a client through a background alias (never evicts), or the operator (may load `manual` models)."""
 
 Action = Literal["route", "join", "wake", "load", "wait", "refuse"]
 """`route`: ready there. `join`: starting there, wait for it. `wake`, `load`: start it there, victims first.
-`wait`: it would fit once current work ends. `refuse`: waiting would not help."""
+`wait`: it will fit once current requests end. `refuse`: waiting would not help."""
 
 
 class Verdict(StrEnum):
-    """What placement thinks of one node, best first."""
+    """The result of placement for one node, best first."""
 
     RESIDENT = "resident"
     STARTING = "starting"
     ASLEEP = "asleep"
-    """Its weights are in the node's host memory, and their device has room for them."""
+    """Its weights are in the node's host memory, and its device has room for them."""
     FITS = "fits"
     FITS_AFTER_EVICTION = "fits_after_eviction"
     BLOCKED = "blocked"
-    """Would fit if models that are busy, young or changing were gone; waiting helps."""
+    """Would fit without models that are busy, recently loaded or changing state; waiting helps."""
     CROWDED = "crowded"
-    """Would fit if other programs on the host used less memory; they may."""
+    """Would fit if other programs on the host used less memory; waiting may help."""
     DRAINING = "draining"
     UNHEALTHY = "unhealthy"
     FAILED = "failed"
-    """Failed to load there a moment ago."""
-    EXCLUDED = "excluded"
-    """The caller has just tried it."""
+    """Failed to load there within `retry_failed_after_s`."""
     HELD = "held"
     """Only pinned or more important models could make room; waiting does not help."""
     TOO_SMALL = "too_small"
     TOO_FEW_DEVICES = "too_few_devices"
+    CANNOT_SPAN = "cannot_span"
+    """The model must span more devices (`min_devices`) than the node supports for one model."""
     WRONG_HARNESS = "wrong_harness"
     MANUAL = "manual"
-    """Is loaded by hand only."""
+    """Only the operator loads it."""
     NOT_LISTED = "not_listed"
-    """The node does not know the model."""
+    """The node does not list the model."""
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Need and have on one device."""
+    """What is needed and what is available on one device."""
 
     index: int
     kind: DeviceKind
@@ -58,10 +58,10 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     foreign_bytes: int
     kept_free_bytes: int
-    """Of what is free now, what the node leaves free at a load."""
+    """The part of the free memory that the node leaves free at a load."""
     available_bytes: int
     need_bytes: int | None
-    """The model's share on a device of this node; `None` when its size is not known."""
+    """The model's share on each device; `None` when its size is unknown."""
     chosen: bool = False
 
 
@@ -74,18 +74,18 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     """The catalogue pins the model on this node."""
     asleep: bool = False
-    """Its weights are in this node's host memory, beside the devices chosen: it wakes rather than loads."""
+    """Its weights are in this node's host memory: it wakes instead of loading from disk."""
     need_bytes: int | None = None
-    """What was looked for, over all its devices."""
+    """The bytes that had to be found, over all its devices."""
     takes_bytes: int | None = None
-    """What it will take there, over all its devices; more than the need where its cache grows with the room."""
+    """What it will take there, over all its devices; more than the need where there is room for more KV cache."""
     is_cut: bool = False
-    """It will have less room for its cache there than it could use."""
+    """Its KV cache will be smaller there than it could be."""
     devices: tuple[int, ...] = ()
     victims: tuple[Occupant, ...] = ()
     rows: tuple[DeviceRow, ...] = ()
     occupants: tuple[Occupant, ...] = ()
-    """Who holds memory there, and why each may or may not be displaced."""
+    """The models that hold memory there, and why each may or may not be evicted."""
     load: float = 0.0
     """How busy the model is there, where it is resident."""
 
@@ -123,5 +123,5 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_bytes(self) -> int | None:
-        """What to reckon with until it has loaded."""
+        """What the load is counted as until it ends."""
         return self.chosen.takes_bytes if self.chosen else None

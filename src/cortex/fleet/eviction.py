@@ -1,7 +1,7 @@
-"""Who makes room. A model goes only when nobody is harmed by it, and every refusal to go has its reason.
+"""Which models are evicted to make room, and why others are not.
 
-Never displaced: a busy model, a pinned one, one younger than `min_residency_s`, one of higher priority than
-the newcomer; and nothing at all for a background request. Equal priorities may displace each other.
+Never evicted: a busy model, a pinned one, one loaded less than `min_residency_s` ago, one of higher priority than the
+newcomer; and nothing at all for a background request. Models of equal priority may evict each other.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from cortex.wire.node import ModelState
 
 from .catalogue import ModelSpec
 from .rules import EvictionRules
-from .topology import ON_DEVICE, Fleet, Node, Residency
+from .topology import ON_DEVICE, Fleet, ModelOnNode, Node, Residency
 
 
 class Protection(StrEnum):
-    """Why a model stays."""
+    """Why a model must not be evicted."""
 
     BUSY = "busy"
     YOUNG = "young"
     CHANGING = "changing"
-    """Loading, recovering or unloading; its bytes are not ours to give."""
+    """Loading, recovering or unloading: its memory cannot be reassigned now."""
     PINNED = "pinned"
     PRIORITY = "priority"
     BACKGROUND = "background"
     """The newcomer is a background request."""
     UNMANAGED = "unmanaged"
-    """The node cannot be told to unload."""
+    """The node does not unload models on request."""
 
     @property
-    def is_passing(self) -> bool:
-        """Whether waiting will end it; the others last until the operator decides otherwise."""
+    def is_temporary(self) -> bool:
+        """Whether it ends by itself; the others last until the operator changes something."""
         return self in (Protection.BUSY, Protection.YOUNG, Protection.CHANGING)
 
 
@@ -45,11 +45,11 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     last_used: float
     device_bytes: dict[int, int]
-    """What it would give back, by device index."""
+    """What its unload would free, by device index."""
     protection: Protection | None = None
-    """`None`: it may be displaced."""
+    """`None`: it may be evicted."""
     reason: str | None = None
-    """The protection in words and numbers."""
+    """The protection in words, with its numbers."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,18 +59,18 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
 def protection(
     held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float, *, background: bool
 ) -> tuple[Protection, str] | None:
-    """Why `held` may not be displaced for `newcomer`; `None` when it may. Lasting reasons come before passing ones."""
+    """Why `held` must not be evicted for `newcomer`; `None` when it may. Lasting reasons come before temporary ones."""
     spec = fleet.catalogue.spec(held.model_id)
     if held.state is ModelState.UNLOADING:
         return Protection.CHANGING, f"unloading for {now - held.state_since:.0f} s"
     if not node.has_lifecycle:
-        return Protection.UNMANAGED, "its node does not take unload orders"
+        return Protection.UNMANAGED, "its node does not unload models on request"
     if held.pinned or spec.is_pinned_on(node.name):
         return Protection.PINNED, f"pinned on {node.name}"
     if spec.priority > newcomer.priority:
-        return Protection.PRIORITY, f"its priority {spec.priority} is above {newcomer.priority}"
+        return Protection.PRIORITY, f"its priority {spec.priority} is higher than {newcomer.priority}"
     if background:
-        return Protection.BACKGROUND, "a background request displaces nothing"
+        return Protection.BACKGROUND, "background requests evict nothing"
     if held.state is not ModelState.READY:
         return Protection.CHANGING, f"{held.state} for {now - held.state_since:.0f} s"
     if held.is_busy:
@@ -78,25 +78,25 @@ def protection(
         return Protection.BUSY, f"busy with {running} request{'' if running == 1 else 's'}"
     age_s = now - held.state_since
     if age_s < fleet.rules.min_residency_s:
-        return Protection.YOUNG, f"loaded {age_s:.0f} s ago, stays at least {fleet.rules.min_residency_s:.0f} s"
+        return Protection.YOUNG, f"loaded {age_s:.0f} s ago, kept for at least {fleet.rules.min_residency_s:.0f} s"
     return None
 
 
 def choose(
     occupants: Sequence[Occupant], shortfall: Mapping[int, int], rules: EvictionRules
 ) -> tuple[Occupant, ...] | None:
-    """The displaceable occupants that cover `shortfall` (bytes by device), or `None` when they cannot.
+    """The occupants to evict for `shortfall` (bytes by device), or `None` when they cannot cover it.
 
-    Coldest first (`lru`), or lowest priority and then coldest (`priority`), until it fits; then whoever turns
-    out not to be needed is spared, the largest first. No victim in the result can be left out.
+    Least recently used first (`lru`), or lowest priority and then least recently used (`priority`), until it fits. Then
+    victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.
     """
 
-    def reluctance(occupant: Occupant) -> tuple[float, ...]:
-        cold_and_small = (occupant.last_used, occupant.num_bytes)
-        return (occupant.priority, *cold_and_small) if rules.strategy == "priority" else cold_and_small
+    def order(occupant: Occupant) -> tuple[float, ...]:
+        by_use = (occupant.last_used, occupant.num_bytes)
+        return (occupant.priority, *by_use) if rules.strategy == "priority" else by_use
 
     victims: list[Occupant] = []
-    for occupant in sorted(occupants, key=reluctance):
+    for occupant in sorted(occupants, key=order):
         if _covers(victims, shortfall):
             break
         if occupant.protection is None and any(occupant.device_bytes.get(index) for index in shortfall):
@@ -110,11 +110,10 @@ def choose(
     return tuple(victims)
 
 
-def expired(fleet: Fleet, now: float) -> tuple[tuple[str, str], ...]:
-    """The (node, model) pairs whose `ttl_s` has run out: idle on-demand models that nobody pinned.
+def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
+    """The models whose `ttl_s` has passed: ready ones unused for that long, and those asleep for that long.
 
-    A ready one has been unused for that long and is put to sleep, where its node has room for that; a sleeper has slept
-    for that long again, and is unloaded for good.
+    Pinned models never expire.
     """
     found = []
     for node in fleet.nodes:
@@ -126,12 +125,12 @@ def expired(fleet: Fleet, now: float) -> tuple[tuple[str, str], ...]:
                 continue
             unused_s = now - max(held.last_used, held.state_since)
             if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name) and unused_s >= spec.ttl_s:
-                found.append((node.name, held.model_id))
+                found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
 
 
 def due_for_recycling(node: Node, rules: EvictionRules) -> bool:
-    """Whether the node's workers should be recycled: enough loads since the last time, and nothing going on."""
+    """Whether the node's workers should be replaced: enough loads since the last time, and the node is idle."""
     return 0 < rules.defrag_after_cycles <= node.num_loads and node.has_lifecycle and node.healthy and node.is_idle
 
 

@@ -1,4 +1,4 @@
-"""A decision for people: table rows, JSON, text, and the error a client gets. One wording everywhere."""
+"""A decision for people: table rows, JSON, text, and the error for a client. One wording everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = ("node", "device", "total", "have", "need", "verdict", "why")
 
 
 def rows(decision: Decision) -> tuple[tuple[str, ...], ...]:
-    """One row per node and device, under `HEADER`; verdict and reason stand in a node's first row."""
+    """One row per node and device, under `HEADER`; verdict and reason are in a node's first row."""
     return tuple(row for assessment in decision.assessments for row in _rows(assessment))
 
 
@@ -51,7 +51,7 @@ def outcome(decision: Decision) -> str:
             first = decision.assessments[0]
             return f"{model_id} waits for room on {first.node}: {first.reason}."
         case "refuse":
-            return refusal(decision).message
+            return rejection(decision).message
 
 
 def as_json(decision: Decision) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def as_json(decision: Decision) -> dict[str, Any]:
     }
 
 
-def refusal(decision: Decision) -> CortexError:
-    """The error for a client whose model cannot be had. Meant for `refuse`, and for a `wait` that took too long."""
+def rejection(decision: Decision) -> CortexError:
+    """The error for a request whose decision is `refuse`, or `wait` for an operator's order."""
     error = _ERRORS.get(_decisive(decision), InsufficientCapacity)
     background = any(
         occupant.protection is Protection.BACKGROUND
@@ -80,7 +80,7 @@ def refusal(decision: Decision) -> CortexError:
     if error is InsufficientCapacity and background:
         error = Overloaded
     details = {"nodes": [_assessment_json(assessment) for assessment in decision.assessments]}
-    return error(_refusal_message(decision, error), details=details)
+    return error(_rejection_message(decision, error), details=details)
 
 
 _ERRORS: dict[Verdict | None, type[CortexError]] = {
@@ -90,32 +90,33 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
     Verdict.DRAINING: UpstreamUnavailable,
     Verdict.UNHEALTHY: UpstreamUnavailable,
     Verdict.FAILED: LoadFailed,
-    Verdict.EXCLUDED: LoadFailed,
     Verdict.MANUAL: UpstreamUnavailable,
     Verdict.NOT_LISTED: ModelNotFound,
 }
 
 
 def _decisive(decision: Decision) -> Verdict | None:
-    """The verdict that names the error: the most hopeful one, since assessments come best first."""
+    """The verdict that selects the error: the best one, since assessments come best first."""
     return decision.assessments[0].verdict if decision.assessments else None
 
 
-def _refusal_message(decision: Decision, error: type[CortexError]) -> str:
+def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
     if not decision.assessments:
         return f"{decision.model_id} cannot run: the fleet has no nodes; add one under [[neurons]]."
     per_node = "; ".join(f"{assessment.node}: {_why(assessment)}" for assessment in decision.assessments)
+    if _decisive(decision) is Verdict.CANNOT_SPAN:
+        return f"no node can run {decision.model_id} over the devices that it asks for. {per_node}."
     lead = {
         Overloaded: f"there is no room for {decision.model_id} now",
         LoadFailed: f"{decision.model_id} could not be loaded",
         UpstreamUnavailable: f"no node can serve {decision.model_id} now",
-        ModelNotFound: f"no node knows {decision.model_id}",
+        ModelNotFound: f"no node has {decision.model_id}",
     }.get(error, f"{decision.model_id} fits nowhere in the fleet")
     return f"{lead}. {per_node}."
 
 
 def _why(assessment: Assessment) -> str:
-    """The reason, with numbers where memory is the matter and the reason does not give them itself."""
+    """The reason, with the bytes needed and available where memory decides and the reason does not contain them."""
     if assessment.verdict not in (Verdict.BLOCKED, Verdict.CROWDED, Verdict.HELD):
         return assessment.reason
     have = max(row.available_bytes for row in assessment.rows)

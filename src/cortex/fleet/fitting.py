@@ -1,4 +1,4 @@
-"""Whether a model fits a node's devices: as they are, after eviction, later, or never."""
+"""Whether a model fits on the devices of a node: now, after eviction, later, or never."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from .units import gib
 
 
 class _Room(msgspec.Struct, frozen=True):
-    """Devices to use, and who has to leave them."""
+    """Devices to use, and the models to evict from them."""
 
     devices: tuple[DeviceLedger, ...]
     victims: tuple[Occupant, ...] = ()
 
 
 def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | None, origin: Origin) -> Assessment:
-    """The verdict of `node`'s memory on `spec` (`need` is `None` where its size is not known).
+    """Assess `spec` by the memory of `node`; `need` is `None` where its size is unknown.
 
-    Best is room for all that the model would take. Others leave only for as much as it needs to serve well, and where
-    they do not, the least will do. A sleeping model wakes on the devices where it was, as large as it was; where those
-    give it no room, the others are looked at.
+    A model is placed where its full footprint is free. Other models are evicted only for its comfortable footprint;
+    where they cannot be, its minimum footprint will do. A model that is asleep wakes on its previous devices at its
+    previous size; where those have no room, all devices are considered.
     """
-    books = ledger(node)
-    occupants = _occupants(spec, node, books, fleet, now, origin)
-    eligible = _eligible(spec, books)
+    devices = ledger(node)
+    occupants = _occupants(spec, node, devices, fleet, now, origin)
+    eligible = _eligible(spec, devices)
     held = node.residencies.get(spec.id)
 
-    def assess(devices: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
-        count = _device_count(spec, devices, size)
+    def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
+        count = _device_count(spec, candidates, size, limit=node.max_devices_per_model)
         share = None if size is None else -(-size // (count or spec.min_devices))
-        verdict, reason, room = _judge(spec, node, devices, occupants, fleet, count=count, share=share)
+        verdict, reason, room = _find_room(spec, node, candidates, occupants, fleet, count=count, share=share)
         if asleep and verdict is Verdict.FITS:
-            verdict, reason = Verdict.ASLEEP, f"asleep there; {reason}"
+            verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
         chosen = frozenset(device.index for device in room.devices)
         takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
         return Assessment(
@@ -55,7 +55,7 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
             is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
             devices=tuple(sorted(chosen)),
             victims=room.victims,
-            rows=_rows(books, share, chosen),
+            rows=_rows(devices, share, chosen),
             occupants=occupants,
         )
 
@@ -78,22 +78,22 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
 
 
 def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow, ...]:
-    """The numbers of `node` for a model over `count` devices, where they do not decide the verdict."""
+    """The device rows for a model over `count` devices, where memory does not decide the verdict."""
     return _rows(ledger(node), None if need is None else -(-need.takes_bytes // count), ())
 
 
 def _taken(wanted_bytes: int, sure_bytes: int, room: _Room) -> int:
-    """What a load will take of `room`: all that it wants, or what there will be once the victims are gone."""
-    there = sum(
+    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded."""
+    usable_bytes = sum(
         device.usable_bytes(
             device.balance_bytes + sum(victim.device_bytes.get(device.index, 0) for victim in room.victims)
         )
         for device in room.devices
     )
-    return max(sure_bytes, min(wanted_bytes, there))
+    return max(sure_bytes, min(wanted_bytes, usable_bytes))
 
 
-def _judge(
+def _find_room(
     spec: ModelSpec,
     node: Node,
     eligible: Sequence[DeviceLedger],
@@ -104,16 +104,23 @@ def _judge(
     share: int | None,
 ) -> tuple[Verdict, str, _Room]:
     nowhere = _Room(())
+    limit = node.max_devices_per_model
+    if spec.min_devices > limit:
+        reason = f"cannot span {spec.min_devices} devices (min_devices), at most {limit} per model"
+        return Verdict.CANNOT_SPAN, reason, nowhere
     if len(eligible) < spec.min_devices:
         return Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)), nowhere
     if count is None:
         largest = max(device.capacity_bytes for device in eligible)
-        return Verdict.TOO_SMALL, f"needs {gib(share)} per device, the largest has {gib(largest)}", nowhere
+        reason = f"needs {gib(share)} per device, the largest has {gib(largest)}"
+        if limit == 1 and len(eligible) > 1:
+            reason += "; the node runs a model on one device"
+        return Verdict.TOO_SMALL, reason, nowhere
     if share is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
-        return Verdict.FITS, "size not known, the node will see", _Room(tuple(emptiest))
+        return Verdict.FITS, "size unknown; the node checks it at load", _Room(tuple(emptiest))
     if devices := _tightest(eligible, count, share):
-        return Verdict.FITS, f"needs {gib(share)} per device, and has it", _Room(devices)
+        return Verdict.FITS, f"needs {gib(share)} per device, which is free", _Room(devices)
 
     wide_enough = [device for device in eligible if device.capacity_bytes >= share]
     sets = list(combinations(wide_enough, count))
@@ -125,33 +132,33 @@ def _judge(
     if room := cheapest(occupants, lambda device: device.balance_bytes):
         names = ", ".join(victim.model_id for victim in room.victims)
         return Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", room
-    in_time = [_if_patient(occupant) for occupant in occupants]
-    if room := cheapest(in_time, lambda device: device.balance_bytes):
+    later = [_after_waiting(occupant) for occupant in occupants]
+    if room := cheapest(later, lambda device: device.balance_bytes):
         return Verdict.BLOCKED, _waits_for(room.victims, occupants), nowhere
-    if room := cheapest(in_time, lambda device: device.balance_bytes + device.foreign_bytes):
+    if room := cheapest(later, lambda device: device.balance_bytes + device.foreign_bytes):
         foreign = sum(device.foreign_bytes for device in room.devices)
-        return Verdict.CROWDED, f"other programs hold {gib(foreign)} of its memory", nowhere
-    kept = [occupant for occupant in occupants if occupant.protection and not occupant.protection.is_passing]
+        return Verdict.CROWDED, f"other programs use {gib(foreign)} of its memory", nowhere
+    kept = [occupant for occupant in occupants if occupant.protection and not occupant.protection.is_temporary]
     reasons = "; ".join(f"{occupant.model_id}: {occupant.reason}" for occupant in kept)
-    return Verdict.HELD, f"room could only come from models that stay ({reasons})", nowhere
+    return Verdict.HELD, f"only models that cannot be evicted could make room ({reasons})", nowhere
 
 
 def _occupants(
-    spec: ModelSpec, node: Node, books: Sequence[DeviceLedger], fleet: Fleet, now: float, origin: Origin
+    spec: ModelSpec, node: Node, devices: Sequence[DeviceLedger], fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Occupant, ...]:
-    """Everybody who holds memory on `node` or was promised some."""
+    """Every model that holds memory on `node` or has reserved some."""
     found = []
-    promised = {reservation.model_id for reservation in node.reservations}
-    for model_id in {**node.residencies, **dict.fromkeys(promised)}:
+    reserved = {reservation.model_id for reservation in node.reservations}
+    for model_id in {**node.residencies, **dict.fromkeys(reserved)}:
         held = node.residencies.get(model_id)
         kept: tuple[Protection, str] | None
-        if model_id in promised:
-            kept = Protection.CHANGING, "about to load"
+        if model_id in reserved:
+            kept = Protection.CHANGING, "load ordered"
         elif held is not None and occupies(held):
             kept = protection(held, node, spec, fleet, now, background=origin == "background")
         else:
             continue
-        shares = {device.index: share for device in books if (share := device.held_by(model_id))}
+        shares = {device.index: share for device in devices if (share := device.held_by(model_id))}
         found.append(
             Occupant(
                 model_id=model_id,
@@ -165,17 +172,18 @@ def _occupants(
     return tuple(found)
 
 
-def _eligible(spec: ModelSpec, books: Sequence[DeviceLedger]) -> list[DeviceLedger]:
-    """Devices worth considering; a host with GPUs does not run models on its CPU."""
-    kind = "cuda" if any(device.kind == "cuda" for device in books) else "cpu"
+def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
+    """The devices to consider; a host with GPUs does not run models on its CPU."""
+    kind = "cuda" if any(device.kind == "cuda" for device in devices) else "cpu"
     smallest = spec.min_device_vram_mb * MEBIBYTE
-    return [device for device in books if device.kind == kind and device.total_bytes >= smallest]
+    return [device for device in devices if device.kind == kind and device.total_bytes >= smallest]
 
 
-def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None) -> int | None:
-    """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it."""
+def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int) -> int | None:
+    """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it, up to
+    `limit`, the most that the node supports for one model."""
     count = spec.min_devices
-    while count <= len(eligible):
+    while count <= min(limit, len(eligible)):
         if size is None or sum(device.capacity_bytes * count >= size for device in eligible) >= count:
             return count
         count *= 2
@@ -183,7 +191,7 @@ def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int |
 
 
 def _tightest(eligible: Sequence[DeviceLedger], count: int, share: int) -> tuple[DeviceLedger, ...]:
-    """The `count` fullest devices that still have room for `share`; empty when there are not as many."""
+    """The `count` fullest devices that still have room for `share`; empty when there are fewer."""
     roomy = sorted(
         (device for device in eligible if device.available_bytes >= share),
         key=lambda device: (device.available_bytes, device.index),
@@ -207,7 +215,7 @@ def _rooms(
 
 
 def _harm(room: _Room) -> tuple[float, ...]:
-    """Fewest bytes, coldest, lowest priority."""
+    """The order of preference: fewest bytes, least recently used, lowest priority."""
     return (
         sum(victim.num_bytes for victim in room.victims),
         max((victim.last_used for victim in room.victims), default=0.0),
@@ -216,8 +224,9 @@ def _harm(room: _Room) -> tuple[float, ...]:
     )
 
 
-def _if_patient(occupant: Occupant) -> Occupant:
-    if occupant.protection is not None and occupant.protection.is_passing:
+def _after_waiting(occupant: Occupant) -> Occupant:
+    """The occupant without a protection that ends by itself."""
+    if occupant.protection is not None and occupant.protection.is_temporary:
         return msgspec.structs.replace(occupant, protection=None)
     return occupant
 
@@ -235,7 +244,7 @@ def _too_few(spec: ModelSpec, node: Node, count: int) -> str:
     return f"needs {spec.min_devices} device{'' if spec.min_devices == 1 else 's'}{size}, has {count}"
 
 
-def _rows(books: Sequence[DeviceLedger], share: int | None, chosen: Collection[int]) -> tuple[DeviceRow, ...]:
+def _rows(devices: Sequence[DeviceLedger], share: int | None, chosen: Collection[int]) -> tuple[DeviceRow, ...]:
     return tuple(
         DeviceRow(
             index=device.index,
@@ -248,5 +257,5 @@ def _rows(books: Sequence[DeviceLedger], share: int | None, chosen: Collection[i
             need_bytes=share,
             chosen=device.index in chosen,
         )
-        for device in books
+        for device in devices
     )

@@ -1,4 +1,4 @@
-"""The byte ledger: who holds what on each device of a node, and what a new load may count on."""
+"""The byte ledger: what each model holds on each device of a node, and what a new load may take."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Literal
 
 import msgspec
 
-from cortex.wire.node import DeviceKind
-
 from .catalogue import ModelSpec
 from .topology import ON_DEVICE, Device, Fleet, Node
 
@@ -16,54 +14,45 @@ Basis = Literal["measured", "estimated", "reserved"]
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one model holds, or is promised, on one device."""
+    """What one model holds, or has reserved, on one device."""
 
     model_id: str
     num_bytes: int
     basis: Basis
 
 
-class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
-    kind: DeviceKind
-    name: str
-    total_bytes: int
-    free_bytes: int
-    """As the device reports it."""
-    foreign_bytes: int
-    """In use by none of our models."""
+class DeviceLedger(Device, frozen=True, kw_only=True):
+    """A device, and what each model holds there."""
+
     holdings: tuple[Holding, ...]
-    kept_free_bytes: int = 0
-    kept_free_share: float = 0.0
-    """What the node leaves free at every load: so much, and of what is free so large a part."""
 
     @property
     def committed_bytes(self) -> int:
-        """Held by our models or promised to them."""
+        """Held by our models or reserved for them."""
         return sum(holding.num_bytes for holding in self.holdings)
 
     @property
     def balance_bytes(self) -> int:
-        """The smaller of what the device reports and what the books say: a load under way has not taken all of its
-        share yet, and an unload has not given it back. Negative while more is promised than has been given back."""
+        """The smaller of what the device reports as free and what this ledger computes: a load under way has not taken
+        all of its share yet, and an unload has not freed it. Negative while more is reserved than was freed."""
         return min(self.free_bytes, self.total_bytes - self.foreign_bytes - self.committed_bytes)
 
     @property
     def available_bytes(self) -> int:
-        """What a load may count on now."""
+        """What a load may take now."""
         return self.usable_bytes(self.balance_bytes)
 
     @property
     def capacity_bytes(self) -> int:
-        """What a load could count on if the device had nothing else on it."""
+        """What a load could take of the empty device."""
         return self.usable_bytes(self.total_bytes)
 
     def usable_bytes(self, free_bytes: int) -> int:
-        """What the node lets a load take of so much free memory."""
+        """What the node lets a load take of `free_bytes`."""
         return max(0, free_bytes - int(free_bytes * self.kept_free_share) - self.kept_free_bytes)
 
     def free_bytes_for(self, num_bytes: int) -> int:
-        """How much must be free for a load to take so much."""
+        """How much must be free for a load to take `num_bytes`."""
         wanted = num_bytes + self.kept_free_bytes
         return wanted if not self.kept_free_share else math.ceil(wanted / (1 - self.kept_free_share))
 
@@ -72,40 +61,43 @@ class DeviceLedger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ledger(node: Node) -> tuple[DeviceLedger, ...]:
-    """The books of every device of `node`."""
+    """The ledger of every device of `node`."""
     holdings: dict[int, list[Holding]] = {device.index: [] for device in node.devices}
-    promised = {reservation.model_id for reservation in node.reservations}
+    reserved = {reservation.model_id for reservation in node.reservations}
     for reservation in node.reservations:
         _enter(holdings, node, reservation.model_id, reservation.devices, reservation.num_bytes, "reserved")
     for held in node.residencies.values():
-        if held.model_id not in promised and held.state in ON_DEVICE and held.num_bytes:
+        if held.model_id not in reserved and held.state in ON_DEVICE and held.num_bytes:
             basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"
             _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis)
-    return tuple(_device_ledger(device, tuple(holdings[device.index])) for device in node.devices)
+    return tuple(
+        DeviceLedger(**msgspec.structs.asdict(device), holdings=tuple(holdings[device.index]))
+        for device in node.devices
+    )
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model asks of a node, over all its devices."""
+    """What a model needs on a node, over all its devices."""
 
     takes_bytes: int
-    """What it takes where there is room."""
+    """Its full footprint, taken where there is room."""
     least_bytes: int
-    """With less than this the node refuses it; between the two its cache is cut."""
+    """Its minimum footprint: the node rejects it with less. Between the two its KV cache is reduced."""
 
     @property
     def comfortable_bytes(self) -> int:
-        """With this it serves well: of the cache that it takes where there is room, a few full contexts, a quarter."""
+        """The minimum footprint and a quarter of the KV cache beyond it: enough to serve well."""
         return self.least_bytes + (self.takes_bytes - self.least_bytes) // 4
 
     def at_least(self, num_bytes: int) -> Need:
-        """This need, if so many bytes are known to be too few for anything less."""
+        """This need, raised to `num_bytes` where it is less."""
         return Need(takes_bytes=max(self.takes_bytes, num_bytes), least_bytes=max(self.least_bytes, num_bytes))
 
 
 def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     """What `spec` needs on `node`: measured before estimated, the operator's estimate before the node's.
 
-    A node that has looked into the model's files also knows how little will do; what an operator says is taken as said.
+    A node that has read the model's files also reports a minimum; the operator's estimate has none.
     """
     held = node.residencies.get(spec.id)
     candidates = (
@@ -121,12 +113,12 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     least_bytes = None if held is None or spec.vram_bytes is not None else held.status.least_bytes
     if least_bytes is None:
         return Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
-    # Room that is asked for and not taken at once can make the least the larger one.
+    # The minimum includes memory that is not taken at load, so it can exceed the measured size.
     return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
 
 
 def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
-    """What the fleet knows about real sizes, with everything that nodes have measured since."""
+    """The measured sizes that the fleet knows, updated with what nodes report."""
     found = dict(fleet.measured)
     for node in fleet.nodes:
         for held in node.residencies.values():
@@ -137,7 +129,7 @@ def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
 
 
 def _estimate_elsewhere(model_id: str, fleet: Fleet) -> int | None:
-    """Another node's number for the same model, the largest where they differ."""
+    """The largest size that any node reports for the model."""
     others = [node.residencies[model_id] for node in fleet.nodes if model_id in node.residencies]
     return max((known for held in others if (known := held.num_bytes) is not None), default=None)
 
@@ -157,20 +149,6 @@ def _enter(
 
 
 def _likely_place(node: Node) -> list[int]:
-    """Where a load goes whose devices are not known yet: the node picks the emptiest."""
+    """The device for a load that names none: the node picks the one with the most free memory."""
     emptiest = max(node.devices, key=lambda device: device.free_bytes, default=None)
     return [] if emptiest is None else [emptiest.index]
-
-
-def _device_ledger(device: Device, holdings: tuple[Holding, ...]) -> DeviceLedger:
-    return DeviceLedger(
-        index=device.index,
-        kind=device.kind,
-        name=device.name,
-        total_bytes=device.total_bytes,
-        free_bytes=device.free_bytes,
-        foreign_bytes=device.foreign_bytes,
-        holdings=holdings,
-        kept_free_bytes=device.kept_free_bytes,
-        kept_free_share=device.kept_free_share,
-    )

@@ -1,8 +1,8 @@
-"""Where a model should run: one verdict per node, and the best of them."""
+"""Where a model runs: one verdict per node, and the best of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
 from cortex.wire.node import ModelState
 
@@ -30,19 +30,17 @@ def place(
     now: float,
     *,
     origin: Origin = "request",
-    excluded: Iterable[str] = (),
+    only_on: str | None = None,
 ) -> Decision:
     """Decide where `model_id` runs.
 
-    Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes,
-    coldest, lowest priority). Within each come first the nodes the model is pinned on, then those where it sleeps.
-    `excluded` are nodes that were just tried in vain.
+    Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes, least
+    recently used, lowest priority). Within each, nodes where the model is pinned come first, then those where it is
+    asleep. `only_on` restricts the decision to one node.
     """
     spec = fleet.catalogue.spec(model_id)
-    tried = frozenset(excluded)
     assessments = [
-        _excluded(spec, node, fleet) if node.name in tried else assess(spec, node, fleet, now, origin=origin)
-        for node in fleet.nodes
+        assess(spec, node, fleet, now, origin=origin) for node in fleet.nodes if only_on in (None, node.name)
     ]
     assessments.sort(key=_preference)
     action = _action(assessments[0]) if assessments else "refuse"
@@ -50,11 +48,11 @@ def place(
 
 
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
-    """What can be done with `spec` on `node`."""
+    """Assess `spec` on `node`."""
     held = node.residencies.get(spec.id)
     need = need_of(spec, node, fleet)
-    if (shown := node.shown_needs.get(spec.id)) is not None:
-        need = Need(takes_bytes=shown, least_bytes=shown) if need is None else need.at_least(shown)
+    if (raised := node.raised_needs.get(spec.id)) is not None:
+        need = Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
     found = _without_memory(spec, node, held, fleet, now, origin)
     if found is None:
         return fit(spec, node, fleet, now, need=need, origin=origin)
@@ -72,63 +70,70 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     )
 
 
-def _excluded(spec: ModelSpec, node: Node, fleet: Fleet) -> Assessment:
-    need = need_of(spec, node, fleet)
-    return Assessment(
-        node=node.name,
-        verdict=Verdict.EXCLUDED,
-        reason="was just tried in vain",
-        need_bytes=None if need is None else need.takes_bytes,
-        rows=need_and_have(node, need, _num_devices(spec, node.residencies.get(spec.id))),
-    )
+def feasible_nodes(model_id: str, fleet: Fleet, now: float) -> tuple[str, ...]:
+    """The nodes that could serve the model, now or after making room, if the operator loads it."""
+    decision = place(model_id, fleet, now, origin="operator")
+    return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
 
 
 def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
     return spec.min_devices if held is None else len(held.status.devices) or spec.min_devices
 
 
-def unmet_pins(fleet: Fleet) -> tuple[tuple[str, str | None], ...]:
-    """The (model, node) pairs that should be loaded and are not; no node where any will do."""
-    found: list[tuple[str, str | None]] = []
+class UnmetPin(NamedTuple):
+    """A pinned model that is not loaded where it should be."""
+
+    node: str | None
+    """`None`: any node will do."""
+    model: str
+
+
+def unmet_pins(fleet: Fleet) -> tuple[UnmetPin, ...]:
+    """The pinned models that should be loaded and are not."""
+    found = []
     for spec in fleet.catalogue.models:
         if spec.policy != "pinned":
             continue
         if spec.pinned_on:
             named = (fleet.node(name) for name in spec.pinned_on)
             found += [
-                (spec.id, node.name) for node in named if node is not None and node.healthy and not _stands(spec, node)
+                UnmetPin(node.name, spec.id)
+                for node in named
+                if node is not None and node.healthy and not _is_loaded_or_starting(spec, node)
             ]
-        elif not any(_stands(spec, node) for node in fleet.nodes if node.healthy):
-            found.append((spec.id, None))
+        elif not any(_is_loaded_or_starting(spec, node) for node in fleet.nodes if node.healthy):
+            found.append(UnmetPin(None, spec.id))
     return tuple(found)
 
 
-def _stands(spec: ModelSpec, node: Node) -> bool:
+def _is_loaded_or_starting(spec: ModelSpec, node: Node) -> bool:
     held = node.residencies.get(spec.id)
-    promised = any(reservation.model_id == spec.id for reservation in node.reservations)
-    return promised or (held is not None and (held.state is ModelState.READY or held.state in STARTING))
+    is_reserved = any(reservation.model_id == spec.id for reservation in node.reservations)
+    return is_reserved or (held is not None and (held.state is ModelState.READY or held.state in STARTING))
 
 
 def _without_memory(
     spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Verdict, str] | None:
-    """The verdict where no memory has to be found; `None` when it is a matter of bytes."""
+    """The verdict where memory does not matter; `None` where it does."""
     if not node.healthy:
-        return Verdict.UNHEALTHY, node.problem or "has not answered yet"
+        return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     if node.draining:
-        return Verdict.DRAINING, "is shutting down"
+        return Verdict.DRAINING, "shutting down"
     if held is not None and held.state is ModelState.READY:
-        return Verdict.RESIDENT, f"ready, {_load(held):.0f} requests there"
+        return Verdict.RESIDENT, f"ready, with {_load(held):.0f} requests"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):
-        return Verdict.STARTING, "about to load"
+        return Verdict.STARTING, "load ordered"
+    if held is not None and held.state is ModelState.UNLOADING:
+        return Verdict.BLOCKED, f"unloading for {now - held.state_since:.0f} s"
     if not node.has_lifecycle:
-        return Verdict.NOT_LISTED, "does not serve it and cannot be told to load"
+        return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
     if held is None and not fleet.catalogue.has(spec.id):
-        return Verdict.NOT_LISTED, "does not list it, and the catalogue has no source for it"
+        return Verdict.NOT_LISTED, "does not list this model, and neither does the catalogue"
     if spec.policy == "manual" and origin != "operator":
-        return Verdict.MANUAL, "is loaded by hand only: `cortex load`"
+        return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
     if spec.harness not in node.harnesses:
         return Verdict.WRONG_HARNESS, f"has no harness `{spec.harness}`, only {', '.join(node.harnesses) or 'none'}"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
@@ -139,7 +144,7 @@ def _without_memory(
 
 
 def _load(held: Residency) -> float:
-    """Requests there, with memory pressure as the tie-break."""
+    """The number of requests, with KV cache use as the tie-break."""
     reported = held.status.load
     return max(held.in_flight, reported.running + reported.waiting) + min(reported.kv_used_fraction, 0.99)
 
@@ -163,7 +168,7 @@ def _preference(assessment: Assessment) -> tuple[float | str, ...]:
         max((victim.priority for victim in assessment.victims), default=0),
         not size_known,
         assessment.is_cut,
-        # The tightest fit keeps the large devices for large models; a model of unknown size goes where most is free.
+        # The tightest fit keeps large devices for large models. A model of unknown size goes where most is free.
         left_over if size_known else -left_over,
         assessment.node,
     )

@@ -1,9 +1,9 @@
-"""Who waits and who goes first when models take turns on too little memory.
+"""Which waiting model is loaded next when there is too little memory for all of them.
 
-Requests for a model that is ready pass at once, so a run of A, B, A, B, … becomes all A, then all B: two swaps.
-What keeps B from waiting forever is `fair_wait_s`: once the oldest request for an absent model has waited
-that long, the models whose room it needs are *closed*. They finish what they have and take no new work until it
-is in. So a request waits at most `fair_wait_s`, plus the longest answer under way, plus the loads ahead of it.
+Requests for a ready model pass at once, so a sequence A, B, A, B, … becomes all A, then all B: two swaps. `fair_wait_s`
+keeps B from starving: once the oldest request for an absent model has waited that long, the models whose room it needs
+are *closed*. They finish their requests and take no new ones until it is loaded. So a request waits at most
+`fair_wait_s`, plus the longest response under way, plus the loads ahead of it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import msgspec
 
 from cortex.fleet.decision import Decision, Origin
 from cortex.fleet.placement import place
-from cortex.fleet.topology import Fleet, MemoryReservation, Residency
+from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Residency
 from cortex.wire.node import ModelState
-
-ModelOnNode = tuple[str, str]
-"""(node, model)"""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,45 +26,45 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     """When the oldest of them began to wait."""
     count: int = 1
     origin: Origin = "request"
-    """`background` only when all of them are."""
+    """`background` only if all of them are."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do for those who wait."""
+    """What to do for the requests that wait."""
 
     starts: tuple[Decision, ...] = ()
-    """Loads and wakes to begin now, most urgent first; they do not compete for the same bytes."""
+    """Loads and wakes to start now, most urgent first; together they fit."""
     waits: tuple[Decision, ...] = ()
     """Models that stay queued, with what they wait for."""
-    refusals: tuple[Decision, ...] = ()
-    """Models for which waiting is in vain."""
+    rejections: tuple[Decision, ...] = ()
+    """Models that waiting would not make available."""
     closed: frozenset[ModelOnNode] = frozenset()
-    """Resident models that take no new work until an overdue one is in: requests for them wait, although ready."""
+    """Ready models that take no new requests until an overdue model is loaded."""
 
 
 def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
-    """Decide for every waiting model. Pure: the same picture gives the same plan, whatever the order of `waiting`."""
+    """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`."""
     starts: list[Decision] = []
     waits: list[Decision] = []
-    refusals: list[Decision] = []
+    rejections: list[Decision] = []
     closed: set[ModelOnNode] = set()
     for group in turns(waiting, fleet, now):
         decision = place(group.model_id, fleet, now, origin=group.origin)
         if decision.action in ("load", "wake"):
             starts.append(decision)
-            fleet = _begun(fleet, decision)
+            fleet = _started(fleet, decision)
         elif decision.action == "wait":
             waits.append(decision)
             if is_overdue(group, fleet, now):
-                fleet, closing = _make_way(group, fleet, now)
+                fleet, closing = _close_for(group, fleet, now)
                 closed |= closing
         elif decision.action == "refuse":
-            refusals.append(decision)
-    return Plan(starts=tuple(starts), waits=tuple(waits), refusals=tuple(refusals), closed=frozenset(closed))
+            rejections.append(decision)
+    return Plan(starts=tuple(starts), waits=tuple(waits), rejections=tuple(rejections), closed=frozenset(closed))
 
 
 def turns(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Sequence[Waiting]:
-    """The order in which models get their turn: the overdue by age, then by priority, then by age."""
+    """The order in which models get their turn: overdue ones by age, then the others by priority and age."""
 
     def urgency(group: Waiting) -> tuple[float | str, ...]:
         if is_overdue(group, fleet, now):
@@ -78,31 +75,31 @@ def turns(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Sequence[Wait
 
 
 def is_overdue(group: Waiting, fleet: Fleet, now: float) -> bool:
-    """Whether these requests have waited long enough to close others. Background requests never do."""
+    """Whether these requests have waited long enough to close other models. Background requests never do."""
     return group.origin != "background" and now - group.since >= fleet.rules.fair_wait_s
 
 
-def _make_way(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozenset[ModelOnNode]]:
-    """The seats to close for an overdue model, and the picture with that room promised to it."""
-    in_time = place(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
-    if in_time.action not in ("load", "wake") or in_time.node is None:
+def _close_for(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozenset[ModelOnNode]]:
+    """The models to close for an overdue one, and the fleet with their room reserved for it."""
+    later = place(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
+    if later.action not in ("load", "wake") or later.node is None:
         return fleet, frozenset()
-    closing = frozenset((in_time.node, victim) for victim in in_time.victims)
-    return _begun(fleet, in_time), closing
+    closing = frozenset(ModelOnNode(later.node, victim) for victim in later.victims)
+    return _started(fleet, later), closing
 
 
-def _begun(fleet: Fleet, decision: Decision) -> Fleet:
-    """The picture after a start was ordered: its bytes promised, its victims on their way out."""
+def _started(fleet: Fleet, decision: Decision) -> Fleet:
+    """The fleet after a start was ordered: its bytes reserved, its victims unloading."""
     node = fleet.node(decision.node or "")
     if node is None:
         return fleet
-    promise = MemoryReservation(
+    reservation = MemoryReservation(
         model_id=decision.model_id, devices=decision.devices, num_bytes=decision.takes_bytes or 0
     )
-    leaving = {victim: _unloading(node.residencies[victim]) for victim in decision.victims}
-    return fleet.replacing(
+    unloading = {victim: _unloading(node.residencies[victim]) for victim in decision.victims}
+    return fleet.with_node(
         msgspec.structs.replace(
-            node, reservations=(*node.reservations, promise), residencies={**node.residencies, **leaving}
+            node, reservations=(*node.reservations, reservation), residencies={**node.residencies, **unloading}
         )
     )
 

@@ -1,8 +1,7 @@
-"""Which replica answers. Least work wins, and a prefix already cached somewhere is work saved.
+"""Which replica serves a request: the one with the least work, where a cached prefix is work saved.
 
-The unit is prompt tokens still to be computed; queue and cache pressure are converted into it. A saturated
-replica comes after every other one whatever it has cached: following the cache into a full replica is how
-one node drowns while its twin is idle.
+The unit is prompt tokens still to be computed; queue and cache pressure are converted into it. A saturated replica
+comes after every other one whatever it has cached: routing by cache alone overloads one node while another is idle.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from .topology import Node, Residency
 
 BLOCK_BYTES = 2048
 MAX_BLOCKS = 128
-"""Prompts that share this much are told apart by nothing here; sessions differ long before."""
+"""Longer prefixes are indistinguishable here; sessions differ long before."""
 BYTES_PER_TOKEN = 4
 
 QUEUED_TOKENS = 1500
 """A request ahead of ours costs about as much as computing this many prompt tokens."""
 FULL_CACHE_TOKENS = 4000
-"""What a full KV cache costs: others are preempted, and cached prefixes are lost."""
+"""What a full KV cache costs: requests are preempted, and cached prefixes are lost."""
 SATURATED_KV_FRACTION = 0.95
 
 Blocks = tuple[int, ...]
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """A ready model on a node, as a possible answerer."""
+    """A ready model on a node, as a candidate for a request."""
 
     node: str
     running: int = 0
     waiting: int = 0
     kv_used_fraction: float = 0.0
     in_flight: int = 0
-    """This gateway's own requests there now: the only number that is never stale."""
+    """This gateway's own requests there now; unlike the others, never stale."""
 
     @classmethod
     def of(cls, node: Node, held: Residency, in_flight: int) -> Replica:
@@ -52,18 +51,18 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_requests(self) -> int:
-        """Requests there: the node's report, or our own count where that is already higher."""
+        """The node's report, or our own count where that is higher."""
         return max(self.running + self.waiting, self.in_flight)
 
     @property
     def is_saturated(self) -> bool:
-        """A newcomer would wait there: requests already queue, or the cache is full."""
+        """A further request would wait there: others already queue, or the cache is full."""
         return self.waiting > 0 or self.kv_used_fraction >= SATURATED_KV_FRACTION
 
 
 def leading_blocks(prompt: bytes) -> Blocks:
-    """Chained fingerprints of the leading full blocks of a prompt. Equal fingerprints mean an equal beginning,
-    as far as a hint needs to be sure of it."""
+    """Chained fingerprints of the leading full blocks of a prompt. Equal fingerprints mean an equal prefix, with a
+    certainty that is enough for a preference."""
     fingerprints = []
     fingerprint = 0
     last = min(len(prompt) // BLOCK_BYTES, MAX_BLOCKS)
@@ -75,10 +74,10 @@ def leading_blocks(prompt: bytes) -> Blocks:
 
 
 class Affinity:
-    """Which replicas have seen which beginnings, for one model. Bounded, forgets the least recently used.
+    """Which replicas of one model have computed which prefixes. Bounded; the least recently used are dropped.
 
-    Mutable; owned by the gateway's loop. A memory of where prompts went, not of what nodes still cache: good
-    enough for a preference, never for a promise.
+    Mutable; owned by the gateway's loop. It records where prompts went, not what nodes still cache: a preference, not a
+    guarantee.
     """
 
     def __init__(self, max_blocks: int = 65536) -> None:
@@ -106,7 +105,7 @@ class Affinity:
         return count
 
     def forget(self, node: str) -> None:
-        """`node` unloaded the model or restarted: whatever it had cached is gone."""
+        """`node` unloaded the model or restarted: its cache is empty."""
         kept = {block: tuple(name for name in nodes if name != node) for block, nodes in self._nodes.items()}
         self._nodes = OrderedDict((block, nodes) for block, nodes in kept.items() if nodes)
 
@@ -121,7 +120,7 @@ def score(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> f
 
 
 def choose(replicas: Sequence[Replica], prompt: bytes, affinity: Affinity) -> Replica:
-    """The replica for `prompt` (any bytes that begin alike when prompts do), noted in `affinity`.
+    """The replica for `prompt` (any bytes that share a prefix when prompts do), recorded in `affinity`.
 
     `replicas` is not empty. With a single one nothing is computed.
     """

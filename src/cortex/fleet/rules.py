@@ -1,4 +1,4 @@
-"""The operator's rules for making room: the `[eviction]` table."""
+"""The operator's rules for eviction: the `[eviction]` table."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class EvictionRules(Section, frozen=True):
-    """Which model makes room for another, and how soon."""
+    """Which model is evicted for another, and how soon."""
 
     strategy: Literal["lru", "priority"] = "lru"
-    """`lru`: the one unused for longest goes first. `priority`: the one of lowest priority, then the longest unused."""
+    """`lru`: evict the least recently used model first. `priority`: the one of lowest priority, then by last use."""
     defrag_after_cycles: Annotated[int, msgspec.Meta(ge=0)] = 50
-    """Recycle a node's workers, when idle, after this many loads; 0 never does."""
+    """Replace a node's workers, once idle, after this many loads; 0 never does."""
     min_residency_s: Seconds = 20.0
-    """A model stays at least this long once loaded."""
+    """A model is not evicted for this long after its load."""
     fair_wait_s: Seconds = 30.0
-    """After this wait, requests for an absent model stop new work on the models it could replace."""
+    """Once a request has waited this long, the models that its model could replace take no new requests."""
     retry_failed_after_s: Seconds = 30.0
-    """A model that failed to load on a node is not tried there again for this long."""
+    """After a failed load, the same model is not tried on the same node for this long."""

@@ -1,12 +1,13 @@
-"""A picture of the fleet at one moment: nodes, devices, models, and what the gateway adds from its own view.
+"""A snapshot of the fleet: nodes, devices and models as reported, and what only the gateway knows.
 
-Snapshots are immutable; every poll and every change makes a new one. All times are on the caller's
-monotonic clock. A snapshot informs a decision; the node itself has the last word on its state.
+Snapshots are immutable; every change makes a new one. All times are on the caller's monotonic clock. A snapshot informs
+a decision; the node itself is the authority on its state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,9 +22,16 @@ ON_DEVICE = frozenset(
 )
 """States in which a model holds device memory or is about to."""
 STARTING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
-"""States that end in `ready` by themselves."""
-_SHIFTING = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
-"""States in which a device's free bytes are on the move."""
+"""States that lead to `ready` without another order."""
+_CHANGING_MEMORY = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
+"""States in which the free bytes of a device change."""
+
+
+class ModelOnNode(NamedTuple):
+    """One model on one node, as a key."""
+
+    node: str
+    model: str
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,23 +42,26 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
     """As the device last reported."""
     foreign_bytes: int = 0
-    """In use by none of our models: other programs, the display, the worker's own context.
-    Judged while nothing is loading or unloading there."""
+    """Used by none of our models: other programs, the display, the worker's own context. Measured while nothing is
+    loading or unloading there."""
     kept_free_bytes: int = 0
-    """What its node leaves free at every load."""
+    """What the node leaves free at every load."""
     kept_free_share: float = 0.0
-    """Of what is free, what it leaves on top of that."""
+    """The fraction of the free memory that the node leaves free on top of that."""
+    utilisation: float | None = None
+    """0 to 1."""
+    temperature_c: float | None = None
 
 
 class Residency(msgspec.Struct, frozen=True, kw_only=True):
-    """One model on one node: what the node says, and what this gateway knows better."""
+    """One model on one node: the node's report, and what this gateway knows beyond it."""
 
     status: ModelStatus
     seen_at: float
     in_flight: int = 0
     """Requests this gateway has there now. Fresher than the node's last report."""
     pinned: bool = False
-    """Pinned by hand, beyond what the catalogue says."""
+    """Pinned by the operator, beyond the catalogue."""
 
     @property
     def model_id(self) -> str:
@@ -74,12 +85,12 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int | None:
-        """Measured, or else expected, size over all its devices."""
+        """Size over all its devices: measured, else estimated."""
         return self.status.measured_bytes if self.status.measured_bytes is not None else self.status.estimate_bytes
 
 
 class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory promised to a load that this gateway has decided on and the node may not show yet."""
+    """Memory reserved for a load that this gateway has decided on and the node may not report yet."""
 
     model_id: str
     devices: tuple[int, ...]
@@ -87,14 +98,15 @@ class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """One host, or one foreign server, as last seen."""
+    """One host, or one foreign server, as of its last report."""
 
     name: str
     devices: tuple[Device, ...] = ()
     residencies: dict[str, Residency] = msgspec.field(default_factory=dict)
     """By model id, cold and failed models included."""
     has_lifecycle: bool = True
-    """Whether it can be told to load and unload; foreign servers cannot."""
+    """Whether it loads and unloads models on request; foreign servers do not."""
+    max_devices_per_model: int = 1
     harnesses: tuple[str, ...] = ("torch",)
     dialects: tuple[Dialect, ...] = ("openai_chat",)
     healthy: bool = False
@@ -106,12 +118,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     reservations: tuple[MemoryReservation, ...] = ()
     num_loads: int = 0
     """Loads since its workers were last recycled."""
-    shown_needs: dict[str, int] = {}
-    """By model: bytes that it needs here at the least, as a load that ran out of memory has shown."""
+    raised_needs: dict[str, int] = {}
+    """By model: the minimum bytes that it needs here, raised after a load ran out of memory."""
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, starts or stops there."""
+        """No request runs, and no model loads or unloads there."""
         return not self.reservations and not any(
             held.is_busy or held.state in STARTING or held.state is ModelState.UNLOADING
             for held in self.residencies.values()
@@ -119,13 +131,13 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a decision is made from."""
+    """The input of every decision."""
 
     nodes: tuple[Node, ...] = ()
     catalogue: Catalogue = Catalogue()
     rules: EvictionRules = EvictionRules()
     measured: dict[tuple[str, str | None, int | None], int] = msgspec.field(default_factory=dict)
-    """Bytes that models really took, by id, quant and context; kept by the gateway across restarts."""
+    """Measured bytes of models, by id, quant and context; kept by the gateway across restarts."""
 
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
@@ -135,45 +147,35 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(model_id for node in self.nodes for model_id in node.residencies)
 
     def replicas(self, model_id: str) -> Iterator[tuple[Node, Residency]]:
-        """Where `model_id` is ready on a node that takes requests."""
+        """The nodes that take requests and have `model_id` ready."""
         for node in self.nodes:
             held = node.residencies.get(model_id)
             if held is not None and held.state is ModelState.READY and node.healthy and not node.draining:
                 yield node, held
 
-    def replacing(self, changed: Node) -> Fleet:
-        """This picture with one node redrawn, or added."""
+    def with_node(self, changed: Node) -> Fleet:
+        """This fleet with one node replaced, or added."""
         if self.node(changed.name) is None:
             return msgspec.structs.replace(self, nodes=(*self.nodes, changed))
         nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
         return msgspec.structs.replace(self, nodes=nodes)
 
-    def with_in_flight(self, counts: Mapping[tuple[str, str], int]) -> Fleet:
-        """This picture with the gateway's own request counts, by (node, model)."""
+    def with_in_flight(self, counts: Mapping[ModelOnNode, int]) -> Fleet:
+        """This fleet with the gateway's own request counts."""
         return msgspec.structs.replace(self, nodes=tuple(_count(node, counts) for node in self.nodes))
 
     def as_if_idle(self) -> Fleet:
-        """This picture if every request had ended: what could be displaced once current work is done."""
+        """This fleet if every request had ended: shows what could be evicted once current requests are done."""
         return msgspec.structs.replace(self, nodes=tuple(_quiet(node) for node in self.nodes))
 
 
-def seen(
-    previous: Node | None, name: str, discovery: Discovery, health: Health, now: float, *, has_lifecycle: bool = True
-) -> Node:
-    """The node after a poll that was answered. Facts that only the gateway has are carried over."""
-    before = previous or Node(name=name)
-    pinned = {model_id for model_id, held in before.residencies.items() if held.pinned}
-    residencies = {
-        status.id: Residency(
-            status=status, seen_at=now, in_flight=_in_flight(before, status.id), pinned=status.id in pinned
-        )
-        for status in health.models
-    }
+def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -> Node:
+    """The node after a successful poll. Reservations and counters of the gateway are carried over."""
     return msgspec.structs.replace(
         before,
         devices=_devices(before, discovery, health),
-        residencies=residencies,
-        has_lifecycle=has_lifecycle,
+        residencies={status.id: Residency(status=status, seen_at=now) for status in health.models},
+        max_devices_per_model=discovery.max_devices_per_model,
         harnesses=discovery.harnesses,
         dialects=discovery.dialects,
         healthy=True,
@@ -184,18 +186,13 @@ def seen(
     )
 
 
-def missed(node: Node, reason: str, *, limit: int) -> Node:
-    """The node after a poll that failed. It stays healthy until `limit` polls in a row have failed:
-    a busy node answers late, and moving its work would only make that worse."""
+def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
+    """The node after a failed poll. It stays healthy until `limit` polls in a row have failed: a busy node responds
+    late, and moving its work would only make that worse."""
     count = node.missed_polls + 1
     if count < limit:
         return msgspec.structs.replace(node, missed_polls=count)
     return msgspec.structs.replace(node, missed_polls=count, healthy=False, problem=reason)
-
-
-def _in_flight(node: Node, model_id: str) -> int:
-    held = node.residencies.get(model_id)
-    return 0 if held is None else held.in_flight
 
 
 def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[Device, ...]:
@@ -214,7 +211,7 @@ def _device(
     free_bytes = report.free_bytes if report else device.total_bytes
     allocating = ON_DEVICE - {ModelState.DOWNLOADING}
     here = [status for status in models if device.index in status.devices and status.state in allocating]
-    if known is not None and any(status.state in _SHIFTING for status in here):
+    if known is not None and any(status.state in _CHANGING_MEMORY for status in here):
         foreign_bytes = known.foreign_bytes
     else:
         ours = sum((status.measured_bytes or status.estimate_bytes or 0) // len(status.devices) for status in here)
@@ -228,12 +225,14 @@ def _device(
         foreign_bytes=foreign_bytes,
         kept_free_bytes=report.kept_free_bytes if report else 0,
         kept_free_share=report.kept_free_share if report else 0.0,
+        utilisation=report.utilisation if report else None,
+        temperature_c=report.temperature_c if report else None,
     )
 
 
-def _count(node: Node, counts: Mapping[tuple[str, str], int]) -> Node:
+def _count(node: Node, counts: Mapping[ModelOnNode, int]) -> Node:
     residencies = {
-        model_id: msgspec.structs.replace(held, in_flight=counts.get((node.name, model_id), 0))
+        model_id: msgspec.structs.replace(held, in_flight=counts.get(ModelOnNode(node.name, model_id), 0))
         for model_id, held in node.residencies.items()
     }
     return msgspec.structs.replace(node, residencies=residencies)

@@ -1,10 +1,10 @@
-"""Bytes in a reader's words."""
+"""Bytes for people to read."""
 
 from __future__ import annotations
 
 
 def gib(num_bytes: int | None) -> str:
-    """`11.8 GiB`, `452 MiB` where that says more, or `?` for a size that is not known."""
+    """`11.8 GiB`; `452 MiB` below one GiB; `?` for an unknown size."""
     if num_bytes is None:
         return "?"
     if 0 < num_bytes < 1024**3:

@@ -1,7 +1,7 @@
-"""What an operator may set: the types of `cortex.toml`.
+"""The types of `cortex.toml`.
 
-Every field has a default that works on one machine; the reference page and the example file are made
-from these types. Environment: `CORTEX_SECTION__KEY`, such as `CORTEX_GATEWAY__LISTEN`.
+Every field has a default that works on one machine; the reference page is generated from these types. Environment
+variables override: `CORTEX_SECTION__KEY`, such as `CORTEX_GATEWAY__LISTEN`.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class GatewaySection(Section, frozen=True):
-    """Where the gateway listens and how patient it is."""
+    """Addresses, timeouts and queues of the gateway."""
 
     listen: Listen = Listen("0.0.0.0:31313")
     """Address of the API."""
     metrics_listen: Listen | None = Listen("0.0.0.0:31314")
     """Address of the Prometheus metrics."""
     workers: Count = 1
-    """Processes that serve requests on the same port; one of them decides for all. Worth it beyond one busy core."""
+    """Processes that serve requests on the same port; one of them decides for all. Raise it when one core is busy."""
     models: Path = Path("models.toml")
-    """The catalogue, relative to this file. It need not exist: nodes list their own models."""
+    """The catalogue, relative to this file. Optional: nodes list their own models."""
     state: Path = Path(".")
-    """Directory of what the gateway remembers: sizes that models really had, and spend. Relative to this file."""
+    """Directory for measured model sizes and usage records, relative to this file."""
     keepalive_s: Seconds = 2.0
-    """A streaming client that waits hears something this often."""
+    """Interval of keepalives to a streaming client that waits."""
     idle_timeout_s: Seconds = 300.0
-    """A node may be silent this long in the middle of an answer. There is no total timeout."""
+    """A node may be silent this long in the middle of a response. There is no total timeout."""
     connect_timeout_s: Seconds = 5.0
     """A node must accept a connection within this time."""
     max_body_mb: Count = 64
-    """Larger request bodies are refused with 413."""
+    """Larger request bodies are rejected with 413."""
     max_wait_s: Seconds = 600.0
-    """The longest a request waits for its model before it is refused with 503."""
+    """The longest that a request waits for its model before it is rejected with 503."""
     max_waiting: Count = 512
-    """Requests that may wait for one model; the next one is refused with 503."""
+    """Requests that may wait for one model; a further one is rejected with 503."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
-    """How long running answers may take to end after SIGTERM."""
+    """How long running responses may take to end after SIGTERM."""
     poll_interval_s: Seconds = 1.0
-    """How often every node is asked how it is."""
+    """Interval at which every node is polled."""
     missed_polls: Count = 3
     """Polls in a row that must fail before a node counts as down."""
     strip_billing_header: bool = True
     """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
-    Holds for every node behind this gateway, whatever their own setting."""
+    Applies to every node behind this gateway, whatever its own setting."""
     access_log: bool = False
     """Log one line for every request."""
     log_format: Literal["text", "json"] = "text"
     """`json` for collectors."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least that is logged."""
+    """The lowest level that is logged."""
 
 
 class LimitsSection(Section, frozen=True):
-    """What clients may cost each process of the gateway before they are rejected. Changes need a restart."""
+    """Limits on clients, per process of the gateway. Changes need a restart."""
 
     max_connections: Count = 8192
     """Client connections open at once; a further one is rejected with 503. Each stream also takes one to its node:
@@ -92,11 +92,11 @@ class NeuronSection(Section, frozen=True):
     """A node of the fleet."""
 
     name: str
-    """How logs, metrics and decisions call it."""
+    """Its name in logs, metrics and decisions."""
     endpoint: str
     """Base URL, such as `http://beast.internal:13131`."""
     kind: Literal["neuron", "openai"] = "neuron"
-    """`openai`: any OpenAI-compatible server, used as it is and never told to load or unload."""
+    """`openai`: any OpenAI-compatible server; it is never asked to load or unload."""
     key_env: str | None = None
     """The environment variable that holds the node's bearer key."""
 
@@ -107,7 +107,7 @@ class NeuronSection(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """The whole of `cortex.toml`."""
+    """`cortex.toml`."""
 
     gateway: GatewaySection = GatewaySection()
     limits: LimitsSection = LimitsSection()
@@ -130,11 +130,11 @@ class Config(Section, frozen=True):
                 raise ValueError(f"two neurons are called `{name}`; give each its own name")
 
     def state_directory(self, directory: Path) -> Path:
-        """Where the gateway remembers things; `directory` is where relative paths of the configuration begin."""
+        """The directory of `gateway.state`; relative paths of the configuration start at `directory`."""
         return directory / self.gateway.state.expanduser()
 
     def database(self, directory: Path) -> str:
-        """The spend database as an absolute path or a URL."""
+        """The usage database as an absolute path or a URL."""
         database = self.ledger.database
         return database if "://" in database else str(self.state_directory(directory) / Path(database).expanduser())
 
@@ -142,8 +142,8 @@ class Config(Section, frozen=True):
 def load(
     path: Path | None, env: Mapping[str, str], *, defaults: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Config:
-    """The configuration in `path` and the environment, with `defaults` of the caller's own by section and key.
+    """The configuration in `path` and the environment; `defaults`, by section and key, replace those of the types.
 
-    Raises `SettingsError` with one clear line.
+    Raises `SettingsError` with a message of one line.
     """
     return settings.load(Config, path, env_prefix="CORTEX_", env=env, defaults=defaults)

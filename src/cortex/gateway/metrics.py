@@ -1,13 +1,14 @@
-"""What the gateway counts. Names are fixed; a dashboard depends on them.
+"""The gateway's metrics. Their names are fixed, because dashboards depend on them.
 
-What every request bumps is kept as plain numbers per (model, node) and (model, key), and becomes counters and
-histograms only when somebody scrapes; so do the gauges of nodes, devices and models, which are read from the fleet.
+Numbers that every request updates are kept as plain Python numbers, per model on a node and per model and key. They
+become counters and histograms only at a scrape. The gauges of nodes, devices and models are read from the fleet then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
 import prometheus_client
@@ -17,7 +18,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from cortex.fleet.topology import Device, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.events import Usage
+from cortex.wire.node import ModelState
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
@@ -41,23 +44,67 @@ class GaugeSample:
 
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_queue_depth": ("Requests waiting for the model to be ready.", ("model",)),
-    "cortex_node_up": ("1 while the node answers its polls.", ("node",)),
+    "cortex_node_up": ("1 while the node responds to polls.", ("node",)),
     "cortex_device_memory_total_bytes": ("Memory of the device.", ("node", "device")),
     "cortex_device_memory_free_bytes": ("Free memory as the device reports it.", ("node", "device")),
     "cortex_device_utilisation_ratio": ("How busy the device is, 0 to 1.", ("node", "device")),
     "cortex_device_temperature_celsius": ("Temperature of the device.", ("node", "device")),
-    "cortex_model_loaded": ("1 where the model can answer at once, else 0.", ("model", "node")),
-    "cortex_model_memory_bytes": ("Device memory the model takes, as measured.", ("model", "node")),
-    "cortex_model_parked_bytes": ("Host memory the model's weights take while it sleeps.", ("model", "node")),
-    "cortex_model_running_requests": ("Requests the model works on.", ("model", "node")),
+    "cortex_model_loaded": ("1 where the model is ready, else 0.", ("model", "node")),
+    "cortex_model_memory_bytes": ("Device memory of the model, as measured.", ("model", "node")),
+    "cortex_model_parked_bytes": ("Host memory of the model's weights while it is asleep.", ("model", "node")),
+    "cortex_model_running_requests": ("Requests that the model works on.", ("model", "node")),
     "cortex_model_waiting_requests": ("Requests queued in the model's engine.", ("model", "node")),
     "cortex_model_kv_used_ratio": ("Share of the model's KV pages in use, 0 to 1.", ("model", "node")),
-    "cortex_in_flight_requests": ("Requests this gateway has open at the node.", ("model", "node")),
+    "cortex_in_flight_requests": ("Requests that this gateway has open at the node.", ("model", "node")),
 }
 
 
+def fleet_gauges(
+    fleet: Fleet, queue_depths: Mapping[str, int], in_flight: Mapping[ModelOnNode, int]
+) -> Iterator[GaugeSample]:
+    """Every gauge of every node, device and model that is not cold."""
+    models = {held.model_id for node in fleet.nodes for held in _not_cold(node)}
+    for model, depth in (dict.fromkeys(models, 0) | dict(queue_depths)).items():
+        yield GaugeSample("cortex_queue_depth", depth, model=model)
+    for target, count in in_flight.items():
+        yield GaugeSample("cortex_in_flight_requests", count, model=target.model, node=target.node)
+    for node in fleet.nodes:
+        yield GaugeSample("cortex_node_up", float(node.healthy), node=node.name)
+        if node.healthy:
+            for device in node.devices:
+                yield from _device_gauges(node.name, device)
+            for held in _not_cold(node):
+                yield from _model_gauges(node.name, held)
+
+
+def _not_cold(node: Node) -> Iterator[Residency]:
+    return (held for held in node.residencies.values() if held.state is not ModelState.COLD)
+
+
+def _device_gauges(node: str, device: Device) -> Iterator[GaugeSample]:
+    labels = {"node": node, "device": str(device.index)}
+    yield GaugeSample("cortex_device_memory_total_bytes", device.total_bytes, **labels)
+    yield GaugeSample("cortex_device_memory_free_bytes", device.free_bytes, **labels)
+    if device.utilisation is not None:
+        yield GaugeSample("cortex_device_utilisation_ratio", device.utilisation, **labels)
+    if device.temperature_c is not None:
+        yield GaugeSample("cortex_device_temperature_celsius", device.temperature_c, **labels)
+
+
+def _model_gauges(node: str, held: Residency) -> Iterator[GaugeSample]:
+    labels = {"model": held.model_id, "node": node}
+    load = held.status.load
+    on_device = 0 if held.state is ModelState.ASLEEP else held.status.measured_bytes or 0
+    yield GaugeSample("cortex_model_loaded", float(held.state is ModelState.READY), **labels)
+    yield GaugeSample("cortex_model_memory_bytes", on_device, **labels)
+    yield GaugeSample("cortex_model_parked_bytes", held.status.host_bytes, **labels)
+    yield GaugeSample("cortex_model_running_requests", load.running, **labels)
+    yield GaugeSample("cortex_model_waiting_requests", load.waiting, **labels)
+    yield GaugeSample("cortex_model_kv_used_ratio", load.kv_used_fraction, **labels)
+
+
 class _Gauges(Collector):
-    """Asks `read` for the current samples at every scrape."""
+    """Calls `read` for the current samples at every scrape."""
 
     def __init__(self, read: Callable[[], Iterable[GaugeSample]]) -> None:
         self._read = read
@@ -74,7 +121,7 @@ class _Gauges(Collector):
 
 
 class Distribution:
-    """A histogram as plain numbers: one request pays for a bisection and two additions."""
+    """A histogram as plain numbers: an observation costs a bisection and two additions."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
@@ -95,7 +142,7 @@ class Distribution:
 
 
 class Traffic:
-    """What requests to one model on one node came to."""
+    """The requests to one model on one node."""
 
     __slots__ = ("duration", "first_token", "num_requests", "speed")
 
@@ -122,13 +169,13 @@ class Spend:
         self.completion += usage.completion_tokens
 
 
-class _Tallies(Collector):
-    """The numbers that every request bumps, turned into metrics only when somebody scrapes."""
+class _RequestMetrics(Collector):
+    """The numbers that every request updates, converted to metrics at a scrape."""
 
     def __init__(self) -> None:
         self.overhead = Distribution(OVERHEAD_BUCKETS)
-        self.traffic: dict[tuple[str, str], Traffic] = {}
-        self.spend: dict[tuple[str, str], Spend] = {}
+        self.traffic: defaultdict[ModelOnNode, Traffic] = defaultdict(Traffic)
+        self.spend: defaultdict[tuple[str, str], Spend] = defaultdict(Spend)
 
     def describe(self) -> list[Metric]:
         return list(self.collect())
@@ -137,23 +184,26 @@ class _Tallies(Collector):
         pair = ("model", "node")
         requests = CounterMetricFamily("cortex_requests", "Requests that reached a node.", labels=pair)
         duration = HistogramMetricFamily(
-            "cortex_request_duration_seconds", "From the request's last byte to the answer's last.", labels=pair
+            "cortex_request_duration_seconds",
+            "From the last byte of the request to the last byte of the response.",
+            labels=pair,
         )
         first_token = HistogramMetricFamily(
             "cortex_time_to_first_token_seconds",
-            "From the request to the first token of a streamed answer.",
+            "From the request to the first token of a streamed response.",
             labels=pair,
         )
         speed = HistogramMetricFamily(
-            "cortex_tokens_per_second", "Completion tokens over the time after the first.", labels=pair
+            "cortex_tokens_per_second", "Completion tokens after the first, per second.", labels=pair
         )
-        for model_and_node, traffic in self.traffic.items():
-            requests.add_metric(model_and_node, traffic.num_requests)
-            traffic.duration.add_to(duration, model_and_node)
-            traffic.first_token.add_to(first_token, model_and_node)
-            traffic.speed.add_to(speed, model_and_node)
+        for (node, model), traffic in self.traffic.items():
+            labels = (model, node)
+            requests.add_metric(labels, traffic.num_requests)
+            traffic.duration.add_to(duration, labels)
+            traffic.first_token.add_to(first_token, labels)
+            traffic.speed.add_to(speed, labels)
         overhead = HistogramMetricFamily(
-            "cortex_overhead_seconds", "Time the gateway itself took before it passed a request on, waiting aside."
+            "cortex_overhead_seconds", "Time in the gateway before a request was sent to a node, without waiting."
         )
         self.overhead.add_to(overhead, ())
         yield from (requests, duration, first_token, speed, overhead)
@@ -174,30 +224,35 @@ class _Tallies(Collector):
 
 
 class Metrics:
-    """Everything one gateway process counts, in a registry of its own."""
+    """The metrics of one gateway process, in their own registry."""
 
     def __init__(self, read_gauges: Callable[[], Iterable[GaugeSample]]) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         pair = ("model", "node")
-        self._tallies = _Tallies()
-        self.overhead = self._tallies.overhead
-        registry.register(self._tallies)
+        self._request_metrics = _RequestMetrics()
+        self.overhead = self._request_metrics.overhead
+        registry.register(self._request_metrics)
         self.errors = Counter(
             "cortex_request_errors", "Requests that ended in an error.", (*pair, "code"), registry=registry
         )
         self.cold_starts = Counter(
-            "cortex_cold_starts", "Loads begun, from disk or out of sleep.", pair, registry=registry
+            "cortex_cold_starts", "Loads started, from disk or from sleep.", pair, registry=registry
         )
-        self.evictions = Counter("cortex_evictions", "Models unloaded or parked to make room.", pair, registry=registry)
+        self.evictions = Counter(
+            "cortex_evictions", "Models unloaded or put to sleep to make room.", pair, registry=registry
+        )
         self.load_seconds = Histogram(
-            "cortex_load_duration_seconds", "Time a load took.", pair, buckets=LOAD_BUCKETS, registry=registry
+            "cortex_load_duration_seconds", "Duration of loads.", pair, buckets=LOAD_BUCKETS, registry=registry
         )
         self.retries = Counter(
             "cortex_retries", "Requests sent again after a node failed before its first byte.", pair, registry=registry
         )
         self.disconnects = Counter(
-            "cortex_client_disconnects", "Clients that left before their answer ended.", ("phase",), registry=registry
+            "cortex_client_disconnects",
+            "Clients that disconnected before their response ended.",
+            ("phase",),
+            registry=registry,
         )
         self.stripped = Counter(
             "cortex_billing_headers_stripped", "Requests whose billing header block was removed.", registry=registry
@@ -205,20 +260,12 @@ class Metrics:
         registry.register(_Gauges(read_gauges))
 
     def traffic(self, model: str, node: str) -> Traffic:
-        """The tally of one model on one node, to be bumped."""
-        model_and_node = (model, node)
-        found = self._tallies.traffic.get(model_and_node)
-        if found is None:
-            found = self._tallies.traffic[model_and_node] = Traffic()
-        return found
+        """The counters of one model on one node, for the caller to update."""
+        return self._request_metrics.traffic[ModelOnNode(node, model)]
 
     def spend(self, model: str, key: str) -> Spend:
-        """The tally of one key on one model, to be added to."""
-        account = (model, key)
-        found = self._tallies.spend.get(account)
-        if found is None:
-            found = self._tallies.spend[account] = Spend()
-        return found
+        """The counters of one key on one model, for the caller to update."""
+        return self._request_metrics.spend[model, key]
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

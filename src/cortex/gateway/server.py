@@ -1,4 +1,4 @@
-"""The cortex server put together: nodes, dispatcher, data path, control, metrics; started, reloaded and ended here."""
+"""The gateway process: nodes, dispatcher, data path, control and metrics, put together, started, reloaded and ended."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 from cortex import settings
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway import config as configuration
-from cortex.gateway.api import fleet_gauges
 from cortex.gateway.api.control import Control
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects
 from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
 from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.dispatch.poller import Poller
 from cortex.gateway.ledger.metering import Metering
 from cortex.gateway.ledger.store import StoreError
-from cortex.gateway.metrics import CONTENT_TYPE, Metrics
+from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.proxy.admission import LocalAdmissionController
 from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.inference import Inference
@@ -40,46 +40,41 @@ from cortex.http.ticker import Ticker
 from cortex.settings import Listen, SettingsError
 from cortex.telemetry import logs, open_tracer
 from cortex.wire.errors import Family, MethodNotAllowed, RouteNotFound
-from cortex.wire.node import DeviceHealth, Discovery, Health
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 WATCH_FILES_S = 2.0
 FIRST_POLL_S = 2.5
-"""How long the start waits for nodes to say what they have."""
+"""How long the start waits for the first polls."""
 
 
 class CannotListen(Exception):
-    """The address is taken or not ours. The text says which and what to do."""
+    """The address is taken or does not belong to this host. The message says which and what to do."""
 
 
 class Gateway:
     """One gateway process. Everything it owns lives on the running loop."""
 
     def __init__(self, config: Config, catalogue: Catalogue, directory: Path) -> None:
-        """`directory` is where relative paths of the configuration begin. Raises SettingsError."""
+        """Relative paths of the configuration start at `directory`. Raises SettingsError."""
         loop = asyncio.get_running_loop()
         self.config = config
         self._ticker = Ticker(loop)
         self._nodes: dict[str, NodeClient] = {}
         self._pollers: dict[str, Poller] = {}
-        self._device_health: dict[str, tuple[DeviceHealth, ...]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
-        self.metrics = Metrics(lambda: fleet_gauges.samples(self.dispatcher, self._device_health))
+        self.metrics = Metrics(
+            lambda: fleet_gauges(self.dispatcher.fleet, self.dispatcher.queue_depths, self.dispatcher.in_flight)
+        )
         self._effects = NodeEffects(self._nodes, self._pollers, self.metrics, loop.time)
         self.dispatcher = Dispatcher(
             self._effects,
             self.event_log,
             loop.time,
-            catalogue=catalogue,
-            rules=config.eviction,
-            neurons=config.neurons,
-            max_wait_s=config.gateway.max_wait_s,
-            max_waiting=config.gateway.max_waiting,
-            missed_polls=config.gateway.missed_polls,
+            DispatchSettings.of(config, catalogue),
             measured=self._measured_sizes.read(),
         )
         self._effects.outcomes = self.dispatcher
@@ -106,12 +101,12 @@ class Gateway:
             lambda request: self._metering.meter.authenticate(request),  # a reload replaces the meter
         )
         self._worker_pool: WorkerPool | None = None
-        """The other processes, once this one listens and where there are any."""
+        """The other processes, if there are any, once this one listens."""
         limits = dataclasses.replace(self.server.limits, body_bytes=CONTROL_BODY_BYTES)
         self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
 
     async def start(self) -> tuple[str, int]:
-        """Open the books, hear every node once, then listen; returns the API's address.
+        """Open the ledger, poll every node once, then listen; returns the API's address.
 
         Raises `StoreError` or `CannotListen`.
         """
@@ -135,7 +130,7 @@ class Gateway:
         return address
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Admit nothing, fail who waits, let running answers end within `grace_s`, then cut the rest."""
+        """Admit nothing, fail waiting requests, drain running responses for up to `grace_s`, then close everything."""
         self._inference.closing = True
         self.dispatcher.close()
         others = self._worker_pool.close(grace_s) if self._worker_pool is not None else asyncio.sleep(0)
@@ -154,7 +149,7 @@ class Gateway:
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
 
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
-        """Take over a new configuration. Running answers are untouched; addresses need a restart.
+        """Use a new configuration. Running responses continue; addresses need a restart.
 
         Raises `StoreError`, and then nothing has changed.
         """
@@ -172,7 +167,6 @@ class Gateway:
         leaving = [self._pollers.pop(name) for name in list(self._pollers) if name not in kept]
         await asyncio.gather(*(poller.stop() for poller in leaving))
         for name in [name for name in self._nodes if name not in kept]:
-            self._effects.abandon(name)
             self._nodes.pop(name).pool.close()
         self.config = config
         self._services.config = config.gateway
@@ -180,14 +174,7 @@ class Gateway:
             self._worker_pool.reconfigure(config)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         self._join_nodes(section for section in config.neurons if section.name not in kept)
-        self.dispatcher.reconfigure(
-            catalogue,
-            config.eviction,
-            config.neurons,
-            max_wait_s=config.gateway.max_wait_s,
-            max_waiting=config.gateway.max_waiting,
-            missed_polls=config.gateway.missed_polls,
-        )
+        self.dispatcher.reconfigure(DispatchSettings.of(config, catalogue))
         for section in config.neurons:
             if section.name not in kept:
                 self._pollers[section.name].start()
@@ -200,18 +187,7 @@ class Gateway:
         for section in sections:
             client = NodeClient.of(section, self._ticker, self.config.gateway, os.environ)
             self._nodes[section.name] = client
-            self._pollers[section.name] = Poller(client, self, self.config.gateway.poll_interval_s)
-
-    # --- what pollers hear
-
-    def observed(self, node: str, discovery: Discovery, health: Health) -> None:
-        self._device_health[node] = health.devices
-        self.dispatcher.observed(node, discovery, health)
-
-    def missed(self, node: str, why: str) -> None:
-        self.dispatcher.missed(node, why)
-
-    # --- what servers hand over
+            self._pollers[section.name] = Poller(client, self.dispatcher, self.config.gateway.poll_interval_s)
 
     def _handle(self, exchange: Exchange) -> None:
         request = exchange.request
@@ -221,7 +197,7 @@ class Gateway:
         elif request.method == b"POST":
             self._inference.begin(exchange, route)
         else:
-            error = MethodNotAllowed(f"{request.path.decode()} takes POST.")
+            error = MethodNotAllowed(f"{request.path.decode()} takes POST only.")
             exchange.respond(*error_response(error, route.family))
 
     def _handle_metrics(self, exchange: Exchange) -> None:
@@ -255,7 +231,7 @@ def _warn_if_open(config: Config) -> None:
 async def _listen(server: Server, listen: Listen, key: str, *, shared: bool = False) -> tuple[str, int]:
     try:
         if shared:
-            # A port that workers share could be shared with a stranger unnoticed: see first that it is free.
+            # With SO_REUSEPORT another program could listen there unnoticed: check first that the port is free.
             probe = Server(server.handler, server.refuse, server.ticker)
             await probe.listen(listen.host, listen.port)
             await probe.close()
@@ -295,7 +271,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     host, port = await gateway.start()
-    # What the imports made lives as long as the process: no collection between two events need look at it.
+    # Objects from imports live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     log.info(
@@ -308,35 +284,35 @@ async def serve(config: Config, path: Path | None = None) -> None:
     reloader = asyncio.create_task(_reload_when_needed(gateway, path, reload), name="reload")
     try:
         await stop.wait()
-        log.info("shutting down: running answers have %.0f s to end", gateway.config.gateway.drain_s)
+        log.info("shutting down: draining responses, up to %.0f s", gateway.config.gateway.drain_s)
     finally:
         reloader.cancel()
         await asyncio.gather(reloader, return_exceptions=True)
         await gateway.close(gateway.config.gateway.drain_s)
 
 
-async def _reload_when_needed(gateway: Gateway, path: Path | None, asked: asyncio.Event) -> None:
+async def _reload_when_needed(gateway: Gateway, path: Path | None, requested: asyncio.Event) -> None:
     stamps = _stamps(gateway.config, path)
     while True:
         try:
             async with asyncio.timeout(WATCH_FILES_S):
-                await asked.wait()
+                await requested.wait()
         except TimeoutError:
             pass
         found = _stamps(gateway.config, path)
-        if not asked.is_set() and found == stamps:
+        if not requested.is_set() and found == stamps:
             continue
-        asked.clear()
+        requested.clear()
         stamps = found
         try:
             config = configuration.load(path, os.environ)
             await gateway.reconfigure(config, load_catalogue(config, path))
             log.info("configuration reloaded: %d nodes", len(config.neurons))
         except (SettingsError, StoreError) as problem:
-            log.error("the configuration is not reloaded, the old one stays in force: %s", problem)
+            log.error("configuration not reloaded, the old one stays in force: %s", problem)
 
 
 def _stamps(config: Config, path: Path | None) -> tuple[int, ...]:
-    """When the files were last written; 0 for one that is not there."""
+    """When the files were last written; 0 for a missing one."""
     files = [file for file in (path, catalogue_path(config, path)) if file is not None]
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

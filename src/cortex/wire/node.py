@@ -56,6 +56,8 @@ class Discovery(NodeValue, frozen=True):
     driver: str | None = None
     driver_problem: str | None = None
     """Why no GPU is used although one may be there, such as a driver/library mismatch."""
+    max_devices_per_model: Annotated[int, Meta(ge=1)] = 1
+    """The most devices that one model may span on this node."""
     harnesses: tuple[str, ...] = ("torch",)
     dialects: tuple[Dialect, ...] = (
         "openai_chat",

@@ -56,7 +56,7 @@ async def test_both_sdks_read_the_listing_and_ids_with_slashes(neurons, start_ga
         await openai_sdk.models.retrieve("org/bigg")
 
 
-async def test_a_loading_model_says_so(neurons, start_gateway):
+async def test_loading_model_is_listed_as_loading(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     request = asyncio.create_task(client.chat("a"))
@@ -68,7 +68,7 @@ async def test_a_loading_model_says_so(neurons, start_gateway):
     await request
 
 
-async def test_aliases_are_resolved_and_the_node_sees_the_real_name(neurons, start_gateway):
+async def test_node_receives_the_model_id_behind_an_alias(neurons, start_gateway):
     beast = await neurons("beast", sizes={"org/big": GB, "org/small": GB}, states={"org/big": READY})
     client = await start_gateway(beast, catalogue=CATALOGUE)
     assert (await client.chat("gpt-4o"))[0] == 200
@@ -76,7 +76,7 @@ async def test_aliases_are_resolved_and_the_node_sees_the_real_name(neurons, sta
     assert [seen.body["model"] for seen in beast.seen] == ["org/big", "org/small"]
 
 
-async def test_the_greeting_says_what_this_is(start_gateway):
+async def test_index_lists_name_and_routes(start_gateway):
     client = await start_gateway()
     status, greeting = await client.get("/")
     assert (status, greeting["name"]) == (200, "cortex")
@@ -97,7 +97,7 @@ async def test_the_greeting_says_what_this_is(start_gateway):
         ("DELETE", "/", 405, "method_not_allowed"),
     ],
 )
-async def test_wrong_paths_and_methods_are_told_in_json(start_gateway, method, path, status, code):
+async def test_wrong_path_or_method_gets_a_json_error(start_gateway, method, path, status, code):
     client = await start_gateway()
     async with client.session.request(method, client.url + path) as response:
         assert response.status == status
@@ -153,7 +153,7 @@ async def test_events_are_streamed_as_they_happen(neurons, start_gateway):
     assert kinds == ["decision", "load_started", "model_loaded"]
 
 
-async def test_load_and_unload_by_hand_answer_when_done(neurons, start_gateway):
+async def test_operator_load_and_unload_respond_when_done(neurons, start_gateway):
     beast = await neurons("beast", sizes={"org/a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     order = asyncio.create_task(client.post("/fleet/models/org%2Fa/load"))
@@ -170,7 +170,7 @@ async def test_load_and_unload_by_hand_answer_when_done(neurons, start_gateway):
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_a_parked_model_is_seen_everywhere_and_wakes_for_a_request(neurons, start_gateway):
+async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, parks=True)
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/unload", {"park": True})
@@ -194,7 +194,7 @@ async def test_a_parked_model_is_seen_everywhere_and_wakes_for_a_request(neurons
     assert beast.load_requests[0].devices == (0,)
 
 
-async def test_eviction_parks_where_the_node_has_room_and_unloads_where_not(neurons, start_gateway):
+async def test_evicted_model_sleeps_if_the_node_has_host_memory_else_unloads(neurons, start_gateway):
     for parks, left in ((True, ModelState.ASLEEP), (False, ModelState.COLD)):
         beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY}, parks=parks)
         client = await start_gateway(beast)
@@ -204,7 +204,7 @@ async def test_eviction_parks_where_the_node_has_room_and_unloads_where_not(neur
         assert beast.states == {"a": left, "b": READY}
 
 
-async def test_a_load_by_hand_that_fails_says_why(neurons, start_gateway):
+async def test_failed_operator_load_returns_the_reason(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
     client = await start_gateway(beast)
     status, body = await client.post("/fleet/models/a/load", {"node": "beast"})
@@ -214,7 +214,7 @@ async def test_a_load_by_hand_that_fails_says_why(neurons, start_gateway):
     assert "beast" in body["error"]["message"]
 
 
-async def test_pin_loads_and_keeps_and_unpin_lets_go(neurons, start_gateway):
+async def test_pin_loads_and_protects_until_unpin(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB})
     client = await start_gateway(beast)
     assert (await client.post("/fleet/models/a/pin"))[1]["nodes"] == ["beast"]
@@ -225,7 +225,7 @@ async def test_pin_loads_and_keeps_and_unpin_lets_go(neurons, start_gateway):
     assert (await client.chat("b"))[0] == 200
 
 
-async def test_with_keys_only_the_greeting_and_health_are_open(neurons, start_gateway):
+async def test_only_index_and_health_are_open_with_keys(neurons, start_gateway):
     key = generate("alice", models=("a",))
     beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": READY, "b": READY})
     client = await start_gateway(beast, keys=(key.section,))
@@ -244,7 +244,7 @@ async def test_with_keys_only_the_greeting_and_health_are_open(neurons, start_ga
     assert 'cortex_completion_tokens_total{key="alice",model="a"} 3.0' in client.metrics()
 
 
-async def test_with_keys_only_an_operator_moves_models_and_everybody_may_look(neurons, start_gateway):
+async def test_only_operator_keys_may_order_loads(neurons, start_gateway):
     anna, olga = generate("anna"), generate("olga", operator=True)
     beast = await neurons("beast", sizes={"a": GB})
     client = await start_gateway(beast, keys=(anna.section, olga.section))
@@ -264,7 +264,7 @@ async def test_with_keys_only_an_operator_moves_models_and_everybody_may_look(ne
     assert status == 200, "a request may still cause a load"
 
 
-async def test_a_spent_budget_is_429(neurons, start_gateway):
+async def test_exhausted_budget_responds_429(neurons, start_gateway):
     key = generate("bob", balance_tokens=15)
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast, keys=(key.section,))

@@ -1,4 +1,4 @@
-"""What is read off nodes that are not ours."""
+"""Models of foreign servers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from cortex.gateway.dispatch.node_client import ForeignModel
 
 
 @pytest.mark.parametrize(
-    ("said", "context_tokens"),
+    ("fields", "context_tokens"),
     [
         ({}, None),
         ({"max_model_len": 32768}, 32768),
@@ -20,8 +20,8 @@ from cortex.gateway.dispatch.node_client import ForeignModel
         ({"max_model_len": 0}, None),
     ],
 )
-def test_the_context_of_a_foreign_model_is_read_in_the_words_of_several_servers(
-    said: dict[str, Any], context_tokens: int | None
+def test_reads_context_length_under_the_names_of_several_servers(
+    fields: dict[str, Any], context_tokens: int | None
 ) -> None:
-    model = msgspec.json.decode(msgspec.json.encode({"id": "m", **said}), type=ForeignModel)
+    model = msgspec.json.decode(msgspec.json.encode({"id": "m", **fields}), type=ForeignModel)
     assert model.context_tokens == context_tokens

@@ -1,4 +1,4 @@
-"""Who waits, in which order, and who may."""
+"""Order, bounds and removal of waiting requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def queues() -> Queues:
     return queues
 
 
-def test_each_model_has_its_own_order(queues):
+def test_each_model_has_its_own_queue(queues):
     first, second, other = pending(), pending(), pending("b")
     for each in (first, second, other):
         queues.join(each)
@@ -40,10 +40,10 @@ def test_each_model_has_its_own_order(queues):
     assert "a" not in queues
 
 
-def test_one_too_many_is_told_and_leaves_no_trace(queues):
+def test_full_queue_rejects_and_stays_unchanged(queues):
     for _ in range(3):
         queues.join(pending())
-    with pytest.raises(Overloaded, match="3 requests already wait for a"):
+    with pytest.raises(Overloaded, match="3 requests wait for a"):
         queues.join(pending())
     queues.max_waiting = 0
     with pytest.raises(Overloaded):
@@ -51,33 +51,33 @@ def test_one_too_many_is_told_and_leaves_no_trace(queues):
     assert queues.depths == {"a": 3}
 
 
-def test_a_request_is_news_where_nobody_or_only_background_work_waits(queues):
+def test_join_may_change_a_decision_only_if_no_client_request_waits(queues):
     assert queues.join(pending(origin="background"))
     assert queues.join(pending())
     assert not queues.join(pending())
 
 
-def test_the_overdue_leave_one_by_one_and_the_others_stay(queues):
+def test_overdue_requests_are_removed_one_by_one(queues):
     late, later, punctual = pending(since=0.0), pending(since=1.0), pending(since=5.0)
     for each in (late, later, punctual):
         queues.join(each)
     overdue = queues.overdue(12.0)
     assert next(overdue) is late
-    queues.leave(later)  # its client has left meanwhile
+    queues.leave(later)  # its client disconnected meanwhile
     assert list(overdue) == []
     assert queues.first("a") is punctual
 
 
-def test_a_dismissed_queue_is_gone_before_anybody_hears_of_it(queues):
+def test_remove_all_empties_the_queue_before_it_returns(queues):
     first, second = pending(), pending()
     queues.join(first)
     queues.join(second)
-    assert list(queues.dismiss("a")) == [first, second]
+    assert list(queues.remove_all("a")) == [first, second]
     assert not queues
-    assert list(queues.dismiss("a")) == []
+    assert list(queues.remove_all("a")) == []
 
 
-def test_a_queue_counts_as_its_most_urgent_request_since_its_first(queues):
+def test_queue_counts_as_its_most_urgent_origin_and_oldest_request(queues):
     queues.join(pending(since=3.0, origin="background"))
     queues.join(pending(since=4.0))
     [waiting] = queues.waiting()

@@ -1,4 +1,4 @@
-"""Everything beside inference: what there is, how it is, why it is so, and the operator's orders."""
+"""The routes beside inference: models, status, explanations, events, and the operator's orders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import msgspec
 
 from cortex import __version__
 from cortex.fleet import explain
-from cortex.fleet.topology import Node
+from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.api import models
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.dispatch.operator_commands import OperatorCommands
 from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.proxy.listener import OPEN_PATHS
 from cortex.gateway.proxy.routes import ROUTES, error_response, family_of, json_response
@@ -52,15 +53,16 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class Control:
-    """Answers control requests at once, from the dispatcher's picture. Owns only the event streams."""
+    """Serves control requests from the dispatcher's state. Owns only the event streams."""
 
     def __init__(self, dispatcher: Dispatcher, event_log: EventLog, meter: Meter) -> None:
         self._dispatcher = dispatcher
         self._event_log = event_log
+        self._operator = OperatorCommands(dispatcher, event_log)
         self.meter = meter
         self._created = int(time.time())
         self._pages: dict[str, Callable[[Request], Response]] = {
-            "/": self._greeting,
+            "/": self._index,
             "/health": self._health,
             "/v1/models": self._models,
             "/fleet/status": self._status,
@@ -68,7 +70,7 @@ class Control:
         }
 
     def handle(self, exchange: Exchange) -> None:
-        """Answer a request that is not inference; errors are told in the dialect of its path."""
+        """Serve a request that is not inference; errors are in the dialect of its path."""
         request = exchange.request
         try:
             if request.path not in OPEN_PATHS:
@@ -84,12 +86,12 @@ class Control:
                 self.meter.authenticate_operator(request)
                 self._order(exchange, model, order)
                 return
-            answer = self._answer(request, path)
+            response = self._page(request, path)
         except CortexError as error:
-            answer = error_response(error, family_of(request.path))
-        exchange.respond(*answer)
+            response = error_response(error, family_of(request.path))
+        exchange.respond(*response)
 
-    def _answer(self, request: Request, path: str) -> Response:
+    def _page(self, request: Request, path: str) -> Response:
         page = self._pages.get(path.rstrip("/") or "/")
         if page is not None:
             _expect(request, b"GET", b"HEAD")
@@ -100,9 +102,9 @@ class Control:
         if path.startswith("/fleet/explain/"):
             _expect(request, b"GET", b"HEAD")
             return self._explain(path.removeprefix("/fleet/explain/"))
-        raise RouteNotFound(f"There is no {shorten(path)}; GET / lists what there is.")
+        raise RouteNotFound(f"There is no {shorten(path)}; GET / lists the routes.")
 
-    def _greeting(self, request: Request) -> Response:  # noqa: ARG002
+    def _index(self, request: Request) -> Response:  # noqa: ARG002
         return json_response(
             {
                 "name": "cortex",
@@ -145,57 +147,57 @@ class Control:
         return json_response(explain.as_json(decision) | {"at": time.time(), "text": explain.text(decision)})
 
     def _order(self, exchange: Exchange, name: str, order: str) -> None:
-        """Carry out an operator's order; the answer comes when it is done."""
+        """Carry out an operator's order; the response follows when it is complete."""
         details = _read_order(exchange.request.body)
         model = self._dispatcher.resolve(name).model_id
         if order == "unload":
-            places = self._dispatcher.unload(model, details.node, force=details.force, park=details.park)
-            self._answer_when_done(exchange, model, places)
+            places = self._operator.unload(model, details.node, force=details.force, park=details.park)
+            self._respond_when_done(exchange, model, places)
         elif order == "load":
-            decision = self._dispatcher.load(model, details.node)
+            decision = self._operator.load(model, details.node)
             places = (decision.node,) if decision.node else ()
-            self._answer_when_done(exchange, model, () if decision.action == "route" else places, places)
+            self._respond_when_done(exchange, model, () if decision.action == "route" else places, places)
         elif order == "unpin" or not details.pinned:
-            freed = self._dispatcher.unpin(model, details.node)
+            freed = self._operator.unpin(model, details.node)
             exchange.respond(*json_response({"model": model, "nodes": freed}))
         else:
-            places = self._dispatcher.pin(model, details.node)
+            places = self._operator.pin(model, details.node)
             starting = [name for name in places if not self._dispatcher.is_ready(model, name)]
-            self._answer_when_done(exchange, model, starting, places)
+            self._respond_when_done(exchange, model, starting, places)
 
-    def _answer_when_done(
+    def _respond_when_done(
         self, exchange: Exchange, model: str, awaited: Sequence[str], places: Sequence[str] | None = None
     ) -> None:
-        """Answer once every node in `awaited` is done, or as soon as one has failed."""
-        left = set(awaited)
-        answer = json_response({"model": model, "nodes": places if places is not None else awaited})
+        """Respond once every node in `awaited` is done, or as soon as one has failed."""
+        remaining = set(awaited)
+        success = json_response({"model": model, "nodes": places if places is not None else awaited})
 
         def ended(node: str, error: CortexError | None) -> None:
-            left.discard(node)
+            remaining.discard(node)
             if error is not None:
                 respond(error_response(error, Family.OPENAI))
-            elif not left:
-                respond(answer)
+            elif not remaining:
+                respond(success)
 
-        def respond(answer: Response) -> None:
+        def respond(response: Response) -> None:
             if not exchange.closed:
-                exchange.respond(*answer)
+                exchange.respond(*response)
 
-        if not left:
-            respond(answer)
+        if not remaining:
+            respond(success)
         for node in awaited:
-            self._dispatcher.watch((node, model), partial(ended, node))
+            self._dispatcher.watch(ModelOnNode(node, model), partial(ended, node))
 
     def _stream_events(self, exchange: Exchange) -> None:
-        """Everything that happens from now on. A reader that cannot keep up loses events, not the connection."""
+        """Stream events from now on. A slow reader loses events, not the connection."""
 
-        def tell(event: dict[str, Any]) -> None:
+        def send(event: dict[str, Any]) -> None:
             if not exchange.paused:
                 exchange.write(sse.frame(msgspec.json.encode(event), event["kind"]))
 
         exchange.start(200, _EVENT_HEADERS)
         exchange.write(sse.COMMENT)
-        exchange.on_close(self._event_log.subscribe(tell))
+        exchange.on_close(self._event_log.subscribe(send))
 
 
 def _read_order(body: bytes) -> _Order:
@@ -212,7 +214,7 @@ def _read_order(body: bytes) -> _Order:
 def _expect(request: Request, *methods: bytes) -> None:
     if request.method not in methods:
         allowed = b" or ".join(methods).decode()
-        raise MethodNotAllowed(f"{shorten(request.path.decode('latin-1'))} takes {allowed}.")
+        raise MethodNotAllowed(f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.")
 
 
 def _query(request: Request, name: str) -> str | None:

@@ -1,6 +1,6 @@
-"""`/v1/models`: everything the fleet can answer with, in a shape that OpenAI and Anthropic clients both read.
+"""`/v1/models`: every model of the fleet, in a form that both OpenAI and Anthropic clients read.
 
-Pure: a picture of the fleet in, plain values out.
+Pure: a fleet in, plain values out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node import Capabilities, ModelState
 
 FeasibleOn = Callable[[ModelSpec], tuple[str, ...]]
-"""The nodes that could serve a model now or after making room."""
+"""The nodes that could serve a model, now or after making room."""
 
 _ABSENT = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
 
@@ -38,7 +38,7 @@ def listing(fleet: Fleet, feasible_on: FeasibleOn, created: int) -> dict[str, An
 
 
 def offered(fleet: Fleet) -> list[ModelSpec]:
-    """The catalogue's models and those that only nodes know."""
+    """The catalogue's models and those that only nodes list."""
     catalogued = {spec.id for spec in fleet.catalogue.models}
     return [*fleet.catalogue.models, *(ModelSpec(id=model) for model in sorted(fleet.live_models() - catalogued))]
 
@@ -87,7 +87,7 @@ def _location(node: Node, residency: Residency) -> dict[str, Any]:
 
 
 def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | None, int | None]:
-    """What a request may count on: the smallest of what ready replicas offer, else of what nodes know."""
+    """The smallest limits of the ready replicas; where there are none, of all nodes that list the model."""
     ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
     statuses = ready or [residency.status for _, residency in held]
     contexts = [status.context_tokens for status in statuses if status.context_tokens is not None]

@@ -1,12 +1,14 @@
-"""Carries out what the dispatcher orders: loads, unloads and polls, each a task of its own per (model, node)."""
+"""Carries out the dispatcher's orders on real nodes: each load, unload and recycle is a task."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
 
+from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.dispatch.poller import Poller
 from cortex.gateway.metrics import Metrics
@@ -16,24 +18,26 @@ from cortex.wire.node import LoadRequest, ModelStatus, UnloadRequest
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 UNLOAD_TIMEOUT_S = 180.0
-"""Running requests may end first; a node that takes longer is not going to."""
+"""Running requests may end first; a node that takes longer is stuck."""
 RECYCLE_TIMEOUT_S = 60.0
-"""A worker that does not leave by itself is killed by its node long before."""
+"""A node kills a worker that does not exit long before that."""
 
 
 class Outcomes(Protocol):
-    """Hears how orders ended."""
+    """The events of the dispatcher in which effects end."""
 
-    def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> None: ...
+    def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
 
-    def unload_ended(self, node: str, model: str, error: CortexError | None) -> None: ...
+    def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None: ...
 
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
 
 
 class NodeEffects:
-    """The dispatcher's `Effects` on real nodes. Single-flight by construction: the dispatcher orders once."""
+    """The dispatcher's `Effects` on real nodes. The dispatcher orders each load and unload once."""
 
     def __init__(
         self,
@@ -47,14 +51,14 @@ class NodeEffects:
         self._metrics = metrics
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], str] = {}
-        self.outcomes: Outcomes | None = None
-        """Set once, before the first order; dispatcher and lifecycle know each other."""
+        self.outcomes: Outcomes
+        """The dispatcher. Set once, before the first order, because each of the two needs the other."""
 
     def load(self, node: str, request: LoadRequest) -> None:
         self._metrics.cold_starts.labels(request.model_id, node).inc()
         self._start(node, f"load {request.model_id} on {node}", self._load(node, request))
 
-    def unload(self, node: str, request: UnloadRequest, cause: str) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
         if cause == "evicted":
             self._metrics.evictions.labels(request.model_id, node).inc()
         self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request))
@@ -66,13 +70,13 @@ class NodeEffects:
         for task in [task for task, name in self._tasks.items() if name == node]:
             task.cancel()
 
-    def look(self, node: str) -> None:
+    def poll_now(self, node: str) -> None:
         poller = self._pollers.get(node)
         if poller is not None:
-            poller.nudge()
+            poller.poll_soon()
 
     async def close(self) -> None:
-        """Stop waiting for what was ordered; nodes finish it by themselves."""
+        """Stop waiting for orders under way; nodes finish them without us."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -88,46 +92,42 @@ class NodeEffects:
             log.error("%s failed unexpectedly", task.get_name(), exc_info=problem)
 
     async def _load(self, node: str, request: LoadRequest) -> None:
-        assert self.outcomes is not None
         began = self._clock()
-        result: ModelStatus | CortexError
-        try:
-            result = await self._nodes[node].load(request)
+        result = await _result(self._nodes[node].load(request))
+        if isinstance(result, ModelStatus):
             self._metrics.load_seconds.labels(request.model_id, node).observe(self._clock() - began)
-        except UpstreamFault as fault:
-            result = UpstreamUnavailable(str(fault))
-        except CortexError as error:
-            result = InsufficientCapacity(error.message) if isinstance(error, InsufficientCapacity) else error
-        # What the load took, or left behind, belongs to the next decision.
+        elif isinstance(result, InsufficientCapacity):
+            result = InsufficientCapacity(result.message)
+        # The next decision must see what the load took or left behind.
         await self._poll(node)
-        self.outcomes.load_ended(node, request.model_id, result)
+        self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
 
     async def _unload(self, node: str, request: UnloadRequest) -> None:
-        assert self.outcomes is not None
-        error: CortexError | None = None
-        try:
-            await self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S)
-        except UpstreamFault as fault:
-            error = UpstreamUnavailable(str(fault))
-        except CortexError as problem:
-            error = problem
+        result = await _result(self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
         await self._poll(node)
-        self.outcomes.unload_ended(node, request.model_id, error)
+        error = result if isinstance(result, CortexError) else None
+        self.outcomes.unload_ended(ModelOnNode(node, request.model_id), error)
 
     async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
-        assert self.outcomes is not None
-        client = self._nodes[node]
-        result: tuple[int, ...] | CortexError
-        try:
-            result = tuple([index for index in devices if await client.recycle(index, timeout_s=RECYCLE_TIMEOUT_S)])
-        except UpstreamFault as fault:
-            result = UpstreamUnavailable(str(fault))
-        except CortexError as error:
-            result = error
+        recycled: list[int] = []
+        for index in devices:
+            result = await _result(self._nodes[node].recycle(index, timeout_s=RECYCLE_TIMEOUT_S))
+            if isinstance(result, CortexError):
+                break
+            recycled += [index] * result
         await self._poll(node)
-        self.outcomes.recycle_ended(node, result)
+        self.outcomes.recycle_ended(node, result if isinstance(result, CortexError) else tuple(recycled))
 
     async def _poll(self, node: str) -> None:
         poller = self._pollers.get(node)
         if poller is not None:
             await poller.poll()
+
+
+async def _result(call: Awaitable[T]) -> T | CortexError:
+    try:
+        return await call
+    except UpstreamFault as fault:
+        return UpstreamUnavailable(str(fault))
+    except CortexError as error:
+        return error

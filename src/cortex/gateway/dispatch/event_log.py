@@ -1,4 +1,4 @@
-"""What was decided and what happened, kept for a while: behind `/fleet/decisions`, `/fleet/events` and `explain`."""
+"""Recent decisions and events of the fleet, for `/fleet/decisions` and `/fleet/events`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Subscriber = Callable[[dict[str, Any]], None]
 
 
 class EventLog:
-    """Owned by the loop. Subscribers are called at once and must not raise."""
+    """Used on the loop's thread only. Subscribers are called synchronously and must not raise."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
@@ -33,23 +33,23 @@ class EventLog:
         return list(reversed(self._decisions))
 
     def decided(self, decision: Decision) -> None:
-        """Keep a decision, once: the same outcome for the same reasons again is not news."""
+        """Record a decision, unless the last one for the model has the same outcome for the same reasons."""
         verdicts = tuple((each.node, each.verdict) for each in decision.assessments)
-        gist = (decision.action, decision.node, decision.victims, verdicts)
-        if self._last.get(decision.model_id) == gist:
+        summary = (decision.action, decision.node, decision.victims, verdicts)
+        if self._last.get(decision.model_id) == summary:
             return
-        self._last[decision.model_id] = gist
+        self._last[decision.model_id] = summary
         record = explain.as_json(decision) | {"at": self._wall_clock()}
         self._decisions.append(record)
         log.info(record["outcome"], extra={"model": decision.model_id, "action": decision.action})
         self._publish({"kind": "decision", **record})
 
     def settled(self, model: str) -> None:
-        """The model's situation changed: its next decision is news even if it reads the same."""
+        """The model's situation changed: its next decision is recorded even if it equals the last one."""
         self._last.pop(model, None)
 
     def happened(self, kind: str, **fields: Any) -> None:
-        """Tell subscribers that something changed in the fleet."""
+        """Log and publish an event of the fleet."""
         log.info(kind.replace("_", " "), extra=fields)
         self._publish({"kind": kind, "at": self._wall_clock(), **fields})
 

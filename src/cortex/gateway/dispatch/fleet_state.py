@@ -1,37 +1,56 @@
-"""The fleet as this gateway sees it: what nodes last reported, with what it has itself set in motion drawn over it.
+"""The fleet as this gateway sees it: the nodes' last reports, overlaid with the jobs that this gateway has started.
 
-A report is always a little old. A model that we are unloading must not be routed to because a poll from before
-still shows it ready, and a load we have ordered holds its bytes before the node shows it.
+A report is always a little old. A model that is being unloaded must not be routed to because an earlier poll still
+shows it ready, and a load that was ordered holds its bytes before the node shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from cortex.fleet import memory, topology
-from cortex.fleet.catalogue import Catalogue
-from cortex.fleet.queueing import ModelOnNode
+from cortex.fleet.catalogue import Catalogue, Resolution
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Fleet, MemoryReservation, Node, Residency
+from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
+from cortex.gateway.config import Config, NeuronSection
 from cortex.wire.node import Discovery, Health, ModelState, ModelStatus
 
+MAX_RESOLVED_NAMES = 1024
 _ABSENT = frozenset({ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP})
 
 
 @dataclass(frozen=True, slots=True)
-class LoadJob:
-    """A load that this gateway has ordered, or will once its victims are gone."""
+class DispatchSettings:
+    """The part of the configuration that decisions depend on."""
 
-    node: str
-    model: str
+    catalogue: Catalogue
+    rules: EvictionRules
+    neurons: tuple[NeuronSection, ...]
+    max_wait_s: float
+    max_waiting: int
+    missed_polls: int
+
+    @classmethod
+    def of(cls, config: Config, catalogue: Catalogue) -> DispatchSettings:
+        gateway = config.gateway
+        return cls(
+            catalogue, config.eviction, config.neurons, gateway.max_wait_s, gateway.max_waiting, gateway.missed_polls
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """A load that this gateway has ordered, or will order once its victims are unloaded."""
+
+    target: ModelOnNode
     devices: tuple[int, ...]
     need_bytes: int
-    """Of which the decision was sure that they are there."""
+    """What the decision found free, or freed by the victims."""
     takes_bytes: int
-    """What it is reckoned with until it has loaded."""
+    """What it is counted as until it has loaded."""
     begun_at: float
     victims: frozenset[str] = frozenset()
     """Still to be unloaded before it can begin."""
@@ -53,121 +72,146 @@ class Shortfall:
 
 @dataclass(slots=True)
 class FleetState:
-    """Mutable; owned by the dispatcher. `fleet` is redrawn after every change, never changed in place."""
+    """Mutable; owned by the dispatcher, which calls `rebuild` after every change. Iterates over the nodes' names."""
 
-    catalogue: Catalogue
-    rules: EvictionRules
+    settings: DispatchSettings
     fleet: Fleet = field(default_factory=Fleet)
+    """As of the last `rebuild`; never changed in place."""
     loads: dict[ModelOnNode, LoadJob] = field(default_factory=dict)
     unloads: dict[ModelOnNode, float] = field(default_factory=dict)
     """When each was ordered."""
     failures: dict[ModelOnNode, LoadFailure] = field(default_factory=dict)
     shortfalls: dict[ModelOnNode, Shortfall] = field(default_factory=dict)
     pins: set[ModelOnNode] = field(default_factory=set)
-    """Set by hand."""
+    """Set by the operator."""
     _reported: dict[str, Node] = field(default_factory=dict)
+    _resolved: dict[str, Resolution] = field(default_factory=dict)
 
-    def expect(self, names: Iterable[str]) -> None:
-        """The nodes there should be, in order; others are forgotten."""
-        self._reported = {name: self._reported.get(name, Node(name=name)) for name in names}
-        for jobs in (self.loads, self.unloads, self.failures, self.shortfalls):
-            for key in [key for key in jobs if key[0] not in self._reported]:
-                del jobs[key]
+    def __contains__(self, node: str) -> bool:
+        return node in self._reported
 
-    def observed(self, name: str, discovery: Discovery, health: Health, now: float, *, has_lifecycle: bool) -> None:
-        before = self._reported[name]
-        self._reported[name] = topology.seen(before, name, discovery, health, now, has_lifecycle=has_lifecycle)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reported)
 
-    def missed(self, name: str, why: str, *, limit: int) -> None:
-        self._reported[name] = topology.missed(self._reported[name], why, limit=limit)
-
-    def put(self, node: str, status: ModelStatus, now: float) -> None:
-        """What a node has just said about one model, ahead of its next poll."""
-        reported = self._reported.get(node)
-        if reported is not None:
-            held = Residency(status=status, seen_at=now)
-            self._reported[node] = msgspec.structs.replace(
-                reported, residencies={**reported.residencies, status.id: held}
+    def reconfigure(self, settings: DispatchSettings) -> None:
+        """Use new settings; nodes that they do not name are forgotten."""
+        self.settings = settings
+        self._reported = {
+            neuron.name: msgspec.structs.replace(
+                self._reported.get(neuron.name, Node(name=neuron.name)), has_lifecycle=neuron.kind == "neuron"
             )
+            for neuron in settings.neurons
+        }
+        for entries in (self.loads, self.unloads, self.failures, self.shortfalls):
+            for target in [target for target in entries if target.node not in self]:
+                del entries[target]
 
-    def is_asleep(self, node: str, model: str) -> bool:
+    def resolve(self, name: str) -> Resolution:
+        """The model that a client means. Raises ModelNotFound with near misses."""
+        resolution = self._resolved.get(name)
+        if resolution is None:
+            resolution = self.settings.catalogue.resolve(name, self.fleet.live_models())
+            if len(self._resolved) >= MAX_RESOLVED_NAMES:
+                self._resolved.clear()
+            self._resolved[name] = resolution
+        return resolution
+
+    def observed(self, name: str, discovery: Discovery, health: Health, now: float) -> None:
+        self._reported[name] = topology.after_poll(self._reported[name], discovery, health, now)
+
+    def missed(self, name: str, why: str) -> None:
+        self._reported[name] = topology.after_missed_poll(self._reported[name], why, limit=self.settings.missed_polls)
+
+    def is_up(self, name: str) -> bool:
+        return self._reported[name].healthy
+
+    def is_asleep(self, target: ModelOnNode) -> bool:
         """By the node's last report."""
-        held = self._reported[node].residencies.get(model) if node in self._reported else None
+        held = self._residency(target)
         return held is not None and held.state is ModelState.ASLEEP
 
-    def forget_ready(self, node: str, model: str, now: float) -> None:
-        """The node has denied having the model ready. Where it sleeps is not in question."""
-        held = self._reported[node].residencies.get(model)
+    def update_model(self, node: str, status: ModelStatus, now: float) -> None:
+        """Take over what a node reported about one model, ahead of its next poll."""
+        if (reported := self._reported.get(node)) is not None:
+            residencies = {**reported.residencies, status.id: Residency(status=status, seen_at=now)}
+            self._reported[node] = msgspec.structs.replace(reported, residencies=residencies)
+
+    def forget_ready(self, target: ModelOnNode, now: float) -> None:
+        """The node does not have the model ready any more. One that is asleep stays so."""
+        held = self._residency(target)
         if held is not None and held.state is not ModelState.ASLEEP:
-            self.put(node, msgspec.structs.replace(held.status, state=ModelState.COLD, state_age_s=0.0), now)
+            cold = msgspec.structs.replace(held.status, state=ModelState.COLD, state_age_s=0.0)
+            self.update_model(target.node, cold, now)
 
     def count_load(self, node: str) -> None:
-        reported = self._reported.get(node)
-        if reported is not None:
+        if (reported := self._reported.get(node)) is not None:
             self._reported[node] = msgspec.structs.replace(reported, num_loads=reported.num_loads + 1)
 
-    def forget_loads(self, node: str) -> None:
+    def reset_loads(self, node: str) -> None:
         """The node's workers are new: its loads count from zero."""
-        reported = self._reported.get(node)
-        if reported is not None:
+        if (reported := self._reported.get(node)) is not None:
             self._reported[node] = msgspec.structs.replace(reported, num_loads=0)
 
     def rebuild(self, now: float) -> None:
-        """Draw `fleet` anew from reports and jobs; failures that are old enough are forgotten."""
+        """Compute `fleet` from reports and jobs. Failures older than `retry_failed_after_s` are dropped."""
+        self._resolved.clear()
         for past in (self.failures, self.shortfalls):
-            for key in [s for s, it in past.items() if now - it.at >= self.rules.retry_failed_after_s]:
-                del past[key]
+            for target in [
+                each for each, it in past.items() if now - it.at >= self.settings.rules.retry_failed_after_s
+            ]:
+                del past[target]
         before = self.fleet
         self.fleet = Fleet(
-            nodes=tuple(self._draw(node, now) for node in self._reported.values()),
-            catalogue=self.catalogue,
-            rules=self.rules,
+            nodes=tuple(self._overlaid(node, now) for node in self._reported.values()),
+            catalogue=self.settings.catalogue,
+            rules=self.settings.rules,
             measured=before.measured,
         )
         measured = memory.measurements(self.fleet)
         if measured != before.measured:
             self.fleet = msgspec.structs.replace(self.fleet, measured=measured)
 
-    def _draw(self, node: Node, now: float) -> Node:
-        drawn = dict(node.residencies)
+    def _residency(self, target: ModelOnNode) -> Residency | None:
+        reported = self._reported.get(target.node)
+        return None if reported is None else reported.residencies.get(target.model)
+
+    def _overlaid(self, node: Node, now: float) -> Node:
+        """What the node reported, with this gateway's jobs, failures and pins on top."""
+        models = dict(node.residencies)
+
+        def overlay(model: str, state: ModelState, age_s: float, reason: str | None = None) -> None:
+            held = models.get(model) or Residency(status=ModelStatus(id=model, state=ModelState.COLD), seen_at=now)
+            status = msgspec.structs.replace(
+                held.status, state=state, state_age_s=age_s, reason=reason if reason is not None else held.status.reason
+            )
+            models[model] = msgspec.structs.replace(held, status=status, seen_at=now)
+
+        def is_absent(model: str) -> bool:
+            return model not in models or models[model].state in _ABSENT
+
         for (name, model), since in self.unloads.items():
-            if name == node.name and model in drawn and drawn[model].state not in _ABSENT:
-                drawn[model] = _in_state(drawn[model], ModelState.UNLOADING, now - since, now)
-        short = {
-            model: shortfall.need_bytes for (name, model), shortfall in self.shortfalls.items() if name == node.name
-        }
-        for model in short.keys() & drawn.keys():
-            if drawn[model].state is ModelState.FAILED:  # by the load that is to be tried again
-                drawn[model] = _in_state(drawn[model], ModelState.COLD, 0.0, now)
+            if name == node.name and not is_absent(model):
+                overlay(model, ModelState.UNLOADING, now - since)
+        raised = {model: short.need_bytes for (name, model), short in self.shortfalls.items() if name == node.name}
+        for model in raised.keys() & models.keys():
+            if models[model].state is ModelState.FAILED:  # by the load that is to be tried again
+                overlay(model, ModelState.COLD, 0.0)
         for (name, model), failure in self.failures.items():
-            if name == node.name and (model not in drawn or drawn[model].state in _ABSENT):
-                held = drawn.get(model) or _unlisted(model, now)
-                drawn[model] = _in_state(held, ModelState.FAILED, now - failure.at, now, failure.reason)
+            if name == node.name and is_absent(model):
+                overlay(model, ModelState.FAILED, now - failure.at, failure.reason)
         for (name, model), job in self.loads.items():
-            if name == node.name and (model not in drawn or drawn[model].state in _ABSENT):
-                held = drawn.get(model) or _unlisted(model, now)
-                drawn[model] = _in_state(held, ModelState.LOADING, now - job.begun_at, now)
+            if name == node.name and is_absent(model):
+                overlay(model, ModelState.LOADING, now - job.begun_at)
         for name, model in self.pins:
-            if name == node.name and model in drawn:
-                drawn[model] = msgspec.structs.replace(drawn[model], pinned=True)
+            if name == node.name and model in models:
+                models[model] = msgspec.structs.replace(models[model], pinned=True)
         reservations = tuple(
-            MemoryReservation(model_id=job.model, devices=job.devices, num_bytes=job.takes_bytes)
-            for job in self.loads.values()
-            if job.node == node.name and not _holds_its_bytes(drawn[job.model])
+            MemoryReservation(model_id=model, devices=job.devices, num_bytes=job.takes_bytes)
+            for (name, model), job in self.loads.items()
+            if name == node.name and not _holds_its_bytes(models[model])
         )
-        return msgspec.structs.replace(node, residencies=drawn, reservations=reservations, shown_needs=short)
+        return msgspec.structs.replace(node, residencies=models, reservations=reservations, raised_needs=raised)
 
 
 def _holds_its_bytes(held: Residency) -> bool:
     return held.state is ModelState.READY and held.status.measured_bytes is not None
-
-
-def _unlisted(model: str, now: float) -> Residency:
-    return Residency(status=ModelStatus(id=model, state=ModelState.COLD), seen_at=now)
-
-
-def _in_state(held: Residency, state: ModelState, age_s: float, now: float, reason: str | None = None) -> Residency:
-    status = msgspec.structs.replace(
-        held.status, state=state, state_age_s=age_s, reason=reason if reason is not None else held.status.reason
-    )
-    return msgspec.structs.replace(held, status=status, seen_at=now)

@@ -1,4 +1,4 @@
-"""What models really took, kept across restarts: a measured size places a model better than any estimate."""
+"""Measured sizes of models, kept across restarts: they place a model better than any estimate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _MeasuredSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredSizes:
-    """The file. Reading and writing never fail: a gateway without its memory estimates, and says so in its log."""
+    """The file of measured sizes. Reading and writing never raise: on failure they log, and estimates are used."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE_NAME
@@ -33,19 +33,19 @@ class MeasuredSizes:
         self._failing = False
 
     def read(self) -> Measured:
-        """What was measured before; empty where nothing was."""
+        """The sizes in the file; empty when there is no readable one."""
         try:
             sizes = msgspec.json.decode(self._path.read_bytes(), type=list[_MeasuredSize])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as problem:
-            log.warning("measured sizes are forgotten, models are placed by estimates: %s: %s", self._path, problem)
+            log.warning("measured sizes not read, models are placed by estimates: %s: %s", self._path, problem)
             return {}
         self._written = {(size.model, size.quant, size.context_tokens): size.bytes for size in sizes}
         return self._written
 
     def write(self, measured: Measured) -> None:
-        """Keep `measured`, whole or not at all. Does nothing when that is what the file holds. Blocking."""
+        """Write `measured` atomically. Does nothing when the file already holds it. Blocking."""
         if measured == self._written:
             return
         sizes = [
@@ -59,7 +59,7 @@ class MeasuredSizes:
             draft.replace(self._path)
         except OSError as problem:
             if not self._failing:
-                log.warning("measured sizes are not kept: %s; set gateway.state to a directory of ours", problem)
+                log.warning("measured sizes not written: %s; set gateway.state to a writable directory", problem)
             self._failing = True
         else:
             self._written = dict(measured)

@@ -1,49 +1,48 @@
-"""Loads, unloads and new workers under way: ordered once, followed to their end, with whoever wants to hear of it.
+"""Loads, unloads and worker replacements under way: each is ordered once and followed to its end.
 
-A load may have to wait for its victims to be gone. Whatever ends is drawn into the picture; what follows from it for
-those who wait is the dispatcher's business.
+A load may have to wait until its victims are unloaded. The jobs are kept in the fleet state, where decisions see them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cortex.fleet.decision import Decision
-from cortex.fleet.queueing import ModelOnNode
-from cortex.fleet.topology import ON_DEVICE, Node
+from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
 from cortex.wire.node import Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
 
+Cause = Literal["evicted", "ttl", "operator"]
 Watcher = Callable[[CortexError | None], None]
-"""Hears once how a load or unload at a seat ended."""
+"""Called once, when the load or unload that it watches ends."""
 
 
 class Effects(Protocol):
-    """What is ordered of the world. Each call returns at once; its outcome comes back as an event of the dispatcher."""
+    """The orders to nodes. Each call returns at once; the outcome comes back as an event of the dispatcher."""
 
     def load(self, node: str, request: LoadRequest) -> None:
         """Ends in `load_ended`."""
 
-    def unload(self, node: str, request: UnloadRequest, cause: str) -> None:
-        """`cause` is `evicted`, `ttl` or `operator`. Ends in `unload_ended`, after a fresh poll of the node: with
-        `park` in the request the model may sleep there then."""
+    def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
+        """Ends in `unload_ended`, after a fresh poll of the node. With `park` in the request the model may be asleep
+        then."""
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
 
     def abandon(self, node: str) -> None:
-        """The node is down: stop waiting for its loads and unloads. They end in no event."""
+        """Stop waiting for the node's loads and unloads. They end in no event."""
 
-    def look(self, node: str) -> None:
-        """Poll the node now; ends in `observed` or `missed`."""
+    def poll_now(self, node: str) -> None:
+        """Ends in `observed` or `missed`."""
 
 
 class ModelJobs:
-    """Owned by the dispatcher; its jobs live in the picture, where decisions see them."""
+    """Owned by the dispatcher; every method runs inside one of its events."""
 
     def __init__(
         self, fleet_state: FleetState, effects: Effects, event_log: EventLog, clock: Callable[[], float]
@@ -54,89 +53,98 @@ class ModelJobs:
         self._clock = clock
         self._watchers: dict[ModelOnNode, list[Watcher]] = {}
         self._recycling: set[str] = set()
-        """Nodes that have been told to replace workers."""
+        """Nodes that were ordered to replace workers."""
         self._recycled: dict[str, set[int]] = {}
         """Devices with a new worker, on nodes where others still have the old one."""
 
-    def begin(self, decision: Decision) -> None:
-        """Carry out a decision to load or wake: victims first. Does nothing when it is under way already."""
-        node, model = decision.node, decision.model_id
-        if node is None or (node, model) in self._fleet_state.loads:
+    def start(self, decision: Decision) -> None:
+        """Carry out a decision to load or wake, victims first. Does nothing when the load is under way already."""
+        if decision.node is None:
             return
+        target = ModelOnNode(decision.node, decision.model_id)
+        if target in self._fleet_state.loads:
+            return
+        self._fleet_state.failures.pop(target, None)
         job = LoadJob(
-            node,
-            model,
+            target,
             decision.devices,
             decision.need_bytes or 0,
             decision.takes_bytes or 0,
             self._clock(),
             victims=frozenset(decision.victims),
         )
-        self._fleet_state.loads[node, model] = job
+        self._fleet_state.loads[target] = job
         for victim in decision.victims:
-            self.unload(node, victim, cause="evicted", for_model=model, park=True)
+            self.unload(ModelOnNode(target.node, victim), cause="evicted", for_model=target.model, park=True)
         if not job.victims:
             self._load(job)
 
     def unload(
         self,
-        node: str,
-        model: str,
+        target: ModelOnNode,
         *,
-        cause: str,
+        cause: Cause,
         for_model: str | None = None,
         force: bool = False,
         park: bool = False,
     ) -> None:
         """Order an unload, unless one is under way. `park`: the node may keep the weights in host memory."""
-        if (node, model) in self._fleet_state.unloads:
+        if target in self._fleet_state.unloads:
             return
-        self._fleet_state.unloads[node, model] = self._clock()
+        node, model = target
+        self._fleet_state.unloads[target] = self._clock()
         self._event_log.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
         self._effects.unload(node, UnloadRequest(model_id=model, force=force, park=park), cause)
 
-    def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> LoadJob | None:
-        """Note how a load ended; the job it was, so that a failed one may be tried again."""
-        job = self._fleet_state.loads.pop((node, model), None)
+    def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> LoadJob | None:
+        """Record how a load ended; returns its job, so that a failed one may be tried again."""
+        node, model = target
+        job = self._fleet_state.loads.pop(target, None)
         self._event_log.settled(model)
         if isinstance(result, ModelStatus):
-            self._fleet_state.put(node, result, self._clock())
+            self._fleet_state.update_model(node, result, self._clock())
             self._fleet_state.count_load(node)
-            self._fleet_state.failures.pop((node, model), None)
-            self._fleet_state.shortfalls.pop((node, model), None)
+            self._fleet_state.failures.pop(target, None)
+            self._fleet_state.shortfalls.pop(target, None)
             self._event_log.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
         else:
             self._event_log.happened("load_failed", node=node, model=model, why=result.message)
         return job
 
-    def give_up(self, node: str, model: str, error: CortexError) -> None:
-        """The load will not be tried again there for a while."""
-        self._fleet_state.loads.pop((node, model), None)
-        self._fleet_state.shortfalls.pop((node, model), None)
-        self._fleet_state.failures[node, model] = LoadFailure(self._clock(), error.message)
-        self.tell((node, model), error)
+    def give_up(self, target: ModelOnNode, error: CortexError) -> None:
+        """The load is not tried again there until `retry_failed_after_s` has passed."""
+        self._fleet_state.loads.pop(target, None)
+        self._fleet_state.shortfalls.pop(target, None)
+        self._fleet_state.failures[target] = LoadFailure(self._clock(), error.message)
+        self.notify(target, error)
 
-    def unload_ended(self, node: str, model: str, error: CortexError | None) -> None:
-        """Note how an unload ended; loads that waited for it begin, or fail with it."""
-        self._fleet_state.unloads.pop((node, model), None)
+    def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None:
+        """Record how an unload ended; loads that waited for it begin, or fail with it."""
+        node, model = target
+        self._fleet_state.unloads.pop(target, None)
         self._event_log.settled(model)
         if error is None:
-            self._fleet_state.forget_ready(node, model, self._clock())
-            is_asleep = self._fleet_state.is_asleep(node, model)
+            self._fleet_state.forget_ready(target, self._clock())
+            is_asleep = self._fleet_state.is_asleep(target)
             self._event_log.happened("model_parked" if is_asleep else "model_unloaded", node=node, model=model)
         else:
             self._event_log.happened("unload_failed", node=node, model=model, why=error.message)
-        for job in [job for job in self._fleet_state.loads.values() if job.node == node and model in job.victims]:
-            if error is None:
-                self._victim_gone(job, model)
-            else:
+        for job in list(self._fleet_state.loads.values()):
+            if job.target.node != node or model not in job.victims:
+                continue
+            if error is not None:
                 reason = f"{model} could not be unloaded to make room: {error.message}"
-                self.give_up(node, job.model, LoadFailed(reason))
-        self.tell((node, model), error)
+                self.give_up(job.target, LoadFailed(reason))
+                continue
+            job = replace(job, victims=job.victims - {model})
+            self._fleet_state.loads[job.target] = job
+            if not job.victims:
+                self._load(job)
+        self.notify(target, error)
 
     def recycle(self, node: Node) -> None:
         """Order new workers for the devices of `node` that hold no model and still have their old one."""
-        # A sleeper holds no device memory, but its weights are its worker's.
+        # A model that is asleep holds no device memory, but its worker holds its weights.
         in_worker = ON_DEVICE | {ModelState.ASLEEP}
         occupied = {
             index for held in node.residencies.values() if held.state in in_worker for index in held.status.devices
@@ -148,7 +156,7 @@ class ModelJobs:
             self._effects.recycle(node.name, devices)
 
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None:
-        """Note which workers are new. With the last of them, or a node that cannot do it, loads count from zero."""
+        """Record which workers are new. Loads count from zero once all are, or when the node cannot replace them."""
         self._recycling.discard(node)
         reported = self._fleet_state.fleet.node(node)
         if reported is None:
@@ -163,50 +171,44 @@ class ModelJobs:
         else:
             self._event_log.happened("recycle_failed", node=node, why=result.message)
         self._recycled.pop(node, None)
-        self._fleet_state.forget_loads(node)
+        self._fleet_state.reset_loads(node)
 
     def abandon(self, node: str, why: str) -> None:
-        """The node is down, and with it everything that was under way there."""
+        """Drop everything that is under way on `node`; its watchers get an error: the node, then `why`."""
         self._effects.abandon(node)
         self._recycling.discard(node)
-        for key in [key for key in self._fleet_state.loads if key[0] == node]:
-            del self._fleet_state.loads[key]
-        for key in [key for key in self._fleet_state.unloads if key[0] == node]:
-            del self._fleet_state.unloads[key]
-        for key in [key for key in self._watchers if key[0] == node]:
-            self.tell(key, UpstreamUnavailable(f"Node {node} went down: {why}"))
+        for jobs in (self._fleet_state.loads, self._fleet_state.unloads):
+            for target in [target for target in jobs if target.node == node]:
+                del jobs[target]
+        for target in [target for target in self._watchers if target.node == node]:
+            self.notify(target, UpstreamUnavailable(f"Node {node} {why}."))
 
-    def watch(self, key: ModelOnNode, watcher: Watcher) -> None:
-        """Call `watcher` when what is under way at `key` has ended."""
-        self._watchers.setdefault(key, []).append(watcher)
+    def watch(self, target: ModelOnNode, watcher: Watcher) -> None:
+        """Call `watcher` when the job at `target` ends."""
+        self._watchers.setdefault(target, []).append(watcher)
 
-    def tell(self, key: ModelOnNode, error: CortexError | None) -> None:
-        """Something ended at `key`: those who watch it hear how."""
-        for watcher in self._watchers.pop(key, ()):
+    def notify(self, target: ModelOnNode, error: CortexError | None) -> None:
+        """A job ended at `target`."""
+        for watcher in self._watchers.pop(target, ()):
             watcher(error)
 
-    def notice(self, node: str, health: Health) -> None:
-        """Loads that somebody else ordered end in a poll."""
+    def observed(self, node: str, health: Health) -> None:
+        """Notify the watchers of loads that another gateway ordered: those end in a poll."""
         for status in health.models:
-            key = (node, status.id)
-            if key not in self._watchers or key in self._fleet_state.loads or key in self._fleet_state.unloads:
+            target = ModelOnNode(node, status.id)
+            if target not in self._watchers or target in self._fleet_state.loads or target in self._fleet_state.unloads:
                 continue
             if status.state is ModelState.READY:
-                self.tell(key, None)
+                self.notify(target, None)
             elif status.state in (ModelState.COLD, ModelState.FAILED):
-                self.tell(key, LoadFailed(status.reason or f"{status.id} is {status.state} on {node}."))
-
-    def _victim_gone(self, job: LoadJob, victim: str) -> None:
-        left = replace(job, victims=job.victims - {victim})
-        self._fleet_state.loads[job.node, job.model] = left
-        if not left.victims:
-            self._load(left)
+                self.notify(target, LoadFailed(status.reason or f"{status.id} is {status.state} on {node}."))
 
     def _load(self, job: LoadJob) -> None:
-        spec = self._fleet_state.catalogue.spec(job.model)
-        self._event_log.happened("load_started", node=job.node, model=job.model)
+        node, model = job.target
+        spec = self._fleet_state.settings.catalogue.spec(model)
+        self._event_log.happened("load_started", node=node, model=model)
         self._effects.load(
-            job.node,
+            node,
             LoadRequest(
                 model_id=spec.id,
                 source=spec.source,

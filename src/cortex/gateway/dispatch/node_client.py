@@ -1,4 +1,4 @@
-"""Talking to one node's control side. Reads are quick and bounded; loads wait as long as the node makes progress."""
+"""The control calls to one node. Reads have short timeouts; a load waits while the node responds to polls."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ T = TypeVar("T")
 
 POLL_TIMEOUT_S = 2.0
 LOAD_CALL_TIMEOUT_S = 3600.0
-"""A node may hold the load call until the model is ready; polls tell meanwhile whether the node lives."""
-SPENT_TIMEOUT_S = 4.0
-"""A node waits a little for the end of the request it is asked about."""
-WATCH_INTERVAL_S = 0.25
+"""A node may hold the load call until the model is ready; polls show meanwhile that the node is up."""
+USAGE_TIMEOUT_S = 4.0
+"""A node waits briefly for the end of the request whose usage is read."""
+STATE_POLL_S = 0.25
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
 
 
 class ForeignModel(msgspec.Struct, frozen=True):
-    """What an OpenAI-compatible server says of a model. Beyond the id, every server has its own words."""
+    """A model in the list of an OpenAI-compatible server. Servers name the context length differently."""
 
     id: str
     max_model_len: Any = None
@@ -50,8 +50,8 @@ class ForeignModel(msgspec.Struct, frozen=True):
 
     @property
     def context_tokens(self) -> int | None:
-        said = (self.max_model_len, self.context_length, self.context_window)
-        return next((value for value in said if type(value) is int and value > 0), None)
+        candidates = (self.max_model_len, self.context_length, self.context_window)
+        return next((value for value in candidates if type(value) is int and value > 0), None)
 
 
 class _ForeignList(msgspec.Struct, frozen=True):
@@ -67,13 +67,13 @@ class _ErrorEnvelope(msgspec.Struct, frozen=True):
     error: _ErrorBody
 
 
-def told_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """The message in an error body, or empty."""
-    told = _told(body)
-    return told.message if told else ""
+    error = _error_in(body)
+    return error.message if error else ""
 
 
-def _told(body: bytes) -> _ErrorBody | None:
+def _error_in(body: bytes) -> _ErrorBody | None:
     try:
         return msgspec.json.decode(body, type=_ErrorEnvelope).error
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -81,14 +81,14 @@ def _told(body: bytes) -> _ErrorBody | None:
 
 
 def error_from(node: str, status: int, body: bytes) -> CortexError:
-    """The error a node's answer tells, in its own words; whatever it sent, something readable comes out."""
-    told = _told(body)
-    if told is None:
+    """The error in a node's response, with its own message. A body of another form becomes UpstreamUnavailable."""
+    error = _error_in(body)
+    if error is None:
         text = body[:200].decode("utf-8", "replace")
-        return UpstreamUnavailable(f"Node {node} answered {status} with something that is not our error: {text!r}")
-    if isinstance(told.code, str):
-        return from_code(told.code, told.message)
-    return UpstreamUnavailable(f"Node {node} answered {status}: {told.message}")
+        return UpstreamUnavailable(f"Node {node} responded {status} with an unreadable error: {text!r}")
+    if isinstance(error.code, str):
+        return from_code(error.code, error.message)
+    return UpstreamUnavailable(f"Node {node} responded {status}: {error.message}")
 
 
 class NodeClient:
@@ -108,14 +108,14 @@ class NodeClient:
         limits = UpstreamLimits(connect_s=connect_timeout_s, silence_s=idle_timeout_s)
         self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits)
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
-        """What every call to this node carries."""
+        """Sent with every call to this node."""
 
     @classmethod
     def of(cls, section: NeuronSection, ticker: Ticker, gateway: GatewaySection, env: Mapping[str, str]) -> NodeClient:
         """The node that `section` describes, with its key from `env`."""
         key = env.get(section.key_env) if section.key_env is not None else None
         if section.key_env is not None and not key:
-            log.warning("node %s: the environment variable %s is not set", section.name, section.key_env)
+            log.warning("node %s has no key: the environment variable %s is not set", section.name, section.key_env)
         return cls(
             section,
             ticker,
@@ -125,43 +125,43 @@ class NodeClient:
         )
 
     async def discovery(self) -> Discovery:
-        """Raises UpstreamFault or CortexError, as all calls here."""
+        """Raises UpstreamFault or CortexError, as all calls do."""
         return await self._get(b"/discovery", Discovery)
 
     async def health(self) -> Health:
         return await self._get(b"/health", Health)
 
     async def foreign_models(self) -> tuple[ForeignModel, ...]:
-        """What an OpenAI-compatible server offers."""
+        """The models of an OpenAI-compatible server."""
         return (await self._get(b"/v1/models", _ForeignList)).data
 
     async def load(self, request: LoadRequest) -> ModelStatus:
-        """Ensure the model is ready on this node; returns when it is. Raises the node's reason when it cannot be.
+        """Ensure the model is ready on this node; returns when it is. Raises the node's error when it cannot be.
 
-        The node may answer at once and load on, or hold the answer until the end: both are followed.
+        The node may respond at once and continue to load, or respond at the end.
         """
         status = await self._post(b"/models/load", request, ModelStatus, LOAD_CALL_TIMEOUT_S)
         while status.state in _CHANGING:
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            await asyncio.sleep(STATE_POLL_S)
             status = await self._status(request.model_id)
         if status.state is not ModelState.READY:
-            raise LoadFailed(status.reason or f"the node says the model is {status.state}")
+            raise LoadFailed(status.reason or f"{request.model_id} is {status.state} after the load")
         return status
 
     async def unload(self, request: UnloadRequest, *, timeout_s: float) -> ModelStatus:
-        """Ensure the model is gone from this node's devices; returns when it is. With `park` it may sleep then."""
+        """Ensure the model is gone from this node's devices; returns when it is. With `park` it may be asleep then."""
         status = await self._post(b"/models/unload", request, ModelStatus, timeout_s)
         while status.state is ModelState.UNLOADING:
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            await asyncio.sleep(STATE_POLL_S)
             status = await self._status(request.model_id)
         absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if request.park else set())
         if status.state not in absent:
-            raise LoadFailed(f"the node says the model is {status.state} after it was told to unload it")
+            raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
         return status
 
-    async def spent(self, request_id: str) -> Usage:
-        """What was done for a request whose client has left."""
-        return await self._get(f"/requests/{quote(request_id, safe='')}/usage".encode(), Usage, SPENT_TIMEOUT_S)
+    async def request_usage(self, request_id: str) -> Usage:
+        """The usage of a request whose client disconnected."""
+        return await self._get(f"/requests/{quote(request_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
 
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""
@@ -181,12 +181,12 @@ class NodeClient:
 
     async def _fetch(self, method: bytes, target: bytes, body: bytes, kind: type[T], timeout_s: float) -> T:
         headers = [*self.headers, (b"content-type", b"application/json")]
-        answer = await self.pool.fetch(method, target, headers, body, timeout_s=timeout_s)
-        if answer.status >= 400:
-            raise error_from(self.name, answer.status, answer.body)
+        response = await self.pool.fetch(method, target, headers, body, timeout_s=timeout_s)
+        if response.status >= 400:
+            raise error_from(self.name, response.status, response.body)
         try:
-            return msgspec.json.decode(answer.body, type=kind)
+            return msgspec.json.decode(response.body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
             raise UpstreamUnavailable(
-                f"node {self.name} answered {target.decode()} with nonsense: {problem}"
+                f"Node {self.name} responded to {target.decode()} with an unreadable body: {problem}"
             ) from problem

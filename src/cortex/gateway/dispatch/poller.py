@@ -1,4 +1,4 @@
-"""Asks one node how it is, again and again, and says what it heard. Judging is the listener's business."""
+"""Polls one node at an interval and reports each result to a listener."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from cortex.wire.node import Capabilities, Dialect, Discovery, Health, ModelStat
 log = logging.getLogger(__name__)
 
 FOREIGN_DIALECTS: tuple[Dialect, ...] = ("openai_chat", "openai_completions")
-"""What any OpenAI-compatible server speaks."""
+"""The dialects of any OpenAI-compatible server."""
 
 REDISCOVER_EVERY = 60
-"""Polls between two looks at what hardware a node has."""
+"""The hardware of a node is read again after this many polls."""
 
 
 class Listener(Protocol):
-    """Hears about nodes. Called on the loop's thread; must not raise."""
+    """Receives the results of polls. Called on the loop's thread; must not raise."""
 
     def observed(self, node: str, discovery: Discovery, health: Health) -> None:
-        """The node answered."""
+        """A poll succeeded."""
 
     def missed(self, node: str, why: str) -> None:
-        """The node did not answer one poll."""
+        """A poll failed."""
 
 
 class Poller:
-    """Polls `client` every `interval_s`, or at once when nudged, until cancelled. Owns its task."""
+    """Polls `client` every `interval_s`, and at once after `poll_soon`, until stopped. Owns its task."""
 
     def __init__(self, client: NodeClient, listener: Listener, interval_s: float) -> None:
         self._client = client
@@ -40,7 +40,7 @@ class Poller:
         self._discovery: Discovery | None = None
         self._uptime_s = 0.0
         self._num_polls = 0
-        self._nudge = asyncio.Event()
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -51,31 +51,31 @@ class Poller:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def nudge(self) -> None:
-        """Something happened there: look again now rather than at the next interval."""
-        self._nudge.set()
+    def poll_soon(self) -> None:
+        """Poll now instead of at the next interval."""
+        self._wake.set()
 
     async def _run(self) -> None:
         while True:
-            self._nudge.clear()
+            self._wake.clear()
             await self.poll()
             try:
                 async with asyncio.timeout(self._interval_s):  # unlike `wait_for`, never swallows a cancellation
-                    await self._nudge.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 pass
 
     async def poll(self) -> None:
-        """One round. Reports either an observation or a miss."""
+        """Poll once and report the result."""
         try:
-            discovery, health = await (self._ask() if self._client.section.kind == "neuron" else self._ask_foreign())
+            discovery, health = await (self._read() if self._client.section.kind == "neuron" else self._read_foreign())
         except (UpstreamFault, CortexError) as problem:
             self._discovery = None
             self._listener.missed(self._client.name, str(problem))
         else:
             self._listener.observed(self._client.name, discovery, health)
 
-    async def _ask(self) -> tuple[Discovery, Health]:
+    async def _read(self) -> tuple[Discovery, Health]:
         health = await self._client.health()
         restarted = health.uptime_s < self._uptime_s
         if self._discovery is None or restarted or self._num_polls % REDISCOVER_EVERY == 0:
@@ -84,8 +84,8 @@ class Poller:
         self._num_polls += 1
         return self._discovery, health
 
-    async def _ask_foreign(self) -> tuple[Discovery, Health]:
-        """A foreign server looks like a node without devices whose models are always ready."""
+    async def _read_foreign(self) -> tuple[Discovery, Health]:
+        """A foreign server counts as a node without devices whose models are always ready."""
         models = await self._client.foreign_models()
         capable = Capabilities(tools=True, embeddings=True)
         statuses = tuple(

@@ -1,4 +1,4 @@
-"""Requests that wait for a model, in the order in which they came."""
+"""Requests that wait for a model, in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from cortex.wire.errors import Overloaded
 
 
 class Queues:
-    """First come, first served, for each model by itself. Owned by the dispatcher; delivers nothing itself.
-
-    A model has a queue while somebody waits for it.
-    """
+    """One first-in, first-out queue per model; it exists while requests wait. Owned by the dispatcher; delivers nothing
+    itself."""
 
     def __init__(self) -> None:
         self.max_waiting = 0
@@ -31,7 +29,7 @@ class Queues:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Those that somebody waits for."""
+        """The models that requests wait for."""
         return tuple(self._pending)
 
     @property
@@ -39,19 +37,19 @@ class Queues:
         return {model: len(queue) for model, queue in self._pending.items()}
 
     def join(self, pending: PendingRequest) -> bool:
-        """Wait; True where that may change what is decided for the model. Raises Overloaded when too many do."""
+        """Add a request; True if that may change what is decided for its model. Raises Overloaded when full."""
         queue = self._pending.get(pending.model, ())
         if len(queue) >= self.max_waiting:
             raise Overloaded(
-                f"{len(queue)} requests already wait for {pending.model}; try again later, or raise max_waiting.",
+                f"{len(queue)} requests wait for {pending.model}; try again later or raise gateway.max_waiting.",
                 retry_after_s=10.0,
             )
-        is_news = all(other.origin == "background" for other in queue)
+        may_change_decision = all(other.origin == "background" for other in queue)
         self._pending.setdefault(pending.model, deque()).append(pending)
-        return is_news
+        return may_change_decision
 
     def leave(self, pending: PendingRequest) -> None:
-        """Wait no more, served or not; no-op for one that does not wait."""
+        """Remove a request, served or not; no-op for one that does not wait."""
         queue = self._pending.get(pending.model)
         if queue is not None and pending in queue:
             queue.remove(pending)
@@ -59,23 +57,23 @@ class Queues:
                 del self._pending[pending.model]
 
     def first(self, model: str) -> PendingRequest | None:
-        """Whose turn it is; it goes on waiting."""
+        """The request whose turn it is; it stays in the queue."""
         queue = self._pending.get(model)
         return queue[0] if queue else None
 
     def overdue(self, now: float) -> Iterator[PendingRequest]:
-        """Take out, one by one, those who have waited too long."""
+        """Remove, one by one, the requests that have waited for `max_wait_s`."""
         for model in self.models:
             while (pending := self.first(model)) is not None and now - pending.since >= self.max_wait_s:
                 self.leave(pending)
                 yield pending
 
-    def dismiss(self, model: str) -> Iterable[PendingRequest]:
-        """Take out everybody who waits for `model`."""
+    def remove_all(self, model: str) -> Iterable[PendingRequest]:
+        """Remove and return every request that waits for `model`."""
         return self._pending.pop(model, ())
 
     def waiting(self) -> list[Waiting]:
-        """The queues as they count in a decision."""
+        """The queues as input of a decision."""
         return [_waiting(model, queue) for model, queue in self._pending.items()]
 
 

@@ -37,7 +37,7 @@ class DisconnectedUsage:
 
 async def _ask(node: NodeClient, request_id: str, guess: Usage | None, settle: Callable[[Usage | None], None]) -> None:
     try:
-        usage: Usage | None = await node.spent(request_id)
+        usage: Usage | None = await node.request_usage(request_id)
     except (UpstreamFault, CortexError) as problem:
         log.debug("what a client that left had used is a guess: %s", problem, extra={"request_id": request_id})
         usage = guess

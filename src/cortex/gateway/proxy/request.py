@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from cortex.gateway.dispatch.leases import NOBODY, Lease, PendingRequest
+from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.node_client import error_from
 from cortex.gateway.proxy import envelope as envelopes
 from cortex.gateway.proxy.accounting import STATUS_CODE, RequestAccounting
@@ -80,7 +80,7 @@ class ProxyRequest:
         self._body: bytes | None = None
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
-        self._excluded = NOBODY
+        self._excluded = NO_NODES
         self._translation: ChatTranslation | None = None
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_request_bytes=len(body), stream=self._stream
@@ -195,7 +195,7 @@ class ProxyRequest:
         if status == 404 and lease.has_lifecycle:
             # It was there at the last poll: somebody else unloaded it. Its node will load it again.
             self._services.admission.gone(lease)
-            self._excluded = NOBODY
+            self._excluded = NO_NODES
         elif status in (503, 529) and lease.has_alternatives:
             self._excluded |= {lease.node}
         else:

@@ -9,7 +9,7 @@ import time
 
 import msgspec
 
-from cortex.gateway.dispatch.node_client import told_message
+from cortex.gateway.dispatch.node_client import error_message
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse
@@ -34,7 +34,7 @@ _BY_STATUS: dict[int, type[CortexError]] = {
 def foreign_error(status: int, body: bytes) -> CortexError:
     """What a foreign server's refusal means here. A refused key is our misconfiguration, not the client's."""
     kind = _BY_STATUS.get(status, errors.UpstreamUnavailable)
-    return kind(told_message(body) or f"The node answered {status} without saying why.")
+    return kind(error_message(body) or f"The node answered {status} without saying why.")
 
 
 class ChatTranslation:

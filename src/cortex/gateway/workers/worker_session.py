@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cortex.gateway.dispatch.leases import NOBODY, Lease, Need, PendingRequest
+from cortex.gateway.dispatch.leases import NO_NODES, Lease, Need, PendingRequest
 from cortex.gateway.ledger.meter import Reservation
 from cortex.gateway.proxy.admission import AdmittedRequest, LocalAdmissionController
 from cortex.gateway.workers.messages import (
@@ -102,7 +102,7 @@ class WorkerSession:
             admitted, reservation, message.need, message.prompt
         )
         self.send(Admitted(message.number, admitted.model, admitted.origin, admitted.hold.principal))
-        self._request_lease(message.number, worker_request, NOBODY)
+        self._request_lease(message.number, worker_request, NO_NODES)
 
     def _request_lease(self, number: int, worker_request: _WorkerRequest, excluded: frozenset[str]) -> None:
         worker_request.pending = PendingRequest(

@@ -27,7 +27,7 @@ from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.loading.files import fetch, find_local
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
-from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.loading.loader import MAX_DEVICES_PER_MODEL, ModelLoader
 from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
@@ -308,5 +308,6 @@ def _discovery(inventory: Inventory) -> Discovery:
         devices=inventory.devices,
         driver=inventory.driver,
         driver_problem=inventory.driver_problem,
+        max_devices_per_model=MAX_DEVICES_PER_MODEL,
         harnesses=HARNESSES,
     )

@@ -32,6 +32,8 @@ from cortex.wire.node import Capabilities, Device
 
 log = logging.getLogger(__name__)
 
+MAX_DEVICES_PER_MODEL = 1
+"""Reported in `/discovery`, so that a gateway plans no load that would be rejected here."""
 _SETTLE_S = 2.0
 """A device may report memory as used for this long after it was freed."""
 _SETTLE_INTERVAL_S = 0.2
@@ -139,7 +141,7 @@ class ModelLoader:
 
     def _reject_unsupported(self, model: KnownModel) -> None:
         """Raises LoadFailed for options that this node cannot satisfy."""
-        if model.tensor_parallel > 1:
+        if model.tensor_parallel > MAX_DEVICES_PER_MODEL:
             raise LoadFailed(
                 f"{model.id} asks for tensor_parallel = {model.tensor_parallel}; "
                 "this node runs a model on one device: leave it at 1 and choose a model that fits"

@@ -1,0 +1,74 @@
+"""What an operator may order by hand: load, unload, pin, unpin.
+
+An order is decided at once from the fleet as it is, and carried out as events of the dispatcher.
+"""
+
+from __future__ import annotations
+
+from cortex.fleet import explain
+from cortex.fleet.decision import Decision
+from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.event_log import EventLog
+from cortex.wire.errors import InvalidValue, ModelNotFound, shorten
+from cortex.wire.node import ModelState
+
+
+class OperatorCommands:
+    """Runs on the loop's thread. `watch` of the dispatcher reports when an order is complete."""
+
+    def __init__(self, dispatcher: Dispatcher, event_log: EventLog) -> None:
+        self._dispatcher = dispatcher
+        self._event_log = event_log
+
+    def load(self, model: str, node: str | None = None) -> Decision:
+        """Load a model, anywhere or on one node. Raises why it cannot be loaded; returns the decision otherwise."""
+        names = [here.name for here in self._dispatcher.fleet.nodes]
+        if node is not None and node not in names:
+            known = ", ".join(names) or "none"
+            raise InvalidValue(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
+        decision = self._dispatcher.explain(model, "operator", only_on=node)
+        self._event_log.decided(decision)
+        if decision.action in ("wait", "refuse"):
+            raise explain.rejection(decision)
+        if decision.action in ("load", "wake"):
+            self._dispatcher.start_load(decision)
+        return decision
+
+    def unload(
+        self, model: str, node: str | None = None, *, force: bool = False, park: bool = False
+    ) -> tuple[str, ...]:
+        """Unload a model, everywhere or on one node; returns where. Raises ModelNotFound when it is loaded nowhere.
+
+        `park`: a node keeps the weights in host memory if there is room.
+        """
+        targets = [
+            ModelOnNode(here.name, model)
+            for here in self._dispatcher.fleet.nodes
+            if here.has_lifecycle
+            and node in (None, here.name)
+            and model in here.residencies
+            and here.residencies[model].state not in (ModelState.COLD, ModelState.FAILED)
+        ]
+        if not targets:
+            where = f" called {shorten(node)}" if node else ""
+            raise ModelNotFound(f"{model} is loaded on no node{where}.", param="model")
+        self._dispatcher.change_pins(removed=targets)
+        for target in targets:
+            self._dispatcher.unload(target, force=force, park=park)
+        return tuple(target.node for target in targets)
+
+    def pin(self, model: str, node: str | None = None) -> tuple[str, ...]:
+        """Keep a model where it is ready; load it first if it is ready nowhere. Returns the nodes that keep it."""
+        replicas = self._dispatcher.fleet.replicas(model)
+        nodes = [here.name for here, _ in replicas if here.has_lifecycle and node in (None, here.name)]
+        if not nodes and (chosen := self.load(model, node).node) is not None:
+            nodes = [chosen]
+        self._dispatcher.change_pins(added=[ModelOnNode(name, model) for name in nodes])
+        return tuple(nodes)
+
+    def unpin(self, model: str, node: str | None = None) -> tuple[str, ...]:
+        """Undo `pin`; pins of the catalogue stay. Returns the nodes where the model may be evicted again."""
+        pins = [pin for pin in self._dispatcher.pins if pin.model == model and node in (None, pin.node)]
+        self._dispatcher.change_pins(removed=pins)
+        return tuple(sorted(pin.node for pin in pins))

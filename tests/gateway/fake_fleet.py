@@ -1,0 +1,135 @@
+"""A dispatcher over nodes that are plain dictionaries: no sockets, no tasks, no clock but the test's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.rules import EvictionRules
+from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.config import NeuronSection
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.dispatch.fleet_state import DispatchSettings
+from cortex.gateway.dispatch.leases import Lease, PendingRequest
+from cortex.gateway.dispatch.operator_commands import OperatorCommands
+from cortex.wire.errors import CortexError
+from cortex.wire.node import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
+
+GB = 1 << 30
+
+
+@dataclass
+class FakeFleet:
+    """The dispatcher's effects are recorded; a test decides when and how each of them ends."""
+
+    sizes: dict[str, dict[str, int]]
+    catalogue: Catalogue = field(default_factory=Catalogue)
+    rules: EvictionRules = field(default_factory=lambda: EvictionRules(min_residency_s=0))
+    total_bytes: int = 24 * GB
+    max_wait_s: float = 600.0
+    now: float = 1000.0
+
+    def __post_init__(self) -> None:
+        self.loads: list[tuple[str, str]] = []
+        self.unloads: list[tuple[str, str, str]] = []
+        self.parks: list[bool] = []
+        """Of each of `unloads`, whether the model may sleep."""
+        self.asleep: dict[tuple[str, str], float] = {}
+        """Since when."""
+        self.failed: set[tuple[str, str]] = set()
+        self.recycled: list[tuple[str, tuple[int, ...]]] = []
+        self.abandoned: list[str] = []
+        self.polls: list[str] = []
+        self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
+        self.running: dict[tuple[str, str], int] = {}
+        self.event_log = EventLog()
+        self.dispatcher = Dispatcher(self, self.event_log, lambda: self.now, self.settings(*self.sizes))
+        self.operator = OperatorCommands(self.dispatcher, self.event_log)
+
+    def settings(self, *names: str, endpoint: str = "http://x") -> DispatchSettings:
+        neurons = tuple(NeuronSection(name=name, endpoint=endpoint) for name in names)
+        return DispatchSettings(self.catalogue, self.rules, neurons, self.max_wait_s, max_waiting=100, missed_polls=3)
+
+    # Effects
+    def load(self, node, request):
+        self.loads.append((node, request.model_id))
+
+    def unload(self, node, request, cause):
+        self.unloads.append((node, request.model_id, cause))
+        self.parks.append(request.park)
+
+    def recycle(self, node, devices):
+        self.recycled.append((node, devices))
+
+    def abandon(self, node):
+        self.abandoned.append(node)
+
+    def poll_now(self, node):
+        self.polls.append(node)
+
+    # the world
+    def status(self, node: str, model: str) -> ModelStatus:
+        if (slept := self.asleep.get((node, model))) is not None:
+            return ModelStatus(
+                id=model,
+                state=ModelState.ASLEEP,
+                devices=(0,),
+                measured_bytes=self.sizes[node][model],
+                host_bytes=self.sizes[node][model],
+                state_age_s=self.now - slept,
+                idle_s=self.now - slept,
+            )
+        since = self.ready[node].get(model)
+        absent = ModelState.FAILED if (node, model) in self.failed else ModelState.COLD
+        return ModelStatus(
+            id=model,
+            state=absent if since is None else ModelState.READY,
+            devices=() if since is None else (0,),
+            estimate_bytes=self.sizes[node][model],
+            measured_bytes=None if since is None else self.sizes[node][model],
+            state_age_s=0.0 if since is None else self.now - since,
+            idle_s=0.0 if since is None else self.now - since,
+            load=ModelLoad(running=self.running.get((node, model), 0)),
+        )
+
+    def poll(self, *nodes: str) -> None:
+        for node in nodes or self.sizes:
+            used = sum(self.sizes[node][model] for model in self.ready[node])
+            health = Health(
+                status="ok",
+                uptime_s=1.0,
+                devices=(DeviceHealth(index=0, total_bytes=self.total_bytes, free_bytes=self.total_bytes - used),),
+                models=tuple(self.status(node, model) for model in self.sizes[node]),
+            )
+            device = Device(index=0, kind="cuda", name="card", total_bytes=self.total_bytes)
+            self.dispatcher.observed(node, Discovery(host=node, os="", version="", devices=(device,)), health)
+
+    def finish_load(self) -> None:
+        node, model = self.loads[-1]
+        self.asleep.pop((node, model), None)
+        self.ready[node][model] = self.now
+        self.dispatcher.load_ended(ModelOnNode(node, model), self.status(node, model))
+
+    def finish_unload(self, *, asleep: bool = False) -> None:
+        node, model, _ = self.unloads[-1]
+        self.ready[node].pop(model, None)
+        self.asleep.pop((node, model), None)
+        if asleep:
+            self.asleep[node, model] = self.now
+        self.poll(node)
+        self.dispatcher.unload_ended(ModelOnNode(node, model), None)
+
+    def ask(self, name: str) -> list[Lease | CortexError]:
+        """A request; what it got, once it did, is in the list."""
+        got: list[Lease | CortexError] = []
+        resolution = self.dispatcher.resolve(name)
+        origin = "background" if resolution.background else "request"
+        self.dispatcher.ask(PendingRequest(resolution.model_id, bytes, got.append, self.now, origin=origin))
+        return got
+
+
+def node_of(got: list[Lease | CortexError]) -> str:
+    assert len(got) == 1
+    assert isinstance(got[0], Lease), got[0]
+    return got[0].node

@@ -30,9 +30,9 @@ class Bystander:
         pass
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
-        relay.refuse(502, (), str(fault).encode(), b"")
+        relay.reject(502, (), str(fault).encode(), b"")
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         return body
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002

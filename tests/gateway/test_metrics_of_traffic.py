@@ -8,7 +8,7 @@ import pytest
 from fake_neuron import GB, USAGE, begin_stream, chunk, plain_answer, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from cortex.gateway.ledger import generate
+from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import DeviceHealth, ModelLoad, ModelState
 
 READY = ModelState.READY

@@ -146,9 +146,9 @@ class Books:
         if self.pools:
             self.attempt(relay)
         else:
-            relay.refuse(502, ((b"content-type", b"application/json"),), b'{"error":"node"}', b"event: error\n\n")
+            relay.reject(502, ((b"content-type", b"application/json"),), b'{"error":"node"}', b"event: error\n\n")
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:
         return b"event: late\ndata: %d %b\n\n" % (status, body)
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:
@@ -161,7 +161,7 @@ class Books:
         self.tail = relay.tail
 
 
-def refuse(error: CortexError, path: bytes) -> Response:
+def reject(error: CortexError, path: bytes) -> Response:
     body = json.dumps(envelope(error, Family.OPENAI)).encode()
     return Response(error.status, ((b"content-type", b"application/json"),), body)
 
@@ -207,7 +207,7 @@ class Stage:
     async def server(
         self, handler: Handler, *, admit_head: AdmitHead | None = None, **limits: float
     ) -> tuple[Server, int]:
-        server = Server(handler, refuse, self.ticker, ClientLimits(**limits), admit_head)  # type: ignore[arg-type]
+        server = Server(handler, reject, self.ticker, ClientLimits(**limits), admit_head)  # type: ignore[arg-type]
         self.servers.append(server)
         return server, (await server.listen("127.0.0.1", 0))[1]
 

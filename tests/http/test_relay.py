@@ -283,7 +283,7 @@ async def test_when_no_node_is_left_the_caller_words_the_refusal(stage):
     head, body = await stage.read_message(reader)
     assert head.startswith(b"HTTP/1.1 502")
     assert body == b'{"error":"node"}'
-    assert stage.books[0].outcome is Outcome.REFUSED
+    assert stage.books[0].outcome is Outcome.REJECTED
     writer.write(POST)  # and the client may go on
     assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 502")
 
@@ -377,7 +377,7 @@ async def test_a_client_that_leaves_takes_the_call_with_it(stage, phase, manner)
         writer.transport.abort()
     await stage.eventually(lambda: node.num_open == 0)
     assert stage.loop.time() - started < 1.0
-    assert stage.books[0].outcome is Outcome.CLIENT_LEFT
+    assert stage.books[0].outcome is Outcome.CLIENT_DISCONNECTED
     assert server.num_exchanges == 0
     assert len(stage.ticker) <= 1  # a half-closed connection may linger for a turn
 
@@ -526,15 +526,15 @@ async def test_a_request_that_waits_for_its_node_hears_us_and_may_leave(stage):
     reader, writer = await stage.client(port, POST)
     await reader.readuntil(chunk(b": wait\n\n"))
     writer.close()
-    await stage.eventually(lambda: stage.books[1].outcome is Outcome.CLIENT_LEFT)
+    await stage.eventually(lambda: stage.books[1].outcome is Outcome.CLIENT_DISCONNECTED)
     gone = stage.books[1].relay
     gone.send(pool, b"POST", b"/", (), b"")
-    gone.refuse(503, (), b"", b"")
+    gone.reject(503, (), b"", b"")
     assert server.num_exchanges == pool.num_calls == 0
     assert len(node.requests) == 1
     late = Relay(gone.exchange, stage.open_books(gone.exchange), stage.ticker)
     assert late.closed
-    assert stage.books[2].outcome is Outcome.CLIENT_LEFT
+    assert stage.books[2].outcome is Outcome.CLIENT_DISCONNECTED
 
 
 async def test_an_observer_that_fails_does_not_leave_the_client_waiting(stage):
@@ -620,7 +620,7 @@ async def test_200_streams_of_which_a_third_leave_leave_nothing_behind(stage):
     await stage.eventually(lambda: node.num_open == pool.num_idle)
     assert len(stage.ticker) == pool.num_idle
     outcomes = [books.outcome for books in stage.books]
-    assert set(outcomes) <= {Outcome.COMPLETE, Outcome.CLIENT_LEFT}
+    assert set(outcomes) <= {Outcome.COMPLETE, Outcome.CLIENT_DISCONNECTED}
     assert outcomes.count(Outcome.COMPLETE) >= 133
     pool.close()
     await stage.eventually(lambda: node.num_open == 0 and len(stage.ticker) == 0)

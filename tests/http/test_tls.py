@@ -73,7 +73,7 @@ async def test_a_client_behind_tls_that_leaves_or_misbehaves_is_noticed(stage, c
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await stage.eventually(lambda: len(exchanges) == 1)
     writer.transport.abort()
-    await stage.eventually(lambda: exchanges[0].left)
+    await stage.eventually(lambda: exchanges[0].disconnected)
     reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
     writer.write(b"GET / HTTP/1.1\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 400 ")

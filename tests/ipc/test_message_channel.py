@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.gateway.ledger.meter import Estimate
+from cortex.gateway.ledger.limits import Estimate
 from cortex.gateway.workers.messages import Admit, Rejected, Settle, ToMain
 from cortex.ipc.message_channel import MessageChannel
 from cortex.wire.errors import BY_CODE, InsufficientCapacity, Overloaded
@@ -17,8 +17,8 @@ from cortex.wire.events import Usage
 DECODER = msgspec.msgpack.Decoder[ToMain](ToMain)
 SENT: list[ToMain] = [
     Admit(1, "a", ((b"authorization", b"Bearer \xff"),), Estimate(70_000, None, 2), "answer", b"x" * 4096),
-    Settle(1, Usage(prompt_tokens=3, completion_tokens=4), "a", "n", "req_1"),
-    Settle(2, None, "a", "", "req_2"),
+    Settle(1, Usage(prompt_tokens=3, completion_tokens=4), "a", "n"),
+    Settle(2, None, "a", ""),
 ]
 
 

@@ -31,11 +31,11 @@ class Outcome(Enum):
 
     COMPLETE = "complete"
     """The client has the node's whole answer (whatever its status)."""
-    REFUSED = "refused"
-    """The caller answered with `Relay.refuse`."""
+    REJECTED = "rejected"
+    """The caller answered with `Relay.reject`."""
     INTERRUPTED = "interrupted"
     """The node died after its first byte had been passed on."""
-    CLIENT_LEFT = "client_left"
+    CLIENT_DISCONNECTED = "client_disconnected"
 
 
 class Keepalive(NamedTuple):
@@ -64,15 +64,15 @@ class Observer(Protocol):
 
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:
         """The node answered; nothing of it was sent yet. True to go on; False to drop this answer, after having called
-        `send` or `refuse` (or to do so later)."""
+        `send` or `reject` (or to do so later)."""
 
     def on_first_data(self, relay: Relay) -> None:
         """The node has begun to say something; the client hears it next."""
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
-        """The node failed before anything of it was passed on: `send` again (to another) or `refuse`, now or later."""
+        """The node failed before anything of it was passed on: `send` again (to another) or `reject`, now or later."""
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:
         """Events that tell a node's refusal (or any answer that is not an event stream) inside a stream that a
         keepalive has already started."""
 
@@ -109,7 +109,7 @@ class Relay:
     """Answers one exchange from one node after another until one starts to answer.
 
     Create it as soon as the request has to wait: a `keepalive` (streaming requests only) counts from here. Then `send`,
-    as often as `Observer.on_fault` wants to try, or `refuse`. When the client leaves, the call is aborted within a loop
+    as often as `Observer.on_fault` wants to try, or `reject`. When the client leaves, the call is aborted within a loop
     turn.
 
     The head goes out with the first body bytes or the first keepalive, whichever comes first, so a node that dies
@@ -175,7 +175,7 @@ class Relay:
         if keepalive is not None:
             ticker.add(self)
         exchange.on_flow(self._pause, self._resume)
-        exchange.on_close(self._client_left)
+        exchange.on_close(self._client_disconnected)
 
     # --- for the caller
 
@@ -188,7 +188,7 @@ class Relay:
         return bytes(self._tail[-TAIL_BYTES:])
 
     @property
-    def num_answer_bytes(self) -> int:
+    def num_response_bytes(self) -> int:
         """How much the node has said so far; frames count where `tail` has them."""
         return self._num_trimmed_bytes + len(self._tail)
 
@@ -220,7 +220,7 @@ class Relay:
         if self.exchange.paused:
             self._call.pause()
 
-    def refuse(self, status: int, headers: Headers, body: bytes, events: bytes) -> None:
+    def reject(self, status: int, headers: Headers, body: bytes, events: bytes) -> None:
         """Answer without a node: `status, headers, body`, or `events` inside the stream if one has been started."""
         if self.closed:
             return
@@ -232,7 +232,7 @@ class Relay:
             self.exchange.finish(keep_alive=False)
         else:
             self.exchange.respond(status, [*headers, *self._extra_headers], body)
-        self._done(Outcome.REFUSED)
+        self._done(Outcome.REJECTED)
 
     # --- the node's answer
 
@@ -313,7 +313,7 @@ class Relay:
         elif rest:
             self._pass_on(rest)
         if self._mode is _LATE and self._head is not None:
-            self.exchange.write(self._observer.late_answer(self, self._head.status, self._late))
+            self.exchange.write(self._observer.late_response(self, self._head.status, self._late))
         self.exchange.finish()
         self._done(Outcome.COMPLETE)
 
@@ -406,11 +406,11 @@ class Relay:
         if self._call is not None:
             self._call.resume()
 
-    def _client_left(self) -> None:
+    def _client_disconnected(self) -> None:
         if self._call is not None:
             self._call.abort()
             self._call = None
-        self._done(Outcome.CLIENT_LEFT)
+        self._done(Outcome.CLIENT_DISCONNECTED)
 
     def _done(self, outcome: Outcome) -> None:
         self.closed = True

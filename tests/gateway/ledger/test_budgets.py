@@ -9,8 +9,8 @@ from aiohttp import ClientSession, web
 from fake_neuron import GB, USAGE, begin_stream, chunk, until
 
 from cortex.gateway.config import Config
-from cortex.gateway.ledger import open_store
 from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.gateway.ledger.store import open_store
 from cortex.wire.node import ModelState
 
 READY = ModelState.READY
@@ -147,7 +147,7 @@ async def test_a_killed_gateway_forgives_nothing_that_was_running(neurons, spawn
         running = await ask(session, gateway)
         assert (await running.content.readuntil(b"\n\n")).startswith(b"data")
         store = open_store(Config().database(tmp_path))
-        await until(lambda: store.other_claims(""), 10.0)
+        await until(lambda: store.other_claims(""))
         store.close()
         gateway.process.send_signal(signal.SIGKILL)
         await gateway.process.wait()

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from fake_neuron import GB, begin_stream, chunk, until
 
-from cortex.gateway.ledger import generate
+from cortex.gateway.ledger.keys import generate
 from cortex.wire.events import Usage
 from cortex.wire.node import ModelState
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from fake_neuron import GB
 
-from cortex.gateway.ledger import generate
+from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.routes import ROUTES
 from cortex.wire.node import ModelState
 

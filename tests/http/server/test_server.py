@@ -398,4 +398,4 @@ async def test_closing_lets_running_answers_end_and_cuts_the_rest(stage):
     with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
         await stage.read_message(stuck_reader)
     assert server.num_connections == 0
-    assert exchanges[1].left
+    assert exchanges[1].disconnected

@@ -23,12 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from cortex.gateway.ledger.keys import Keyring, KeySection
+from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
+from cortex.gateway.ledger.store import Store, StoreError
+from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, Reserved, Slot
 from cortex.wire.events import Usage
-
-from .keys import Keyring, KeySection
-from .limits import MINUTE_S, Account, Spent
-from .store import Store, StoreError
-from .tables import MAX_RESERVED_TOKENS, Claim, Counts, Reserved, Slot
 
 log = logging.getLogger(__name__)
 

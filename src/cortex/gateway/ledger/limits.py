@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
-from cortex.gateway.ledger.meter import Estimate
+from cortex.gateway.ledger.keys import KeySection
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
-
-from .keys import KeySection
 
 DEFAULT_COMPLETION_TOKENS = 1024
 """Reserved for each choice of a request that sets no limit of its own."""
 
 MINUTE_S = 60
 BYTES_PER_TOKEN = 4
+
+
+class Estimate(NamedTuple):
+    """The most that a request may use, as far as its body says."""
+
+    prompt_bytes: int
+    completion_limit: int | None
+    """Tokens of one choice; None where the client sets no limit."""
+    num_choices: int = 1
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):

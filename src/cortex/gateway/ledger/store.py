@@ -13,11 +13,10 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
+from cortex.gateway.ledger import tables
+from cortex.gateway.ledger.limits import MINUTE_S, Spent
+from cortex.gateway.ledger.tables import Claim, Counts, Execute, GroupBy, Rows, Slot
 from cortex.settings import Section
-
-from . import tables
-from .limits import MINUTE_S, Spent
-from .tables import Claim, Counts, Execute, GroupBy, Rows, Slot
 
 T = TypeVar("T")
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.wire.events import Usage
-
-from .limits import MINUTE_S, Spent
 
 GroupBy = Literal["key", "model", "node", "day"]
 

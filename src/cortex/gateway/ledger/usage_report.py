@@ -6,8 +6,8 @@ import datetime
 
 import msgspec
 
-from .store import Store
-from .tables import GroupBy
+from cortex.gateway.ledger.store import Store
+from cortex.gateway.ledger.tables import GroupBy
 
 HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total")
 

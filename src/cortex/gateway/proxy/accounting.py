@@ -78,14 +78,14 @@ class RequestAccounting:
         """A node did not serve it; another may."""
         self._services.metrics.retries.labels(self._admitted.model, lease.node).inc()
 
-    def close(self, lease: Lease | None, outcome: Outcome, told: Usage | None, num_answer_bytes: int) -> None:
+    def close(self, lease: Lease | None, outcome: Outcome, told: Usage | None, num_response_bytes: int) -> None:
         """The answer is over. `lease` is the last node's, `told` what the answer itself says it cost."""
         services = self._services
         now = services.clock()
         node = lease.node if lease is not None else ""
-        left = outcome is Outcome.CLIENT_LEFT
+        left = outcome is Outcome.CLIENT_DISCONNECTED
         has_answer = self.first_data_at is not None and self.status < 400 and self._route.generates
-        guess = self._guess(num_answer_bytes) if has_answer else None
+        guess = self._guess(num_response_bytes) if has_answer else None
         usage = told if has_answer else None
         if left and usage is None and lease is not None and lease.has_lifecycle and self._route.generates:
             services.disconnected_usage.ask(
@@ -105,19 +105,19 @@ class RequestAccounting:
         if services.config.access_log:
             self._log(node, now, outcome, usage)
 
-    def _guess(self, num_answer_bytes: int) -> Usage:
+    def _guess(self, num_response_bytes: int) -> Usage:
         """What an answer that does not say so cost, roughly, from its size: it is never free."""
         return Usage(
             prompt_tokens=self._num_request_bytes // BYTES_PER_TOKEN,
-            completion_tokens=num_answer_bytes // (BYTES_PER_STREAMED_TOKEN if self._stream else BYTES_PER_TOKEN),
+            completion_tokens=num_response_bytes // (BYTES_PER_STREAMED_TOKEN if self._stream else BYTES_PER_TOKEN),
         )
 
     def _settle(self, node: str, usage: Usage | None) -> None:
         """Settle with what was used, as soon as that is known."""
-        model, hold = self._admitted.model, self._admitted.hold
-        hold.settle(usage, model=model, node=node, request_id=self._id.decode())
+        model, reservation = self._admitted.model, self._admitted.reservation
+        reservation.settle(usage, model=model, node=node)
         if usage is not None:
-            self._services.metrics.spend(model, hold.principal).add(usage)
+            self._services.metrics.spend(model, reservation.principal).add(usage)
 
     def _phase(self) -> str:
         if self.first_data_at is not None:
@@ -146,7 +146,7 @@ class RequestAccounting:
     def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
         attributes: dict[str, str | int | float] = {
             "cortex.request_id": self._id.decode(),
-            "cortex.principal": self._admitted.hold.principal,
+            "cortex.principal": self._admitted.reservation.principal,
             "cortex.node": node,
             "cortex.outcome": outcome.value,
             "cortex.attempts": self.num_attempts,
@@ -161,7 +161,7 @@ class RequestAccounting:
     def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
         fields = {
             "request_id": self._id.decode(),
-            "principal": self._admitted.hold.principal,
+            "principal": self._admitted.reservation.principal,
             "model": self._admitted.model,
             "node": node,
             "route": self._route.path.decode(),

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 from cortex.fleet.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.leases import Lease, Need, PendingRequest
-from cortex.gateway.ledger.meter import Estimate, Hold, Meter, Reservation
+from cortex.gateway.ledger.limits import Estimate
+from cortex.gateway.ledger.meter import LocalReservation, Meter, Reservation
 from cortex.gateway.proxy.envelope import Envelope
 from cortex.http.request import Request
 from cortex.wire.errors import CortexError
@@ -23,7 +24,7 @@ class AdmittedRequest(NamedTuple):
 
     model: str
     origin: Origin
-    hold: Hold
+    reservation: Reservation
     number: int = 0
     """For the desk's own use."""
 
@@ -80,16 +81,18 @@ class LocalAdmissionController:
             result = error
         on_admitted(result)
 
-    def authorize(self, request: Request, name: str, estimate: Estimate) -> tuple[AdmittedRequest, Reservation]:
+    def authorize(self, request: Request, name: str, estimate: Estimate) -> tuple[AdmittedRequest, LocalReservation]:
         """Admit a request for the model that its client calls `name`. Raises what stands in the way."""
-        hold = self.meter.admit(request, estimate)
+        reservation = self.meter.admit(request, estimate)
         try:
             resolution = self._dispatcher.resolve(name)
-            hold.check_model(resolution.model_id)
+            reservation.check_model(resolution.model_id)
         except CortexError:
-            hold.cancel()
+            reservation.cancel()
             raise
-        return AdmittedRequest(resolution.model_id, "background" if resolution.background else "request", hold), hold
+        return AdmittedRequest(
+            resolution.model_id, "background" if resolution.background else "request", reservation
+        ), reservation
 
     def ask(self, pending: PendingRequest) -> None:
         try:

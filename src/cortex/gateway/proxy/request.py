@@ -136,7 +136,7 @@ class ProxyRequest:
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._stream else b"application/json"),
             (b"x-request-id", self._id),
-            (b"x-cortex-principal", _header_value(self._admitted.hold.principal)),
+            (b"x-cortex-principal", _header_value(self._admitted.reservation.principal)),
         )
         self._attempt = self._span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
@@ -182,7 +182,7 @@ class ProxyRequest:
         answer = error_response(error, self._route.family)
         self._accounting.status = answer.status
         if self._relay is not None:
-            self._relay.refuse(answer.status, answer.headers, answer.body, self._route.codec.stream_error(error))
+            self._relay.reject(answer.status, answer.headers, answer.body, self._route.codec.stream_error(error))
 
     # The relay's observer.
 
@@ -221,7 +221,7 @@ class ProxyRequest:
         self._excluded |= {node}
         self.go()
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         """A refusal that came after the first keepalive is told inside the stream."""
         node = self._lease.node if self._lease else ""
         error = foreign_error(status, body) if self._translation else error_from(node, status, body)
@@ -248,7 +248,7 @@ class ProxyRequest:
         lease = self._lease
         self._release(self._accounting.error_code)
         told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
-        self._accounting.close(lease, outcome, told, relay.num_answer_bytes)
+        self._accounting.close(lease, outcome, told, relay.num_response_bytes)
 
 
 @lru_cache(maxsize=4096)

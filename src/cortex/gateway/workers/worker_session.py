@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from cortex.gateway.dispatch.leases import NOBODY, Lease, Need, PendingRequest
-from cortex.gateway.ledger.meter import Reservation
+from cortex.gateway.ledger.meter import LocalReservation
 from cortex.gateway.proxy.admission import AdmittedRequest, LocalAdmissionController
 from cortex.gateway.workers.messages import (
     Admit,
@@ -39,7 +39,7 @@ _decoder = msgspec.msgpack.Decoder[ToMain](ToMain)
 @dataclass(slots=True)
 class _WorkerRequest:
     admitted: AdmittedRequest
-    reservation: Reservation
+    reservation: LocalReservation
     need: Need
     prompt: bytes
     pending: PendingRequest | None = None
@@ -76,7 +76,7 @@ class WorkerSession:
             case Release(number=number):
                 self._release(self._worker_requests[number])
             case Settle():
-                self._settle(message.number, message.usage, message.model, message.node, message.request_id)
+                self._settle(message.number, message.usage, message.model, message.node)
             case Ask(number=number, excluded=excluded):
                 self._ask(number, self._worker_requests[number], frozenset(excluded))
             case Withdraw(number=number):
@@ -102,7 +102,7 @@ class WorkerSession:
         worker_request = self._worker_requests[asked.number] = _WorkerRequest(
             admitted, reservation, asked.need, asked.prompt
         )
-        self.send(Admitted(asked.number, admitted.model, admitted.origin, admitted.hold.principal))
+        self.send(Admitted(asked.number, admitted.model, admitted.origin, admitted.reservation.principal))
         self._ask(asked.number, worker_request, NOBODY)
 
     def _ask(self, number: int, worker_request: _WorkerRequest, excluded: frozenset[str]) -> None:
@@ -146,10 +146,10 @@ class WorkerSession:
         if lease is not None:
             self._admission.release(lease)
 
-    def _settle(self, number: int, usage: Usage | None, model: str, node: str, request_id: str) -> None:
+    def _settle(self, number: int, usage: Usage | None, model: str, node: str) -> None:
         worker_request = self._worker_requests.pop(number)
         self._withdraw(worker_request)
-        worker_request.reservation.settle(usage, model=model, node=node, request_id=request_id)
+        worker_request.reservation.settle(usage, model=model, node=node)
 
     def _worker_lost(self) -> None:
         for worker_request in self._worker_requests.values():
@@ -158,6 +158,6 @@ class WorkerSession:
             if lease is not None:  # a node was at work for it, and nobody is left who could ask how much it did
                 worker_request.reservation.settle_in_full(model=model, node=lease.node)
             else:
-                worker_request.reservation.settle(None, model=model, node="", request_id="")
+                worker_request.reservation.settle(None, model=model, node="")
         self._worker_requests.clear()
         self._lost(self)

@@ -47,7 +47,7 @@ class ServerContext(Protocol):
     """What a connection needs of the server it belongs to."""
 
     handler: Handler
-    refuse: Reject
+    reject: Reject
     admit_head: AdmitHead | None
     limits: ClientLimits
     ticker: Ticker
@@ -125,7 +125,7 @@ class ClientConnection(asyncio.Protocol):
         exchange = self._exchange
         if exchange is not None:
             self._release(exchange)
-            exchange.client_left()
+            exchange.client_disconnected()
         self._parser.close()
 
     def pause_writing(self) -> None:
@@ -200,7 +200,7 @@ class ClientConnection(asyncio.Protocol):
                 exchange.abort()
             else:
                 error = CortexError("the gateway failed on this request; its log has the details")
-                exchange.respond(*self._server.refuse(error, request.path))
+                exchange.respond(*self._server.reject(error, request.path))
 
     def exchange_ended(self, *, keep_alive: bool) -> None:
         """The answer is complete; go on to the next request, or close once everything is sent."""
@@ -251,7 +251,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _write_rejection(self, error: CortexError) -> None:
         log.debug("rejected a request from %s: %s", self.client or "a Unix socket", error.message)
-        status, headers, body = self._server.refuse(error, self._parser.path)
+        status, headers, body = self._server.reject(error, self._parser.path)
         framing = date_line() + b"content-length: %d\r\nconnection: close\r\n" % len(body)
         self.transport.write(encode_head(status_line(status), headers, framing))
         if self._parser.method != b"HEAD":

@@ -56,7 +56,7 @@ class Exchange:
         "_on_pause",
         "_on_resume",
         "closed",
-        "left",
+        "disconnected",
         "paused",
         "request",
         "started",
@@ -68,7 +68,7 @@ class Exchange:
         """The head of the answer is on its way to the client."""
         self.closed = False
         """Over: the answer is complete, was aborted, or the client left."""
-        self.left = False
+        self.disconnected = False
         """The client left before the answer was complete."""
         self.paused = False
         """The client reads slower than we write: hold back until `resume`."""
@@ -178,7 +178,7 @@ class Exchange:
         `respond` or `abort`. A client that closes its sending side counts as having left.
         """
         self._on_close = callback
-        if self.left:
+        if self.disconnected:
             callback()
 
     def on_flow(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
@@ -190,12 +190,12 @@ class Exchange:
         """For the connection: it takes no further request after this one."""
         self._keep_alive = False
 
-    def client_left(self) -> None:
+    def client_disconnected(self) -> None:
         """For the connection: the client is gone."""
         if not self.closed:
             callback = self._on_close
             self._end()
-            self.left = True
+            self.disconnected = True
             if callback is not None:
                 callback()
 

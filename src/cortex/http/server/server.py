@@ -26,13 +26,13 @@ class Server:
     def __init__(
         self,
         handler: Handler,
-        refuse: Reject,
+        reject: Reject,
         ticker: Ticker,
         limits: ClientLimits | None = None,
         admit_head: AdmitHead | None = None,
     ) -> None:
         self.handler = handler
-        self.refuse = refuse
+        self.reject = reject
         self.ticker = ticker
         self.limits = limits or ClientLimits()
         self.admit_head = admit_head

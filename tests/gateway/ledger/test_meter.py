@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from cortex.gateway.ledger import KeyedMeter, Keyring, Ledger, NewKey, Store, generate, open_store
-from cortex.gateway.ledger.ledger import LEASE_S
-from cortex.gateway.ledger.limits import Spent
-from cortex.gateway.ledger.meter import Estimate, Meter, Reservation
-from cortex.gateway.ledger.store import StoreError
+from cortex.gateway.ledger.keys import Keyring, NewKey, generate
+from cortex.gateway.ledger.ledger import LEASE_S, Ledger
+from cortex.gateway.ledger.limits import Estimate, Spent
+from cortex.gateway.ledger.meter import KeyedMeter, LocalReservation, Meter
+from cortex.gateway.ledger.store import Store, StoreError, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.gateway.ledger.usage_report import usage
 from cortex.http.request import Request
@@ -36,13 +36,13 @@ def bearer(key: NewKey) -> Request:
     return request((b"authorization", b"Bearer " + key.text.encode()))
 
 
-def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
+def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> LocalReservation:
     return meter.admit(bearer(key), Estimate(400, limit))
 
 
-def settle(hold: Reservation, prompt: int, completion: int) -> None:
+def settle(reservation: LocalReservation, prompt: int, completion: int) -> None:
     used = Usage(prompt_tokens=prompt, completion_tokens=completion)
-    hold.settle(used, model="m", node="n", request_id="r")
+    reservation.settle(used, model="m", node="n")
 
 
 async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tuple[Ledger, Meter]:
@@ -54,10 +54,10 @@ async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tu
 async def test_a_request_reserves_settles_and_is_written(database: str) -> None:
     key = generate("alice", balance_tokens=1000)
     ledger, meter = await opened(database, key)
-    hold = admit(meter, key)
-    assert hold.principal == "alice"
+    reservation = admit(meter, key)
+    assert reservation.principal == "alice"
     assert ledger.account(key.section).reserved_tokens == 200
-    settle(hold, 90, 30)
+    settle(reservation, 90, 30)
     assert (ledger.account(key.section).reserved_tokens, ledger.account(key.section).total_spent()) == (0, 120)
     await ledger.close()
     store = open_store(database)
@@ -133,11 +133,11 @@ async def test_refusals_take_nothing(tmp_path: object) -> None:
 async def test_a_cancelled_reservation_is_given_back_and_not_recorded(tmp_path: object) -> None:
     key = generate("alice", models=("m",), balance_tokens=200)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
-    hold = admit(meter, key)
-    hold.check_model("m")
+    reservation = admit(meter, key)
+    reservation.check_model("m")
     with pytest.raises(ModelNotAllowed):
-        hold.check_model("other")
-    hold.cancel()
+        reservation.check_model("other")
+    reservation.cancel()
     assert ledger.account(key.section).reserved_tokens == 0
     await ledger.close()
     store = open_store(f"{tmp_path}/spend.db")
@@ -149,7 +149,7 @@ async def test_an_unanswered_request_costs_nothing_but_is_counted(tmp_path: obje
     key = generate("alice", balance_tokens=200)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     for _ in range(3):
-        admit(meter, key).settle(None, model="m", node="n", request_id="r")
+        admit(meter, key).settle(None, model="m", node="n")
     await ledger.close()
     store = open_store(f"{tmp_path}/spend.db")
     (row,) = usage(store, since=NOW - 60, until=NOW + 60)
@@ -160,12 +160,12 @@ async def test_an_unanswered_request_costs_nothing_but_is_counted(tmp_path: obje
 async def test_keys_change_while_requests_run(tmp_path: object) -> None:
     alice, bob = generate("alice", balance_tokens=300), generate("bob")
     ledger, meter = await opened(f"{tmp_path}/spend.db", alice)
-    hold = admit(meter, alice)
+    reservation = admit(meter, alice)
     await ledger.use(Keyring([bob.section]))
     assert meter.authenticate(bearer(bob)) == "bob"
     with pytest.raises(InvalidAPIKey):
         admit(meter, alice)
-    settle(hold, 100, 100)
+    settle(reservation, 100, 100)
     await ledger.flush()
     await ledger.use(Keyring([alice.section, bob.section]))
     await ledger.flush()
@@ -246,9 +246,9 @@ async def test_a_flush_in_the_middle_of_settling_counts_everything_once(tmp_path
 
     async def spend() -> None:
         for _ in range(50):
-            hold = admit(meter, key)
+            reservation = admit(meter, key)
             await asyncio.sleep(0)
-            settle(hold, 1, 1)
+            settle(reservation, 1, 1)
 
     async def flush() -> None:
         for _ in range(20):
@@ -281,9 +281,9 @@ async def test_what_a_killed_gateway_had_reserved_stays_charged(database: str) -
 async def test_what_settled_before_the_crash_is_charged_as_used(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     dead, meter = await opened(database, key)
-    hold = admit(meter, key, limit=300)
+    reservation = admit(meter, key, limit=300)
     await dead.flush()
-    settle(hold, 10, 10)
+    settle(reservation, 10, 10)
     await crash(dead)
     ledger, meter = await opened(database, key)
     admit(meter, key, limit=380)
@@ -317,13 +317,13 @@ async def test_a_living_gateway_keeps_its_reservations_however_long_its_requests
     key, clock = generate("alice", balance_tokens=500), Clock()
     busy, meter = await opened(database, key, clock=clock)
     other, _ = await opened(database, key, clock=clock)
-    hold = admit(meter, key, limit=300)
+    reservation = admit(meter, key, limit=300)
     for _ in range(10):
         await busy.flush()
         await other.flush()
         clock.now += LEASE_S / 3
     assert other.account(key.section).total_spent() == 0
-    settle(hold, 5, 5)
+    settle(reservation, 5, 5)
     await busy.close()
     await other.flush()
     assert other.account(key.section).total_spent() == 10
@@ -334,14 +334,14 @@ async def test_a_gateway_that_was_only_paused_takes_back_what_was_charged_for_it
     key, clock = generate("alice", balance_tokens=500), Clock()
     paused, meter = await opened(database, key, clock=clock)
     other, _ = await opened(database, key, clock=clock)
-    hold = admit(meter, key, limit=300)
+    reservation = admit(meter, key, limit=300)
     await paused.flush()
     for _ in range(4):
         await other.flush()
         clock.now += LEASE_S / 2
     await other.flush()
     assert other.account(key.section).total_spent() == 400
-    settle(hold, 5, 5)
+    settle(reservation, 5, 5)
     await paused.close()
     await other.flush()
     assert other.account(key.section).total_spent() == 10
@@ -362,9 +362,9 @@ async def test_a_request_that_ends_between_two_flushes_leaves_no_reservation(dat
 async def test_a_clean_shutdown_leaves_no_reservation(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     ledger, meter = await opened(database, key)
-    hold = admit(meter, key)
+    reservation = admit(meter, key)
     await ledger.flush()
-    hold.settle(None, model="m", node="n", request_id="r")
+    reservation.settle(None, model="m", node="n")
     await ledger.close()
     reader = open_store(database)
     assert reader.other_claims("") == {}

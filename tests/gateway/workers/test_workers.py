@@ -13,8 +13,8 @@ from fake_neuron import GB, WAIT_S, begin_stream, chunk, until
 
 from cortex.exits import ExitCode
 from cortex.gateway.config import Config
-from cortex.gateway.ledger import open_store
 from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.gateway.ledger.store import open_store
 from cortex.wire.node import ModelState
 
 READY = ModelState.READY
@@ -158,13 +158,13 @@ async def test_what_a_killed_worker_was_running_is_charged_as_reserved(neurons, 
     await until(lambda: len(beast.seen) == 24)
     for worker in children(gateway):
         os.kill(worker, signal.SIGKILL)
-    await until(lambda: gateway.log.count("another takes its place") == 2, 10.0)
+    await until(lambda: gateway.log.count("another takes its place") == 2)
     store = open_store(Config().database(tmp_path))
 
     def charged() -> int:
         return store.exchange({}, {key.section.id: 0})[key.section.id].total
 
-    await until(charged, 10.0)
+    await until(charged)
     num_broken = sum(stream.done() for stream in streams)
     assert num_broken > 0
     assert charged() >= 75 * num_broken

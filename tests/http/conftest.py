@@ -158,7 +158,7 @@ class Books:
     def on_done(self, relay: Relay, outcome: Outcome) -> None:
         assert self.outcome is None, "on_done must be called once"
         self.outcome = outcome
-        self.tail = relay.tail
+        self.tail = bytes(relay.tail)
 
 
 def reject(error: CortexError, path: bytes) -> Response:

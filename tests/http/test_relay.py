@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from cortex.http.relay import TAIL_BYTES, Keepalive, Outcome, Relay
+from cortex.http.passthrough import TAIL_BYTES
+from cortex.http.relay import Keepalive, Outcome, Relay
 from cortex.http.server.connection import ClientConnection
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
@@ -85,7 +86,7 @@ async def test_a_stream_is_passed_on_as_it_comes(stage, keepalive_s):
         turn.set()
     assert await reader.readexactly(len(END)) == END
     assert stage.books[0].begun
-    assert stage.books[0].tail.endswith(chunk(b"data: 19\n\n")), "passed on in its frame, kept in it"
+    assert stage.books[0].tail.endswith(b"data: 18\n\ndata: 19\n\n"), "without the chunks' framing"
 
 
 async def test_a_client_that_knows_no_chunks_gets_the_events_bare(stage):
@@ -103,7 +104,7 @@ async def test_events_cut_across_chunks_are_passed_on_whole(stage):
     reader, _ = await stage.client(port, POST)
     _, body = await stage.read_message(reader)
     assert body == b"".join(pieces)
-    assert stage.books[0].tail.endswith(b"data: 4\n\n" + chunk(b"data: 5\n\n")), "whole events keep their frames"
+    assert stage.books[0].tail == body
 
 
 async def test_a_node_without_a_length_is_relayed_in_chunks(stage):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from cortex.http.chunks import SIZE_LINES
-from cortex.http.event_boundary import BLANK_LINES, EventBoundary, after_keepalives
+from cortex.http.event_boundary import EventBoundary, after_keepalives
+from cortex.http.passthrough import BodyTail, ChunkPassthrough
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
@@ -15,11 +15,6 @@ from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 
-TAIL_BYTES = 2048
-_TRIM_BYTES = 4 * TAIL_BYTES
-"""The end of an answer is cut to `TAIL_BYTES` only when it has grown to this: not for each event."""
-_WHOLE_EVENTS = tuple(blank + b"\r\n" for blank in BLANK_LINES)
-"""How a chunk ends in which no event is left open."""
 _LATE_ANSWER_BYTES = 1024 * 1024
 _EVENT_STREAM = b"text/event-stream"
 _UNBUFFERED = (b"x-accel-buffering", b"no")
@@ -126,14 +121,13 @@ class Relay:
         "_keepalive",
         "_late",
         "_mode",
-        "_num_trimmed_bytes",
         "_observer",
+        "_passthrough",
         "_spoke",
         "_spoke_at",
         "_tail",
         "_ticker",
         "_translation",
-        "_write_chunk",
         "closed",
         "exchange",
     )
@@ -165,10 +159,8 @@ class Relay:
         self._head: _Head | None = None
         self._mode = _WAITING
         self._late = b""
-        self._tail = bytearray()
-        self._num_trimmed_bytes = 0
-        self._write_chunk: Callable[[bytes], None] | None = None
-        """Set between two events that flow to a client which takes chunks: another one may go on as it came."""
+        self._tail = BodyTail()
+        self._passthrough: ChunkPassthrough | None = None
         self._spoke = False
         """Since the last tick; cheaper to note for each event than the time."""
         self._spoke_at = ticker.loop.time()
@@ -180,17 +172,11 @@ class Relay:
     # --- for the caller
 
     @property
-    def tail(self) -> bytes:
-        """The last bytes (up to `TAIL_BYTES`) of the node's body, where usage is reported.
-
-        Events that were passed on in their chunks still have the frames around them.
-        """
-        return bytes(self._tail[-TAIL_BYTES:])
-
-    @property
-    def num_response_bytes(self) -> int:
-        """How much the node has said so far; frames count where `tail` has them."""
-        return self._num_trimmed_bytes + len(self._tail)
+    def tail(self) -> BodyTail:
+        """The end of the node's body, where usage is reported, and the body's length so far."""
+        if self._passthrough is not None:
+            self._passthrough.fold()
+        return self._tail
 
     def send(
         self,
@@ -214,8 +200,7 @@ class Relay:
         self._head = None
         self._boundary = None
         self._translation = translation
-        self._tail.clear()
-        self._num_trimmed_bytes = 0
+        self._tail = BodyTail()
         self._call = pool.send(method, target, headers, body, self, silence_s=silence_s)
         if self.exchange.paused:
             self._call.pause()
@@ -257,29 +242,20 @@ class Relay:
             self._boundary = EventBoundary() if self._translation is None else None
         self._head = _Head(status, headers, content_length, is_stream)
 
-    def on_chunk(self, wire: bytes) -> bool:
-        """Nearly every event comes this way. It is as short as it can be: between two events of a quiet stream the
-        caches forget it, and each call and each object more is paid for in misses."""
-        try:
-            is_chunk = wire.startswith(SIZE_LINES[len(wire)])
-        except IndexError:
-            return False
-        if is_chunk and self._write_chunk is not None and wire.endswith(_WHOLE_EVENTS):
-            self._spoke = True
-            tail = self._tail
-            tail += wire
-            if len(tail) > _TRIM_BYTES:
-                self._trim()
-            self._write_chunk(wire)
-            return True
-        return False
+    def chunk_receiver(self) -> Callable[[bytes], bool] | None:
+        """The fast path, between two events of a stream that the client gets in chunks; else None."""
+        if self._mode is not _EVENTS or self._boundary is None or not self._boundary.is_between_events:
+            return None
+        if self._passthrough is None:
+            write = self.exchange.chunk_writer()
+            if write is None:
+                return None
+            self._passthrough = ChunkPassthrough(write, self._tail)
+        return self._passthrough.take
 
     def on_data(self, data: bytes) -> None:
         """The node goes on: pass on what is whole."""
-        self._tail += data[-TAIL_BYTES:]
-        self._num_trimmed_bytes += max(0, len(data) - TAIL_BYTES)
-        if len(self._tail) > _TRIM_BYTES:
-            self._trim()
+        self.tail.push(data)
         if self._boundary is not None:
             data = self._boundary.push(data)
         elif self._translation is not None:
@@ -290,8 +266,6 @@ class Relay:
                 return
         if data:
             self._pass_on(data)
-        if self._mode is _EVENTS and self._boundary is not None:
-            self._write_chunk = self.exchange.chunk_writer() if self._boundary.is_between_events else None
 
     def on_end(self) -> None:
         """The node has said everything."""
@@ -335,10 +309,6 @@ class Relay:
 
     # --- inside
 
-    def _trim(self) -> None:
-        self._num_trimmed_bytes += len(self._tail) - TAIL_BYTES
-        del self._tail[:-TAIL_BYTES]
-
     def _rest(self) -> bytes:
         if self._translation is not None:
             return self._translation.finish()
@@ -381,6 +351,9 @@ class Relay:
 
     def on_tick(self, now: float) -> None:
         """Say that we are still here, if nothing was said for a while and this is a place to say it."""
+        if self._passthrough is not None and self._passthrough.is_active:
+            self._passthrough.is_active = False
+            self._spoke = True
         if self._spoke:
             self._spoke = False
             self._spoke_at = now
@@ -414,7 +387,6 @@ class Relay:
 
     def _done(self, outcome: Outcome) -> None:
         self.closed = True
-        self._write_chunk = None
         if self._keepalive is not None:
             self._ticker.discard(self)
         self._observer.on_done(self, outcome)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 
 import pytest
 
-from cortex.http.chunks import SIZE_LINES
+from cortex.http.chunks import SIZE_LINES, payload
 from cortex.http.request import Headers
 from cortex.http.upstream.connection import UpstreamConnection
 from cortex.http.upstream.faults import ConnectFailed, ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
@@ -35,12 +36,15 @@ class Recorder:
         assert not self.over.is_set()
         self.body += data
 
-    def on_chunk(self, wire: bytes) -> bool:
+    def chunk_receiver(self) -> Callable[[bytes], bool]:
+        return self.take_chunk
+
+    def take_chunk(self, wire: bytes) -> bool:
         assert self.said
         assert not self.over.is_set()
         if len(wire) >= len(SIZE_LINES) or not wire.startswith(SIZE_LINES[len(wire)]) or not wire.endswith(b"\r\n"):
             return False
-        self.body += wire[wire.index(b"\n") + 1 : -2]
+        self.body += payload(wire)
         self.chunks.append(wire)
         return True
 

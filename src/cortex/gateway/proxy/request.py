@@ -247,8 +247,8 @@ class ProxyRequest:
             self._pending = None
         lease = self._lease
         self._release(self._accounting.error_code)
-        told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
-        self._accounting.close(lease, outcome, told, relay.num_response_bytes)
+        told = (self._translation.usage if self._translation else None) or usage_in(bytes(relay.tail))
+        self._accounting.close(lease, outcome, told, relay.tail.num_bytes)
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from cortex.http.request import Headers
@@ -9,8 +10,7 @@ from cortex.http.upstream.faults import UpstreamFault
 
 
 class Sink(Protocol):
-    """Receives one answer: `on_head`, then `on_data` or `on_chunk` any number of times, then `on_end`; or `on_fault`
-    at any point.
+    """Receives one response: `on_head`, then `on_data` any number of times, then `on_end`; or `on_fault` at any point.
 
     Called on the loop's thread, never from inside `Pool.send`, and never again after `on_end`, `on_fault` or
     `UpstreamCall.abort`.
@@ -22,11 +22,12 @@ class Sink(Protocol):
     def on_data(self, data: bytes) -> None:
         """Body bytes: whatever one read brought, chunk framing removed; never empty."""
 
-    def on_chunk(self, wire: bytes) -> bool:
-        """Whatever one read brought between two chunks, offered as it came: most often one chunk that is one event.
+    def chunk_receiver(self) -> Callable[[bytes], bool] | None:
+        """Who is offered the next read unparsed, as it came; None to have it parsed. Asked between two chunks.
 
-        True when it was one whole chunk, framed as `chunks.frame` does it, and has been dealt with; the parser is not
-        shown it. False, and nothing has happened, when it is to come parsed, through `on_data`.
+        The receiver returns True when the read was one whole chunk, framed as `chunks.frame` does, and it has been
+        handled: the parser does not see it. The receiver returns False, with nothing done, for any other read, which
+        is then parsed and delivered through `on_data`.
         """
 
     def on_end(self) -> None:

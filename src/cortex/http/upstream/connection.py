@@ -47,8 +47,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._call: UpstreamCall | None = None
         self.kept = False
         """Has lain unused, so the node may have closed it without our knowing; set by the pool."""
-        self._on_chunk: Callable[[bytes], bool] | None = None
-        """The sink's, while the parser has seen whole chunks only: another whole one would leave it where it is."""
+        self._take_chunk: Callable[[bytes], bool] | None = None
+        """The sink's chunk receiver, set while the parser is between two chunks: it need not see another whole one."""
         self._reading_paused = False
         self._heard = True
         """Since the last tick; cheaper to note for each event than the time."""
@@ -98,7 +98,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def cut(self) -> None:
         """Close at once, without a word to anybody."""
-        self._call = self._on_chunk = None
+        self._call = self._take_chunk = None
         self.transport.abort()
 
     # --- the transport's callbacks
@@ -110,8 +110,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
-        on_chunk = self._on_chunk
-        if on_chunk is not None and on_chunk(data):
+        take_chunk = self._take_chunk
+        if take_chunk is not None and take_chunk(data):
             return
         call = self._call
         if call is None:
@@ -130,7 +130,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._malformed = f"its head is over {self._pool.limits.head_bytes} bytes"
         between_chunks = self._chunked and bool(self._body) and ends_with_chunk(data, self._body[-1])
         self._deliver(call)
-        self._on_chunk = call.sink.on_chunk if between_chunks and self._call is call else None
+        self._take_chunk = call.sink.chunk_receiver() if between_chunks and self._call is call else None
 
     def eof_received(self) -> None:
         self._over(None)

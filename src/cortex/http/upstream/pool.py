@@ -175,8 +175,8 @@ class _Collector:
         self._status = status
         self._headers = headers
 
-    def on_chunk(self, wire: bytes) -> bool:  # noqa: ARG002 - Sink's shape
-        return False
+    def chunk_receiver(self) -> None:
+        """Every read is parsed."""
 
     def on_data(self, data: bytes) -> None:
         self._body += data

@@ -1,32 +1,30 @@
-"""Telling whoever pays what a stream cost, although its client did not ask."""
+"""Adds the usage report for the gateway to a stream in any dialect."""
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Callable
 
-from cortex.wire import sse
+from cortex.wire import usage_report
 from cortex.wire.dialects import EventEncoder
-from cortex.wire.events import AnyEvent, Finish
-from cortex.wire.openai_chat.stream import usage_body
-from cortex.wire.response import total_usage
+from cortex.wire.events import AnyEvent, Failure, Finish, Usage
 
 
 class MeteredEncoder:
-    """A dialect's encoder that also says `: usage {…}`, an SSE comment, just before the last event.
+    """A dialect's encoder that appends the usage report to the last event. One per response.
 
-    Before, not behind: a client that hangs up at `[DONE]` must not take the bill with it. One per answer.
+    `usage` is read when the last choice has finished, or when the stream fails.
     """
 
-    def __init__(self, encoder: EventEncoder, *, num_choices: int) -> None:
+    def __init__(self, encoder: EventEncoder, usage: Callable[[], Usage], *, num_choices: int) -> None:
         self._encoder = encoder
-        self._num_choices = num_choices
-        self._finishes: list[Finish] = []
+        self._usage = usage
+        self._num_unfinished = num_choices
 
     def encode(self, event: AnyEvent) -> bytes:
         data = self._encoder.encode(event)
-        if not isinstance(event, Finish):
-            return data
-        self._finishes.append(event)
-        if len(self._finishes) < self._num_choices:
-            return data
-        return sse.comment(b"usage " + msgspec.json.encode(usage_body(total_usage(self._finishes)))) + data
+        if isinstance(event, Finish):
+            self._num_unfinished -= 1
+            is_last = self._num_unfinished == 0
+        else:
+            is_last = isinstance(event, Failure)
+        return data + usage_report.comment(self._usage()) if is_last else data

@@ -7,9 +7,10 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from fake_neuron import GB, begin_stream, chunk, plain_answer, until, usage_chunk
+from fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, plain_answer, until, usage_chunk
 
 from cortex.fleet.rules import EvictionRules
+from cortex.wire import usage_report
 from cortex.wire.node import ModelState
 
 READY = ModelState.READY
@@ -450,30 +451,68 @@ async def test_shutting_down_refuses_new_work_and_those_who_wait(neurons, start_
     await closing
 
 
-async def test_a_stream_whose_client_does_not_ask_is_metered_exactly(neurons, start_gateway):
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+def counted_tokens(client) -> dict[str, float]:
+    return {
+        name: float(line.rpartition(" ")[2])
+        for line in client.metrics().splitlines()
+        for name in ("prompt", "cached_prompt", "completion")
+        if line.startswith(f"cortex_{name}_tokens_total{{")
+    }
+
+
+REPORTED_TOKENS = {"prompt": 7.0, "cached_prompt": 4.0, "completion": 3.0}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_meters_what_the_node_reports_in_every_dialect(neurons, start_gateway, path, stream):
+    async def reporting(node, request, body):
+        if not stream:
+            headers = {usage_report.HEADER: usage_report.header_value(REPORTED)}
+            return web.Response(
+                body=b'{"usage":{"prompt_tokens":99}}', content_type="application/json", headers=headers
+            )
+        response = await begin_stream(request)
+        await response.write(b"data: first\n\n")
+        long_last_event = b"data: " + b"x" * 5000 + b"\n\n"
+        await response.write(long_last_event + usage_report.comment(REPORTED))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=reporting)
     client = await start_gateway(beast)
-    await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
-    text = client.metrics()
-    assert 'cortex_prompt_tokens_total{key="anonymous",model="a"} 7.0' in text
-    assert 'cortex_completion_tokens_total{key="anonymous",model="a"} 3.0' in text
+    async with client.session.post(client.url + path, json={"model": "a", "stream": stream}) as response:
+        await response.read()
+    assert counted_tokens(client) == REPORTED_TOKENS
 
 
-async def test_a_stream_that_tells_no_usage_is_not_free(neurons, start_gateway):
-    async def untold(node, request, body):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(neurons, start_gateway, stream):
+    async def unaware(node, request, body):
+        if not stream:
+            return web.json_response({"choices": [], "usage": USAGE})
+        response = await begin_stream(request)
+        for event in (chunk("a", {"content": "x"}), usage_chunk("a"), b"data: [DONE]\n\n"):
+            await response.write(event)
+        return response
+
+    foreign = await neurons("foreign", sizes={"a": GB}, answer=unaware)
+    client = await start_gateway(foreign=(foreign,))
+    body = {"model": "a", "messages": [], "stream": stream}
+    async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
+        await response.read()
+    assert counted_tokens(client) == REPORTED_TOKENS
+
+
+async def test_estimates_usage_of_a_response_without_a_report(neurons, start_gateway):
+    async def unreporting(node, request, body):
         response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "x" * 600}) + b"data: [DONE]\n\n")
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=untold)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=unreporting)
     client = await start_gateway(beast)
     await client.stream("/v1/chat/completions", {"model": "a", "messages": ["x" * 400], "stream": True})
-    counted = {
-        name: float(line.rpartition(" ")[2])
-        for line in client.metrics().splitlines()
-        for name in ("prompt", "completion")
-        if line.startswith(f"cortex_{name}_tokens_total{{")
-    }
+    counted = counted_tokens(client)
     assert counted["prompt"] >= 100
     assert counted["completion"] >= 2
 

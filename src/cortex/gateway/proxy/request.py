@@ -20,14 +20,18 @@ from cortex.gateway.proxy.envelope import Envelope
 from cortex.gateway.proxy.routes import CHAT, Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
-from cortex.gateway.proxy.usage import usage_in
+from cortex.gateway.proxy.usage import reported_usage
 from cortex.http.relay import Keepalive, Outcome, Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.telemetry import Span
-from cortex.wire import openai_chat
+from cortex.wire import openai_chat, usage_report
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.headers import PRINCIPAL
+
+_PRINCIPAL_HEADER = PRINCIPAL.encode()
+_USAGE_HEADER = usage_report.HEADER.encode()
 
 MAX_ATTEMPTS = 3
 """Nodes that one request may be sent to before it is given up."""
@@ -54,6 +58,7 @@ class ProxyRequest:
         "_span",
         "_stream",
         "_translation",
+        "_usage_header",
     )
 
     def __init__(
@@ -82,6 +87,7 @@ class ProxyRequest:
         self._pending: PendingRequest | None = None
         self._excluded = NOBODY
         self._translation: ChatTranslation | None = None
+        self._usage_header: bytes | None = None
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_request_bytes=len(body), stream=self._stream
         )
@@ -136,7 +142,7 @@ class ProxyRequest:
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._stream else b"application/json"),
             (b"x-request-id", self._id),
-            (b"x-cortex-principal", _header_value(self._admitted.reservation.principal)),
+            (_PRINCIPAL_HEADER, _header_value(self._admitted.reservation.principal)),
         )
         self._attempt = self._span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
@@ -189,6 +195,7 @@ class ProxyRequest:
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
         """A node that cannot take the request now is passed over while another can."""
         self._accounting.status = status
+        self._usage_header = next((value for name, value in headers if name == _USAGE_HEADER), None)
         lease = self._lease
         if status < 400 or lease is None or not self._route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
@@ -247,8 +254,13 @@ class ProxyRequest:
             self._pending = None
         lease = self._lease
         self._release(self._accounting.error_code)
-        told = (self._translation.usage if self._translation else None) or usage_in(bytes(relay.tail))
-        self._accounting.close(lease, outcome, told, relay.tail.num_bytes)
+        tail = relay.tail
+        if self._translation is not None:
+            usage = self._translation.usage
+        else:
+            is_foreign = lease is not None and not lease.has_lifecycle
+            usage = reported_usage(self._usage_header, bytes(tail), is_foreign=is_foreign)
+        self._accounting.close(lease, outcome, usage, tail.num_bytes)
 
 
 @lru_cache(maxsize=4096)

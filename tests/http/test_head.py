@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.http.head import HOP_BY_HOP, NOT_FOR_CLIENTS, NOT_FOR_NODES, encode_head, passing, status_line
+from cortex.http.head import HOP_BY_HOP, NOT_FOR_CLIENTS, NOT_FOR_NODES, encode_head, end_to_end, status_line
 
 
 @given(name=st.binary(max_size=20), value=st.binary(max_size=40))
@@ -29,11 +29,13 @@ def test_whatever_a_header_holds_it_stays_on_its_line(name, value):
 def test_hop_by_hop_headers_and_those_the_connection_claims_end_here(ending_here):
     headers = [(name, b"x") for name in HOP_BY_HOP if name != b"connection"]
     headers += [(b"connection", b"Close, X-Mine"), (b"x-mine", b"1"), (b"x-yours", b"2"), (b"content-length", b"3")]
-    assert passing(headers, ending_here) == [(b"x-yours", b"2")]
+    assert end_to_end(headers, ending_here) == [(b"x-yours", b"2")]
 
 
 def test_a_connection_header_cannot_take_the_framing_away():
-    assert passing([(b"connection", b"close"), (b"authorization", b"x")], NOT_FOR_NODES) == [(b"authorization", b"x")]
+    assert end_to_end([(b"connection", b"close"), (b"authorization", b"x")], NOT_FOR_NODES) == [
+        (b"authorization", b"x")
+    ]
 
 
 @pytest.mark.parametrize(

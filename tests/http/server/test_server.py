@@ -306,7 +306,7 @@ async def test_a_client_that_reads_nothing_is_dropped(stage):
 
     def flood(exchange: Exchange) -> None:
         exchange.start(200, ())
-        exchange.on_close(lambda: left.append(True))
+        exchange.on_disconnect(lambda: left.append(True))
         while not exchange.paused:
             exchange.write(bytes(65536))
 

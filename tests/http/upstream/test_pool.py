@@ -147,7 +147,7 @@ async def test_a_fresh_connection_that_dies_is_not_tried_again(stage):
 
     node = await stage.node(die)
     pool = stage.pool(node.origin)
-    with pytest.raises(ConnectionLost, match="before answering"):
+    with pytest.raises(ConnectionLost, match="before responding"):
         await pool.fetch(b"GET", b"/", timeout_s=30)
     assert node.num_connections == 1
 

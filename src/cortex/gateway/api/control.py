@@ -195,7 +195,7 @@ class Control:
 
         exchange.start(200, _EVENT_HEADERS)
         exchange.write(sse.COMMENT)
-        exchange.on_close(self._event_log.subscribe(tell))
+        exchange.on_disconnect(self._event_log.subscribe(tell))
 
 
 def _read_order(body: bytes) -> _Order:

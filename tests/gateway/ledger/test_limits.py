@@ -99,7 +99,7 @@ def test_what_other_gateways_have_reserved_is_not_there_to_spend() -> None:
     limited = account(Spent(total=20, reserved_elsewhere=50), balance_tokens=100)
     with pytest.raises(InsufficientQuota, match="has 30 of 100"):
         limited.reserve(tokens(31), NOW)
-    limited.book(Spent(total=60), {})
+    limited.synchronise(Spent(total=60), {})
     limited.reserve(tokens(40), NOW)
 
 
@@ -136,7 +136,7 @@ def test_booking_replaces_what_was_known_by_what_the_books_say() -> None:
     minute = int(NOW // 60)
     limited.settle(limited.reserve(tokens(10), NOW), 10, NOW)
     limited.settle(limited.reserve(tokens(5), NOW), 5, NOW)
-    limited.book(Spent(by_minute={minute: 110}, total=310), {minute: 10})
+    limited.synchronise(Spent(by_minute={minute: 110}, total=310), {minute: 10})
     assert (limited.window_spent(NOW), limited.total_spent()) == (115, 315)
 
 

@@ -122,7 +122,7 @@ def test_a_lost_connection_is_made_again(postgres_url: str) -> None:
     store = open_store(postgres_url)
     with psycopg.connect(postgres_url, autocommit=True) as other:
         other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
-    with pytest.raises(StoreError, match="cannot use the spend database postgresql at"):
+    with pytest.raises(StoreError, match="cannot use the usage database postgresql at"):
         store.exchange({slot("lost"): counts(1, 1)}, {})
     assert store.exchange({slot("lost"): counts(1, 1)}, {"lost": 0})["lost"].total == 2
     store.close()
@@ -135,7 +135,7 @@ def test_an_unusable_file_is_named(tmp_path: Path, content: bytes | None) -> Non
         path.mkdir()
     else:
         path.write_bytes(content)
-    with pytest.raises(StoreError, match=r"cannot use the spend database .*spend\.db"):
+    with pytest.raises(StoreError, match=r"cannot use the usage database .*spend\.db"):
         open_store(str(path))
 
 

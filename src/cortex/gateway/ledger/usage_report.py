@@ -1,4 +1,4 @@
-"""What was used, for `cortex usage` and whoever bills by it."""
+"""Usage by key, model, node or day, for `cortex usage` and for billing."""
 
 from __future__ import annotations
 

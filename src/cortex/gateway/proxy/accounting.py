@@ -1,4 +1,4 @@
-"""What is kept of one inference request, and told of it when it is over: its bill, counters, span and log line."""
+"""Accounts for one inference request when it has ended: usage, counters, span and log line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger("cortex.access")
 STATUS_CODE = "http.response.status_code"
 BYTES_PER_TOKEN = 4
 BYTES_PER_STREAMED_TOKEN = 200
-"""An event that carries one token, with its envelope."""
+"""The size of an event with one token."""
 
 
 class RequestAccounting:
-    """Written by the passage as it goes, closed by it exactly once."""
+    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
 
     __slots__ = (
         "_admitted",
@@ -60,41 +60,41 @@ class RequestAccounting:
         self._stream = stream
         self._started_at = services.clock()
         self.status = 0
-        """As the client saw it, or would have; 0 before there is one."""
+        """The HTTP status for the client; 0 before there is one."""
         self.error_code: str | None = None
         self.num_attempts = 0
-        """Nodes it was sent to."""
+        """How often it was sent to a node."""
         self.overhead_s: float | None = None
-        """What the gateway itself took to send it the first time."""
+        """The time that the gateway itself took until it first sent the request."""
         self.first_data_at: float | None = None
 
     def sent(self, lease: Lease) -> None:
-        """It goes to a node now."""
+        """The request is about to be sent to a node."""
         if self.overhead_s is None:
             self.overhead_s = self._services.clock() - self._started_at - lease.waited_s
         self.num_attempts += 1
 
     def failed_at(self, lease: Lease) -> None:
-        """A node did not serve it; another may."""
+        """A node did not serve the request; another one may."""
         self._services.metrics.retries.labels(self._admitted.model, lease.node).inc()
 
-    def close(self, lease: Lease | None, outcome: Outcome, told: Usage | None, num_response_bytes: int) -> None:
-        """The answer is over. `lease` is the last node's, `told` what the answer itself says it cost."""
+    def close(self, lease: Lease | None, outcome: Outcome, reported: Usage | None, num_response_bytes: int) -> None:
+        """The response has ended. `lease` is the last node's, `reported` the usage that the response reports."""
         services = self._services
         now = services.clock()
         node = lease.node if lease is not None else ""
-        left = outcome is Outcome.CLIENT_DISCONNECTED
-        has_answer = self.first_data_at is not None and self.status < 400 and self._route.generates
-        guess = self._guess(num_response_bytes) if has_answer else None
-        usage = told if has_answer else None
-        if left and usage is None and lease is not None and lease.has_lifecycle and self._route.generates:
-            services.disconnected_usage.ask(
-                services.nodes.get(node), self._id.decode(), guess, partial(self._settle, node)
+        disconnected = outcome is Outcome.CLIENT_DISCONNECTED
+        has_response = self.first_data_at is not None and self.status < 400 and self._route.generates
+        estimate = self._estimate(num_response_bytes) if has_response else None
+        usage = reported if has_response else None
+        if disconnected and usage is None and lease is not None and lease.has_lifecycle and self._route.generates:
+            services.disconnected_usage.fetch(
+                services.nodes.get(node), self._id.decode(), estimate, partial(self._settle, node)
             )
         else:
-            usage = usage or guess
+            usage = usage or estimate
             self._settle(node, usage)
-        if left:
+        if disconnected:
             services.metrics.disconnects.labels(self._phase()).inc()
         if failure := self._failure():
             services.metrics.errors.labels(self._admitted.model, node, failure).inc()
@@ -105,15 +105,15 @@ class RequestAccounting:
         if services.config.access_log:
             self._log(node, now, outcome, usage)
 
-    def _guess(self, num_response_bytes: int) -> Usage:
-        """What an answer that does not say so cost, roughly, from its size: it is never free."""
+    def _estimate(self, num_response_bytes: int) -> Usage:
+        """A rough estimate by size, for a response that reports no usage: it must not be free."""
         return Usage(
             prompt_tokens=self._num_request_bytes // BYTES_PER_TOKEN,
             completion_tokens=num_response_bytes // (BYTES_PER_STREAMED_TOKEN if self._stream else BYTES_PER_TOKEN),
         )
 
     def _settle(self, node: str, usage: Usage | None) -> None:
-        """Settle with what was used, as soon as that is known."""
+        """Record the usage, once it is known."""
         model, reservation = self._admitted.model, self._admitted.reservation
         reservation.settle(usage, model=model, node=node)
         if usage is not None:
@@ -134,7 +134,7 @@ class RequestAccounting:
         traffic.duration.observe(now - self._started_at)
         if self.overhead_s is not None:
             metrics.overhead.observe(self.overhead_s)
-        # A whole answer's first byte is its last token's: only streams show when the first one came.
+        # The first byte of a whole response comes with its last token: only streams show when the first token came.
         first = self.first_data_at if self._stream else None
         if first is not None:
             traffic.first_token.observe(first - self._started_at)

@@ -1,7 +1,7 @@
-"""One inference request on its way through: node after node until one answers.
+"""One inference request: sent to one node after the other until one responds.
 
-Callback-driven: a passage is the observer of its relay and owns nothing but its own progress. It costs no task,
-and while the answer flows it does nothing per chunk. What is told of it afterwards is its record's business.
+A `ProxyRequest` is the observer of its relay. It works in callbacks, so it needs no task, and it does nothing per chunk
+while the response is relayed. Its `RequestAccounting` records the result.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PRINCIPAL_HEADER = PRINCIPAL.encode()
 _USAGE_HEADER = usage_report.HEADER.encode()
 
 MAX_ATTEMPTS = 3
-"""Nodes that one request may be sent to before it is given up."""
+"""How often one request may be sent before it is rejected."""
 
 
 class ProxyRequest:
-    """One admitted request. Observer of its relay; ends exactly once, in `on_done`."""
+    """One admitted request. Ends exactly once, in `on_done`."""
 
     __slots__ = (
         "_accounting",
@@ -98,11 +98,11 @@ class ProxyRequest:
             keepalive=Keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if self._stream else None,
             extra_headers=((b"x-request-id", id),),
         )
-        # Gone once the answer is complete: passage and relay know each other, and a cycle would outlive them.
+        # Cleared in `on_done`: request and relay refer to each other, and the cycle would outlive them.
         self._relay: Relay | None = None if relay.closed else relay
 
     def go(self) -> None:
-        """Find a node, or wait for one."""
+        """Get a lease for a node, or wait for one."""
         if self._relay is None:
             return
         pending = self._pending = PendingRequest(
@@ -118,18 +118,18 @@ class ProxyRequest:
         self._services.admission.ask(pending)
 
     def _deliver(self, result: Lease | CortexError) -> None:
-        """There is a node, or will be none."""
+        """There is a lease, or there will be none."""
         self._pending = None
         if isinstance(result, Lease):
             try:
                 self._send(result)
             except CortexError as error:
-                self._refuse(error)
+                self._reject(error)
         else:
-            self._refuse(result)
+            self._reject(result)
 
     def _send(self, lease: Lease) -> None:
-        assert self._relay is not None  # nobody sends after the end
+        assert self._relay is not None  # nothing is sent after the end
         self._lease = lease
         services = self._services
         node = services.nodes[lease.node]
@@ -159,7 +159,7 @@ class ProxyRequest:
         )
 
     def _relayed_body(self) -> bytes:
-        """What was received, with the model's name where the client wrote an alias."""
+        """The client's body, with the model's name in place of an alias."""
         if self._body is None:
             self._body = self._received
             if self._envelope.model != self._model:
@@ -167,15 +167,15 @@ class ProxyRequest:
         return self._body
 
     def _translated(self) -> tuple[bytes, ChatTranslation]:
-        """The request in OpenAI chat, and what turns the answer back. Raises CortexError on a body it cannot read."""
+        """The request in OpenAI chat, and the translation of the response. Raises CortexError on an invalid body."""
         request = self._route.codec.parse(self._relayed_body())
-        answer_id = self._route.codec.ID_PREFIX + self._id.decode().removeprefix("req_")
+        response_id = self._route.codec.ID_PREFIX + self._id.decode().removeprefix("req_")
         name = self._envelope.model or request.model
         body = openai_chat.build(msgspec.structs.replace(request, model=self._model))
-        return body, ChatTranslation(self._route, request, id=answer_id, model=name)
+        return body, ChatTranslation(self._route, request, id=response_id, model=name)
 
     def _release(self, fault: str | None = None) -> None:
-        """The node has done what it will do for this request; `fault` is why it did not do all of it."""
+        """Return the lease; `fault` is why the node did not complete the request."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.end({STATUS_CODE: self._accounting.status} if self._accounting.status else {}, error=fault)
@@ -183,24 +183,24 @@ class ProxyRequest:
         if lease is not None:
             self._services.admission.release(lease)
 
-    def _refuse(self, error: CortexError) -> None:
+    def _reject(self, error: CortexError) -> None:
         self._accounting.error_code = error.code
-        answer = error_response(error, self._route.family)
-        self._accounting.status = answer.status
+        response = error_response(error, self._route.family)
+        self._accounting.status = response.status
         if self._relay is not None:
-            self._relay.reject(answer.status, answer.headers, answer.body, self._route.codec.stream_error(error))
+            self._relay.reject(*response, self._route.codec.stream_error(error))
 
-    # The relay's observer.
+    # --- the relay's callbacks
 
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
-        """A node that cannot take the request now is passed over while another can."""
+        """Try another node when this one cannot serve the request now and another may."""
         self._accounting.status = status
         self._usage_header = next((value for name, value in headers if name == _USAGE_HEADER), None)
         lease = self._lease
         if status < 400 or lease is None or not self._route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
         if status == 404 and lease.has_lifecycle:
-            # It was there at the last poll: somebody else unloaded it. Its node will load it again.
+            # The model was there at the last poll and has been unloaded since. Its node will load it again.
             self._services.admission.gone(lease)
             self._excluded = NOBODY
         elif status in (503, 529) and lease.has_alternatives:
@@ -216,38 +216,38 @@ class ProxyRequest:
         self._accounting.first_data_at = self._services.clock()
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002
-        """Nothing was sent to the client yet: another node may answer, or this one once it is back."""
+        """The client has nothing yet: try another node, or this one again once it is back."""
         assert self._lease is not None
         node = self._lease.node
         self._services.admission.suspect(node, str(fault))
         self._accounting.failed_at(self._lease)
         self._release(str(fault))
         if self._accounting.num_attempts >= MAX_ATTEMPTS or not self._route.generates:
-            self._refuse(UpstreamUnavailable(f"Node {node} failed before it answered: {fault}"))
+            self._reject(UpstreamUnavailable(f"Node {node} failed before it responded: {fault}"))
             return
         self._excluded |= {node}
         self.go()
 
     def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
-        """A refusal that came after the first keepalive is told inside the stream."""
+        """Report an error that came after the first keepalive inside the stream."""
         node = self._lease.node if self._lease else ""
         error = foreign_error(status, body) if self._translation else error_from(node, status, body)
         self._accounting.error_code = error.code
         return self._route.codec.stream_error(error)
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
-        """The node died after its first byte."""
+        """The node failed after its first byte."""
         node = self._lease.node if self._lease else ""
         if self._lease is not None:
             self._services.admission.suspect(node, str(fault))
         error = UpstreamInterrupted(
-            f"Node {node} broke off in the middle of its answer: {fault}. Send the request again."
+            f"Node {node} failed in the middle of its response: {fault}. Send the request again."
         )
         self._accounting.error_code = error.code
         return self._route.codec.stream_error(error)
 
     def on_done(self, relay: Relay, outcome: Outcome) -> None:
-        """Give back what is held, and have the record closed."""
+        """Return the lease and account for the request."""
         self._relay = None
         if self._pending is not None:
             self._services.admission.cancel(self._pending)
@@ -265,5 +265,5 @@ class ProxyRequest:
 
 @lru_cache(maxsize=4096)
 def _header_value(text: str) -> bytes:
-    """`text`, which may be any name an operator gave, as one safe header value."""
+    """`text`, any name that an operator chose, as a safe header value."""
     return quote(text, safe=" @._-").encode()

@@ -115,8 +115,8 @@ class Keyring:
     def recognise(self, text: str) -> KeySection:
         """The key with this text. Raises `InvalidAPIKey`."""
         key = self._by_id.get(text[len(PREFIX) + 1 : len(PREFIX) + 1 + _ID_LENGTH])
-        # An unknown id is hashed as well: the time taken must not reveal which ids exist. Text longer than a key is cut:
-        # the cost must not depend on its length.
+        # An unknown id is hashed as well, because the time taken must not reveal which ids exist. Text longer than a
+        # key is cut, because the cost must not depend on its length.
         digest = _hash(text[: _KEY_LENGTH + 1])
         if key is None or not hmac.compare_digest(digest, key.sha256):
             raise InvalidAPIKey("This API key is unknown; ask the operator for one (`cortex keys add`).")

@@ -13,6 +13,7 @@ import msgspec
 
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.wire.events import Usage
+from cortex.wire.response import summed
 
 GroupBy = Literal["key", "model", "node", "day"]
 
@@ -122,16 +123,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         return self.usage.prompt_tokens + self.usage.completion_tokens
 
     def __add__(self, other: Counts) -> Counts:
-        mine, theirs = self.usage, other.usage
-        return Counts(
-            requests=self.requests + other.requests,
-            usage=Usage(
-                prompt_tokens=mine.prompt_tokens + theirs.prompt_tokens,
-                cached_tokens=mine.cached_tokens + theirs.cached_tokens,
-                completion_tokens=mine.completion_tokens + theirs.completion_tokens,
-                reasoning_tokens=mine.reasoning_tokens + theirs.reasoning_tokens,
-            ),
-        )
+        return Counts(requests=self.requests + other.requests, usage=summed((self.usage, other.usage)))
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -223,18 +215,8 @@ def read_usage(execute: Execute, group: GroupBy, bounds: tuple[int, int]) -> lis
 
 def _row(slot: Slot, counts: Counts) -> tuple[str | int, ...]:
     usage = counts.usage
-    return (
-        slot.minute,
-        slot.key_id,
-        slot.key_name,
-        slot.model,
-        slot.node,
-        counts.requests,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-        usage.reasoning_tokens,
-    )
+    tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens)
+    return (slot.minute, slot.key_id, slot.key_name, slot.model, slot.node, counts.requests, *tokens)
 
 
 def _counts(row: Sequence[Any]) -> Counts:

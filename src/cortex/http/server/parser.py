@@ -44,33 +44,6 @@ class RequestParser:
     record; decisions are made after `feed_data` has returned.
     """
 
-    __slots__ = (
-        "_admit_head",
-        "_admitted",
-        "_body",
-        "_body_limit",
-        "_buffered",
-        "_client",
-        "_content_length",
-        "_declines_upgrade",
-        "_headers",
-        "_http_10",
-        "_keeps_head",
-        "_limits",
-        "_num_held_bytes",
-        "_num_joined_pieces",
-        "_num_message_bytes",
-        "_parser",
-        "_target",
-        "in_head",
-        "in_message",
-        "method",
-        "num_body_bytes",
-        "owes_continue",
-        "ready",
-        "rejection",
-    )
-
     def __init__(self, limits: ClientLimits, buffered: Buffered, admit_head: AdmitHead | None, client: str) -> None:
         self._limits = limits
         self._buffered = buffered

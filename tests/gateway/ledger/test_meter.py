@@ -51,7 +51,7 @@ async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tu
     return ledger, KeyedMeter(ledger)
 
 
-async def test_a_request_reserves_settles_and_is_written(database: str) -> None:
+async def test_request_reserves_settles_and_is_written(database: str) -> None:
     key = generate("alice", balance_tokens=1000)
     ledger, meter = await opened(database, key)
     reservation = admit(meter, key)
@@ -91,7 +91,7 @@ async def test_gateways_on_one_database_see_each_others_spend(database: str) -> 
 
 
 @pytest.mark.parametrize("header", [b"authorization", b"x-api-key"])
-async def test_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
+async def test_accepts_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
     key = generate("alice")
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     text = key.text.encode()
@@ -110,7 +110,7 @@ async def test_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
         [(b"x-api-key", b"")],
     ],
 )
-async def test_without_a_good_key_nobody_gets_in(tmp_path: object, headers: list[tuple[bytes, bytes]]) -> None:
+async def test_rejects_requests_without_a_valid_key(tmp_path: object, headers: list[tuple[bytes, bytes]]) -> None:
     ledger, meter = await opened(f"{tmp_path}/spend.db", generate("alice"))
     with pytest.raises(InvalidAPIKey):
         meter.admit(request(*headers), Estimate(1, None))
@@ -119,7 +119,7 @@ async def test_without_a_good_key_nobody_gets_in(tmp_path: object, headers: list
     await ledger.close()
 
 
-async def test_refusals_take_nothing(tmp_path: object) -> None:
+async def test_rejections_reserve_nothing(tmp_path: object) -> None:
     key = generate("alice", models=("m",), requests_per_min=2, balance_tokens=10_000)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     admit(meter, key, limit=None)
@@ -130,7 +130,7 @@ async def test_refusals_take_nothing(tmp_path: object) -> None:
     await ledger.close()
 
 
-async def test_a_cancelled_reservation_is_given_back_and_not_recorded(tmp_path: object) -> None:
+async def test_cancelled_reservation_is_returned_and_not_recorded(tmp_path: object) -> None:
     key = generate("alice", models=("m",), balance_tokens=200)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     reservation = admit(meter, key)
@@ -145,7 +145,7 @@ async def test_a_cancelled_reservation_is_given_back_and_not_recorded(tmp_path: 
     store.close()
 
 
-async def test_an_unanswered_request_costs_nothing_but_is_counted(tmp_path: object) -> None:
+async def test_request_without_a_response_counts_and_uses_no_tokens(tmp_path: object) -> None:
     key = generate("alice", balance_tokens=200)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     for _ in range(3):
@@ -197,7 +197,7 @@ class Away:
         self.store.close()
 
 
-async def test_a_database_that_goes_away_loses_nothing(database: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_loses_nothing_while_the_database_is_unavailable(database: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     key, clock = generate("alice", balance_tokens=500), Clock()
     store = Away(open_store(database))
@@ -223,7 +223,7 @@ async def test_a_database_that_goes_away_loses_nothing(database: str, caplog: py
     again.close()
 
 
-async def test_spend_is_written_without_being_asked(tmp_path: object) -> None:
+async def test_writes_spend_regularly(tmp_path: object) -> None:
     key = generate("alice")
     store = open_store(f"{tmp_path}/spend.db")
     ledger = Ledger(store, Keyring([key.section]), flush_s=0.01)
@@ -240,7 +240,7 @@ async def test_spend_is_written_without_being_asked(tmp_path: object) -> None:
     await ledger.close()
 
 
-async def test_a_flush_in_the_middle_of_settling_counts_everything_once(tmp_path: object) -> None:
+async def test_flush_during_settling_counts_everything_once(tmp_path: object) -> None:
     key = generate("alice", balance_tokens=10**9)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
 
@@ -267,7 +267,7 @@ async def crash(ledger: Ledger) -> None:
     await ledger.flush()
 
 
-async def test_what_a_killed_gateway_had_reserved_stays_charged(database: str) -> None:
+async def test_reservations_of_a_killed_gateway_stay_charged(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     dead, meter = await opened(database, key)
     admit(meter, key, limit=300)
@@ -278,7 +278,7 @@ async def test_what_a_killed_gateway_had_reserved_stays_charged(database: str) -
     await ledger.close()
 
 
-async def test_what_settled_before_the_crash_is_charged_as_used(database: str) -> None:
+async def test_usage_settled_before_a_crash_is_charged_as_used(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     dead, meter = await opened(database, key)
     reservation = admit(meter, key, limit=300)
@@ -313,7 +313,7 @@ async def test_reservations_of_a_dead_gateway_become_usage_after_its_lease(datab
     store.close()
 
 
-async def test_a_living_gateway_keeps_its_reservations_however_long_its_requests_run(database: str) -> None:
+async def test_running_gateway_keeps_its_reservations(database: str) -> None:
     key, clock = generate("alice", balance_tokens=500), Clock()
     busy, meter = await opened(database, key, clock=clock)
     other, _ = await opened(database, key, clock=clock)
@@ -330,7 +330,7 @@ async def test_a_living_gateway_keeps_its_reservations_however_long_its_requests
     await other.close()
 
 
-async def test_a_gateway_that_was_only_paused_takes_back_what_was_charged_for_it(database: str) -> None:
+async def test_paused_gateway_reverses_what_was_charged_for_it(database: str) -> None:
     key, clock = generate("alice", balance_tokens=500), Clock()
     paused, meter = await opened(database, key, clock=clock)
     other, _ = await opened(database, key, clock=clock)
@@ -348,7 +348,7 @@ async def test_a_gateway_that_was_only_paused_takes_back_what_was_charged_for_it
     await other.close()
 
 
-async def test_a_request_that_ends_between_two_flushes_leaves_no_reservation(database: str) -> None:
+async def test_request_that_ends_between_two_flushes_leaves_no_reservation(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     ledger, meter = await opened(database, key)
     settle(admit(meter, key), 1, 1)
@@ -359,7 +359,7 @@ async def test_a_request_that_ends_between_two_flushes_leaves_no_reservation(dat
     await ledger.close()
 
 
-async def test_a_clean_shutdown_leaves_no_reservation(database: str) -> None:
+async def test_clean_shutdown_leaves_no_reservation(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     ledger, meter = await opened(database, key)
     reservation = admit(meter, key)
@@ -371,7 +371,7 @@ async def test_a_clean_shutdown_leaves_no_reservation(database: str) -> None:
     reader.close()
 
 
-async def test_a_request_whose_cost_nobody_can_report_is_charged_in_full(tmp_path: object) -> None:
+async def test_request_of_unknown_usage_is_charged_in_full(tmp_path: object) -> None:
     key = generate("alice", balance_tokens=500)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     admit(meter, key).settle_in_full(model="m", node="n")

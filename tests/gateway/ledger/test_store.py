@@ -69,7 +69,7 @@ def test_usage_by_key_model_node_and_day(database: str) -> None:
     store.close()
 
 
-def test_a_batch_is_written_whole_or_not_at_all(database: str) -> None:
+def test_writes_a_whole_batch_or_nothing(database: str) -> None:
     store = open_store(database)
     broken = Counts(requests=None)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="requests"):
@@ -99,7 +99,7 @@ def write(database: str, order: str, script: str = WRITER) -> subprocess.Popen[b
     return subprocess.Popen([sys.executable, "-c", script, database, order], env=environment)
 
 
-def test_processes_that_start_and_write_together_lose_nothing(database: str) -> None:
+def test_concurrent_processes_lose_nothing(database: str) -> None:
     writers = [write(database, order) for order in ("abc", "cba", "bca")]
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
     store = open_store(database)
@@ -108,7 +108,7 @@ def test_processes_that_start_and_write_together_lose_nothing(database: str) -> 
     store.close()
 
 
-def test_what_was_committed_outlives_a_killed_process(database: str) -> None:
+def test_committed_usage_survives_a_killed_process(database: str) -> None:
     script = WRITER.replace("store.close()", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert write(database, "a", script).wait(timeout=60) == -signal.SIGKILL
     store = open_store(database)
@@ -116,7 +116,7 @@ def test_what_was_committed_outlives_a_killed_process(database: str) -> None:
     store.close()
 
 
-def test_a_lost_connection_is_made_again(postgres_url: str) -> None:
+def test_reconnects_after_a_lost_connection(postgres_url: str) -> None:
     import psycopg
 
     store = open_store(postgres_url)
@@ -129,7 +129,7 @@ def test_a_lost_connection_is_made_again(postgres_url: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"this is no database, whatever its name says" * 50, None])
-def test_an_unusable_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+def test_error_names_an_unusable_file(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "spend.db"
     if content is None:
         path.mkdir()
@@ -139,7 +139,7 @@ def test_an_unusable_file_is_named(tmp_path: Path, content: bytes | None) -> Non
         open_store(str(path))
 
 
-def test_an_unreachable_server_is_named_without_its_password() -> None:
+def test_error_names_an_unreachable_server_without_its_password() -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(StoreError, match=r"postgresql at 127\.0\.0\.1") as caught:
         open_store("postgresql://someone:secret-word@127.0.0.1:1/none")

@@ -142,7 +142,7 @@ async def ask(client, method: str, path: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", INFERENCE)
-async def test_inference_routes_take_garbage(client, path):
+async def test_inference_routes_survive_garbage(client, path):
     for data in garbage():
         await ask(client, "POST", path, data)
     assert (await client.chat("a"))[0] == 200
@@ -150,14 +150,14 @@ async def test_inference_routes_take_garbage(client, path):
 
 
 @pytest.mark.parametrize("path", INFERENCE)
-async def test_inference_routes_take_what_is_almost_right(client, translating, path):
+async def test_inference_routes_survive_almost_valid_bodies(client, translating, path):
     for number, data in enumerate(almost_right(11, 60)):
         await ask((client, translating)[number % 2], "POST", path, data)
     assert translating.gateway.dispatcher.in_flight == client.gateway.dispatcher.in_flight == {}
 
 
 @pytest.mark.parametrize("path", CONTROL)
-async def test_control_routes_take_garbage_and_any_method(client, path):
+async def test_control_routes_survive_garbage_and_any_method(client, path):
     for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         for data in (b"", b"nonsense", b'{"node": 7}', b'{"node": "nowhere"}', b"[" * 100_000, b"\xff"):
             await ask(client, method, path, data)

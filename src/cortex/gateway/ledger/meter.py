@@ -175,6 +175,7 @@ class Metering:
         self.meter = KeyedMeter(self._ledger) if self._ledger is not None and config.keys else OpenMeter()
 
     async def close(self) -> None:
-        """Write the remaining usage. Raises `StoreError` when that fails."""
-        if self._ledger is not None:
-            await self._ledger.close()
+        """Write the remaining usage. Idempotent. Raises `StoreError` when that fails."""
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            await ledger.close()

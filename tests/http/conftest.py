@@ -224,9 +224,8 @@ class Harness:
             observer = RecordingObserver(list(pools), exchange, translation)
             self.observers.append(observer)
             keepalive = Keepalive(b": still here\n\n", keepalive_s) if keepalive_s is not None else None
-            relay = Relay(
-                exchange, observer, self.ticker, keepalive=keepalive, extra_headers=((b"x-request-id", b"r1"),)
-            )
+            headers = ((b"x-request-id", b"r1"),)
+            relay = Relay(exchange, observer, self.ticker, keepalive=keepalive, extra_headers=headers)
             observer.attempt(relay)
 
         return await self.server(handler, **limits)

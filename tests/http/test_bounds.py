@@ -1,4 +1,4 @@
-"""What clients can make the server hold and log: every kind of flood stays within a configured bound."""
+"""Every kind of flood stays within a configured bound of memory and log lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Flood:
         self.num_sent_bytes = 0
 
     async def until_blocked(self, most_bytes: int) -> None:
-        """Send until the server stops reading or hangs up, or `most_bytes` have gone."""
+        """Send until the server stops reading or closes, or `most_bytes` have gone."""
         while self.num_sent_bytes < most_bytes:
             self._writer.write(self._piece)
             try:
@@ -71,7 +71,7 @@ async def test_stops_serving_pipelined_requests_while_the_client_reads_no_respon
     await flood.until_blocked(100_000_000)
     assert flood.num_sent_bytes < 50_000_000, "the server stopped reading"
     served = num_served
-    assert served < 500, "sockets hold some responses, the server must not hold the rest"
+    assert served < 500, "the sockets buffer some responses, the server must not buffer the others"
     await asyncio.sleep(0.05)
     assert num_served == served
     writer.transport.resume_reading()
@@ -231,7 +231,7 @@ async def test_joins_tiny_chunks_of_a_body(harness):
     await harness.eventually(lambda: server.buffered.num_bytes == 300_000)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert after - before < 3 * 300_000, "one object for each chunk is twenty times as much"
+    assert after - before < 3 * 300_000, "one object per chunk takes twenty times as much"
     writer.write(b"0\r\n\r\n")
     assert (await harness.read_message(reader))[1] == b"300000"
 

@@ -1,4 +1,4 @@
-"""One way to frame, and nothing else taken for it."""
+"""Only our own framing is recognised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from cortex.http.chunks import LAST, SIZE_LINES, ends_with_chunk, frame, payload
 
 LONGEST_BYTES = 4089
-"""Of the chunks that are looked at: with a size line and the closing line break they are 4 KiB long."""
+"""The longest data of a recognised chunk: with its framing it is 4 KiB long."""
 
 
 def is_chunk(wire: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Events stay whole, however the bytes are cut."""
+"""Events stay whole, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 @pytest.mark.parametrize(
-    ("events", "left"),
+    ("events", "rest"),
     [
         (b"", b""),
         (PING + PING, b""),
@@ -27,8 +27,8 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
         (b"data: 1\n\n: later\n\n", b"data: 1\n\n: later\n\n"),
     ],
 )
-def test_drops_only_leading_keepalives(events, left):
-    assert after_keepalives(events, PING) == left
+def test_drops_only_leading_keepalives(events, rest):
+    assert after_keepalives(events, PING) == rest
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Heads cannot be broken out of, and only end-to-end headers travel."""
+"""Headers cannot inject lines, and only end-to-end headers are passed on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_a_header_cannot_break_out_of_its_line(name, value):
     ]
 
 
-@pytest.mark.parametrize("ending_here", [NOT_FOR_NODES, NOT_FOR_CLIENTS])
-def test_drops_hop_by_hop_headers_and_those_that_connection_lists(ending_here):
+@pytest.mark.parametrize("dropped", [NOT_FOR_NODES, NOT_FOR_CLIENTS])
+def test_drops_hop_by_hop_headers_and_those_that_connection_lists(dropped):
     headers = [(name, b"x") for name in HOP_BY_HOP if name != b"connection"]
     headers += [(b"connection", b"Close, X-Mine"), (b"x-mine", b"1"), (b"x-yours", b"2"), (b"content-length", b"3")]
-    assert end_to_end(headers, ending_here) == [(b"x-yours", b"2")]
+    assert end_to_end(headers, dropped) == [(b"x-yours", b"2")]
 
 
 def test_ordinary_connection_header_drops_no_other():

@@ -1,4 +1,4 @@
-"""The fast path sends whole chunks of whole events, and the tail that it leaves has no framing."""
+"""The fast path sends whole chunks of whole events, and the tail has no framing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client and node joined: every byte, both paces, and every way in which either can leave."""
+"""The relay: all bytes pass, at the pace of the slower side, however either side ends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def refused_pool(harness):
-    """A pool for an address where nobody listens."""
+async def unreachable_pool(harness):
+    """A pool for an address where nothing listens."""
     node = await harness.responding(b"")
     node.close()
     await asyncio.sleep(0.005)
@@ -141,7 +141,7 @@ async def test_sends_keepalives_on_the_wall_clock_while_waiting(harness):
         await node.read(reader)
         await go.wait()
         writer.write(STREAM_HEAD + chunk(b"data: hal"))
-        await asyncio.sleep(0.15)  # a pause inside an event: nothing may be said here
+        await asyncio.sleep(0.15)  # a pause inside an event: nothing may be sent here
         writer.write(chunk(b"f\n\n") + END)
         await reader.read()
 
@@ -182,7 +182,7 @@ async def test_first_keepalive_sends_the_nodes_head_if_it_has_come(harness):
 
 
 async def test_error_after_a_keepalive_becomes_an_event(harness):
-    async def refuse_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def reject_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         await asyncio.sleep(0.1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 4\r\n\r\n{")
@@ -190,7 +190,7 @@ async def test_error_after_a_keepalive_becomes_an_event(harness):
         writer.write(b"no}")
         await reader.read()
 
-    node = await harness.node(refuse_late)
+    node = await harness.node(reject_late)
     _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.05)
     reader, _ = await harness.client(port, POST)
     head, body = await harness.read_message(reader)
@@ -229,7 +229,7 @@ async def test_replaces_a_node_that_dies_before_its_first_byte(harness, name, ke
 
     bad = await harness.node(dying)
     good = await harness.responding(STREAM_HEAD + chunk(b"data: good\n\n") + END)
-    dead = await refused_pool(harness)
+    dead = await unreachable_pool(harness)
     _, port = await harness.relaying(dead, harness.pool(bad.origin), harness.pool(good.origin), keepalive_s=keepalive_s)
     reader, _ = await harness.client(port, POST)
     head, body = await harness.read_message(reader)
@@ -279,7 +279,7 @@ async def test_replaces_a_response_that_the_observer_declines(harness):
 
 
 async def test_observer_words_the_error_when_no_node_is_left(harness):
-    _, port = await harness.relaying(await refused_pool(harness))
+    _, port = await harness.relaying(await unreachable_pool(harness))
     reader, writer = await harness.client(port, POST)
     head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 502")
@@ -412,7 +412,7 @@ async def test_slow_client_pauses_the_node(harness):
     writer.transport.resume_reading()
     _, body = await harness.read_message(reader)
     assert body.replace(b": still here\n\n", b"").count(b"\n\n") == 1000
-    assert body.count(b": still here") <= 4, "nothing is added for a client that does not read"
+    assert body.count(b": still here") <= 4, "no keepalives for a client that does not read"
     assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
@@ -432,7 +432,7 @@ async def test_sends_no_keepalive_inside_an_event_too_long_to_hold(harness):
     _, body = await harness.read_message(reader)
     event = b"data: " + b"x" * 300_000 + b"end\n\n"
     before, _, after = body.partition(event)
-    assert set(before.split(b"\n\n")) <= {b": still here", b""}, "a slow machine says so before the first bytes"
+    assert set(before.split(b"\n\n")) <= {b": still here", b""}, "only keepalives on a slow machine"
     assert set(after.split(b"\n\n")) == {b": still here", b""}
 
 
@@ -467,7 +467,7 @@ async def test_call_starts_paused_while_the_client_is_full(harness):
 
 
 class Upper:
-    """A translation to capitals that needs whole words."""
+    """A translation to upper case that needs whole words."""
 
     def __init__(self) -> None:
         self.held = b""
@@ -476,8 +476,8 @@ class Upper:
         return status, [(b"content-type", b"text/event-stream")]
 
     def push(self, data):
-        if b"nonsense" in data:
-            raise MalformedResponse("the node talks nonsense")
+        if b"garbage" in data:
+            raise MalformedResponse("the node sent garbage")
         *whole, self.held = (self.held + data).split(b" ")
         return b"".join(word.upper() + b"\n\n" for word in whole)
 
@@ -501,12 +501,12 @@ async def test_translation_rewrites_the_response(harness):
 
 
 async def test_malformed_response_in_a_translation_is_a_fault_of_the_node(harness):
-    bad = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\nnonsense")
+    bad = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\ngarbage")
     good = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
     _, port = await harness.relaying(harness.pool(bad.origin), harness.pool(good.origin), translation=Upper)
     reader, _ = await harness.client(port, POST)
     assert (await harness.read_message(reader))[1] == b"GOOD\n\n"
-    bad = await harness.responding(STREAM_HEAD + chunk(b"fine so far "), chunk(b"nonsense"))
+    bad = await harness.responding(STREAM_HEAD + chunk(b"fine so far "), chunk(b"garbage"))
     _, port = await harness.relaying(harness.pool(bad.origin), translation=Upper)
     answer = await harness.ask(port, POST)
     assert answer.endswith(chunk(b"event: interrupted\n\n") + END)
@@ -603,10 +603,10 @@ async def test_nothing_leaks_when_a_third_of_200_streams_disconnect(harness):
     server, port = await harness.relaying(pool, keepalive_s=0.05)
     expected = b"".join(b"data: %d\n\n" % number for number in range(20))
 
-    async def visit(leaves: bool) -> bool:
+    async def visit(disconnects: bool) -> bool:
         await asyncio.sleep(rng.uniform(0, 0.2))
         reader, writer = await harness.client(port, POST)
-        if leaves:
+        if disconnects:
             await asyncio.sleep(rng.uniform(0, 0.4))
             harness.reset(writer) if rng.random() < 0.5 else writer.close()
             return True

@@ -1,4 +1,4 @@
-"""The same room behind TLS, on either side."""
+"""The data path with TLS on either side."""
 
 from __future__ import annotations
 

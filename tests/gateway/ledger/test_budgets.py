@@ -26,7 +26,7 @@ PATHS = list(LIMITS)
 
 @pytest.fixture
 async def keyed(neurons, start_gateway):
-    """Starts a gateway with one key that has the given limits; returns the node and a way to ask with that key."""
+    """Starts a gateway with one key that has the given limits; returns the node and a function that sends requests."""
 
     async def start(**limits):
         key = generate("alice", **limits)
@@ -55,7 +55,7 @@ async def test_rejects_negative_limit_before_reserving(keyed, path):
             assert status == 400
             assert field in answer["error"]["message"]
     assert not beast.seen
-    assert (await ask(path, **{LIMITS[path][0]: 250}))[0] == 200, "nothing was taken, and nothing given"
+    assert (await ask(path, **{LIMITS[path][0]: 250}))[0] == 200, "nothing was reserved or returned"
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -144,11 +144,11 @@ def test_rejection_by_budget_does_not_count_towards_the_rate() -> None:
     limited = account(requests_per_min=1, balance_tokens=10)
     held = limited.reserve(tokens(10), NOW)
     limited.settle(held, 0, NOW)
-    refused = account(requests_per_min=1, balance_tokens=10, recorded=Spent(total=10))
+    spent = account(requests_per_min=1, balance_tokens=10, recorded=Spent(total=10))
     with pytest.raises(InsufficientQuota):
-        refused.reserve(tokens(5), NOW)
+        spent.reserve(tokens(5), NOW)
     with pytest.raises(InsufficientQuota):
-        refused.reserve(tokens(5), NOW)
+        spent.reserve(tokens(5), NOW)
 
 
 def test_changed_limits_keep_what_was_spent() -> None:

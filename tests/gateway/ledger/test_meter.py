@@ -176,12 +176,12 @@ async def test_keys_change_while_requests_run(tmp_path: object) -> None:
 
 
 class Away:
-    """A store whose database can be away."""
+    """A store whose database can be unavailable."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.is_away = False
-        self.name = "the books"
+        self.name = "the database"
 
     def exchange(
         self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int], *, before: Claim, after: Claim
@@ -263,7 +263,7 @@ async def test_flush_during_settling_counts_everything_once(tmp_path: object) ->
 
 
 async def crash(ledger: Ledger) -> None:
-    """Write as the regular flush does, and never again: the gateway is killed here."""
+    """Write as the last regular flush before the gateway is killed."""
     await ledger.flush()
 
 

@@ -57,13 +57,13 @@ def test_usage_by_key_model_node_and_day(database: str) -> None:
     )
     span = {"since": NOW - DAY_S, "until": NOW + 2 * DAY_S}
 
-    def told(group: str) -> list[tuple[str, int, int]]:
+    def rows(group: str) -> list[tuple[str, int, int]]:
         return [(row.id, row.requests, row.total_tokens) for row in usage(store, group=group, **span)]  # type: ignore[arg-type]
 
-    assert told("key") == [("k1", 4, 165), ("k2", 1, 2)]
-    assert told("model") == [("big", 1, 150), ("small", 4, 17)]
-    assert told("node") == [("n", 2, 152), ("other", 3, 15)]
-    assert told("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
+    assert rows("key") == [("k1", 4, 165), ("k2", 1, 2)]
+    assert rows("model") == [("big", 1, 150), ("small", 4, 17)]
+    assert rows("node") == [("n", 2, 152), ("other", 3, 15)]
+    assert rows("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
     (first, _) = usage(store, **span)
     assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165"))
     store.close()
@@ -104,7 +104,7 @@ def test_concurrent_processes_lose_nothing(database: str) -> None:
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
     store = open_store(database)
     spent = store.exchange({}, dict.fromkeys("abc", 0))
-    assert {key: told.total for key, told in spent.items()} == {"a": 60, "b": 60, "c": 60}
+    assert {key: each.total for key, each in spent.items()} == {"a": 60, "b": 60, "c": 60}
     store.close()
 
 

@@ -1,4 +1,4 @@
-"""Who may send a body to the gateway, and how much: decided on the head, over raw sockets."""
+"""The listener decides on the head whether a body may be sent, and how long it may be."""
 
 from __future__ import annotations
 

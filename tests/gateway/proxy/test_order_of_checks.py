@@ -1,4 +1,4 @@
-"""What is checked first: the key, then the body, then the key's limits, then the model. Nothing long is repeated."""
+"""Checks run in order: the key, the body, the key's limits, the model. Errors repeat nothing long."""
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ MODEL = "secret-model-8b"
 
 @pytest.fixture
 async def keyed(neurons, start_gateway):
-    """A gateway with two keys: one as good as new, one for another model with a rate of a request per minute."""
+    """A gateway with two keys: one without limits, one for another model with one request per minute."""
     beast = await neurons("beast", sizes={MODEL: GB}, states={MODEL: READY})
     good = generate("good", balance_tokens=10_000)
     slow = generate("slow", models=("other",), requests_per_min=1)

@@ -1,4 +1,4 @@
-"""A request's way through the gateway, as a collector sees it."""
+"""The spans of a request, as a collector receives them."""
 
 import msgspec
 from aiohttp import web

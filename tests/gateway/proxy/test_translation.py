@@ -107,10 +107,10 @@ async def test_relays_chat_byte_for_byte(foreign):
 async def test_foreign_error_is_reported_in_the_clients_dialect(foreign, status, expected, kind, stream):
     node, client = foreign
 
-    async def refuse(node, request, body):
+    async def reject(node, request, body):
         return web.json_response({"error": {"message": "because", "type": "x", "code": None}}, status=status)
 
-    node.answer = refuse
+    node.answer = reject
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": stream}
     got, answer = await client.post("/v1/messages", body)
     assert (got, answer["type"], answer["error"]) == (expected, "error", {"type": kind, "message": "because"})

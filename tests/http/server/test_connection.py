@@ -1,4 +1,4 @@
-"""The connection's state machine, driven without sockets: what arrives how must not matter."""
+"""The connection's state machine without sockets: how bytes are split must not matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.http.ticker import Ticker
 
 
 class Wire:
-    """A transport that keeps what is written."""
+    """A transport that records what is written."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -49,7 +49,7 @@ class Wire:
 
 
 class Drive:
-    """A connection on a wire, and the exchanges it handed out."""
+    """A connection on a fake transport, and its exchanges."""
 
     def __init__(self, *, at_once: bool) -> None:
         self.loop = asyncio.new_event_loop()
@@ -149,7 +149,7 @@ def test_damaged_bytes_never_crash(request, damage, junk):
     if num_refusals:
         before = len(written)
         drive.connection.data_received(encode(b"GET", b"/behind", b"", 0))
-        assert len(drive.wire.written) == before, "nothing is served behind a refusal"
+        assert len(drive.wire.written) == before, "nothing is served after a rejection"
     drive.close()
 
 

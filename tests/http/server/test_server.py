@@ -1,4 +1,4 @@
-"""What a client may send, and what it gets when it must not."""
+"""What the server accepts from clients, and what it rejects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cortex.http.server.exchange import Exchange
 
 def echo(exchange: Exchange) -> None:
     request = exchange.request
-    said = b"%b %b?%b %b" % (request.method, request.path, request.query, request.body)
-    exchange.respond(200, ((b"content-type", b"text/plain"),), said)
+    echo = b"%b %b?%b %b" % (request.method, request.path, request.query, request.body)
+    exchange.respond(200, ((b"content-type", b"text/plain"),), echo)
 
 
 GET = b"GET /a?b=c HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -92,7 +92,7 @@ AMBIGUOUS = {
     "chunk size with space": CHUNKED + b"5 \r\nhello\r\n0\r\n\r\n",
     "chunk size overflow": CHUNKED + b"fffffffffffffffff\r\nhello\r\n0\r\n\r\n",
     "chunk size ends in LF": CHUNKED + b"5\nhello\r\n0\r\n\r\n",
-    "chunk longer than said": CHUNKED + b"4\r\nhello\r\n0\r\n\r\n",
+    "chunk longer than its size": CHUNKED + b"4\r\nhello\r\n0\r\n\r\n",
     "chunk without CRLF": CHUNKED + b"5\r\nhello0\r\n\r\n",
     "length among trailers": CHUNKED + b"0\r\nContent-Length: 5\r\n\r\n",
     "folded header": b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
@@ -207,7 +207,7 @@ async def test_sends_continue_before_the_body(harness):
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(b"hello")
     assert (await harness.read_message(reader))[1] == b"POST /a? hello"
-    # With the body already there, nobody waits for a go-ahead.
+    # The body is already there, so the client does not wait for 100 Continue.
     writer.write(POST.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length"))
     assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200")
 
@@ -302,11 +302,11 @@ async def test_closes_idle_connections_without_a_response(harness):
 
 
 async def test_drops_a_client_that_reads_nothing(harness):
-    left = []
+    disconnects = []
 
     def flood(exchange: Exchange) -> None:
         exchange.start(200, ())
-        exchange.on_disconnect(lambda: left.append(True))
+        exchange.on_disconnect(lambda: disconnects.append(True))
         while not exchange.paused:
             exchange.write(bytes(65536))
 
@@ -314,7 +314,7 @@ async def test_drops_a_client_that_reads_nothing(harness):
     _, writer = await harness.client(port)
     writer.transport.pause_reading()
     writer.write(GET)
-    await harness.eventually(lambda: bool(left))
+    await harness.eventually(lambda: bool(disconnects))
     await harness.eventually(lambda: server.num_connections == 0)
 
 

@@ -1,4 +1,4 @@
-"""Talking to a node that is kept, closed, silent, gone, or talks nonsense."""
+"""Calls to nodes that keep, close or reset connections, are silent, or send malformed responses."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 class Recorder:
-    """A sink that writes down what it is told, and insists on the order."""
+    """A sink that records its calls and checks their order."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.body = b""
         self.chunks: list[bytes] = []
         self.fault: UpstreamFault | None = None
         self.over = asyncio.Event()
 
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:
-        assert self.said == []
-        self.said.append(f"head {status} {content_length}")
+        assert self.calls == []
+        self.calls.append(f"head {status} {content_length}")
 
     def on_data(self, data: bytes) -> None:
         assert data
-        assert self.said
+        assert self.calls
         assert not self.over.is_set()
         self.body += data
 
@@ -40,7 +40,7 @@ class Recorder:
         return self.take_chunk
 
     def take_chunk(self, wire: bytes) -> bool:
-        assert self.said
+        assert self.calls
         assert not self.over.is_set()
         if len(wire) >= len(SIZE_LINES) or not wire.startswith(SIZE_LINES[len(wire)]) or not wire.endswith(b"\r\n"):
             return False
@@ -50,7 +50,7 @@ class Recorder:
 
     def on_end(self) -> None:
         assert not self.over.is_set()
-        self.said.append("end")
+        self.calls.append("end")
         self.over.set()
 
     def on_fault(self, fault: UpstreamFault) -> None:
@@ -115,7 +115,7 @@ async def test_rejects_requests_that_would_inject_bytes(harness, method, target,
     assert node.num_connections == 0
 
 
-@pytest.mark.parametrize("origin", ["beast:13131", "ftp://beast", "http://", "http://me:secret@beast", "http://a?b"])
+@pytest.mark.parametrize("origin", ["node:13131", "ftp://node", "http://", "http://me:secret@node", "http://a?b"])
 async def test_rejects_an_origin_that_is_not_an_address(harness, origin):
     with pytest.raises(ValueError, match="write it like"):
         harness.pool(origin)
@@ -225,7 +225,7 @@ async def test_call_paused_before_it_connects_reads_nothing_until_resumed(harnes
     call = harness.pool(node.origin).send(b"GET", b"/", (), b"", sink)
     call.pause()
     await asyncio.sleep(0.1)
-    assert sink.said == []
+    assert sink.calls == []
     call.resume()
     await sink.over.wait()
     assert sink.body == b"ok"
@@ -330,12 +330,12 @@ async def test_does_not_reuse_a_connection_that_the_node_closes(harness):
 
 
 async def test_delivers_a_response_before_the_end_of_the_request_and_does_not_reuse_the_connection(harness):
-    async def refuse_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def reject_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
         await asyncio.sleep(0.2)
 
-    node = await harness.node(refuse_early)
+    node = await harness.node(reject_early)
     pool = harness.pool(node.origin)
     response = await pool.fetch(b"POST", b"/", (), bytes(30_000_000), timeout_s=30)
     assert response.status == 413
@@ -402,7 +402,7 @@ async def test_close_lets_calls_end_and_keeps_no_connection(harness):
 
 
 class Wire:
-    """A transport that goes nowhere: what a node sends is handed to the connection by the test."""
+    """A transport without a socket: the test passes the node's bytes to the connection."""
 
     def __init__(self) -> None:
         self.aborted = False
@@ -425,14 +425,14 @@ BODIES = (b"data: a\n\n", b"\r\n", b"\r\n\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n",
 
 
 def spelled(number: int, data: bytes) -> bytes:
-    """`data` as a chunk, framed in one of the many ways that mean the same."""
+    """`data` as a chunk, framed in one of many equivalent ways."""
     size_lines = (b"%x", b"%X", b"0%x", b"%x;a=b")
     return size_lines[number % len(size_lines)] % len(data) + b"\r\n" + data + b"\r\n"
 
 
 @pytest.fixture
 async def line(harness):
-    """A free connection of a pool, to which a test speaks as the node."""
+    """A free connection of a pool, for a test that plays the node."""
     pool = harness.pool("http://nowhere")
     connection = UpstreamConnection(pool)
     connection.connection_made(Wire())
@@ -443,7 +443,7 @@ async def line(harness):
 
 @pytest.mark.parametrize("is_plain", [True, False])
 async def test_chunked_response_does_not_depend_on_where_reads_end(line, is_plain):
-    """The parser is not shown whole chunks that come alone, so it must be nowhere else than between two of them."""
+    """The parser does not see single whole chunks, so it must be between two chunks when they come."""
     pool, connection = line
     chunks = [spelled(0 if is_plain else number, data) for number, data in enumerate(BODIES)]
     wire = b"".join(chunks) + b"0\r\n\r\n"
@@ -456,7 +456,7 @@ async def test_chunked_response_does_not_depend_on_where_reads_end(line, is_plai
             if begin < end:
                 connection.data_received(wire[begin:end])
         assert recorder.body == b"".join(BODIES), cuts
-        assert recorder.said == ["head 200 None", "end"]
+        assert recorder.calls == ["head 200 None", "end"]
         assert pool.num_idle == 1, "it can carry the next call"
 
 
@@ -470,17 +470,17 @@ async def test_offers_single_whole_chunks_unparsed(line):
     assert recorder.chunks == [spelled(0, data) for data in BODIES[1:]]
     connection.data_received(b"0\r\n\r\n")
     assert recorder.body == b"".join(BODIES)
-    assert recorder.said == ["head 200 None", "end"]
+    assert recorder.calls == ["head 200 None", "end"]
 
 
-@pytest.mark.parametrize("nonsense", [b"hello\r\n", b"5\r\nhellohello\r\n", b"\r\n\r\n", b"-5\r\nhello\r\n"])
-async def test_detects_malformed_bytes_after_an_unparsed_chunk(line, nonsense):
+@pytest.mark.parametrize("malformed", [b"hello\r\n", b"5\r\nhellohello\r\n", b"\r\n\r\n", b"-5\r\nhello\r\n"])
+async def test_detects_malformed_bytes_after_an_unparsed_chunk(line, malformed):
     pool, connection = line
     recorder = Recorder()
     pool.send(b"GET", b"/", (), b"", recorder)
     connection.data_received(CHUNKED_HEAD + spelled(0, b"hello"))
     connection.data_received(spelled(0, b"again"))
     assert recorder.chunks == [spelled(0, b"again")]
-    connection.data_received(nonsense)
+    connection.data_received(malformed)
     assert isinstance(recorder.fault, MalformedResponse)
     assert pool.num_idle == 0

@@ -30,26 +30,26 @@ Limit = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class KeySection(Section, frozen=True):
-    """A key that clients may use; made by `cortex keys add`. Limits that are absent do not limit."""
+    """An API key, made by `cortex keys add`. A limit that is not set does not apply."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
-    """Whose it is, as shown in `cortex usage` and metrics."""
+    """The name of its owner, as shown in `cortex usage` and metrics."""
     id: Annotated[str, msgspec.Meta(pattern=f"^[A-Za-z0-9]{{{_ID_LENGTH}}}$")]
     """The public part of the key."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    """Of the whole key; the key itself is shown once, when it is made."""
+    """The hash of the whole key. The key itself is shown only once, when it is made."""
     models: tuple[str, ...] = ()
-    """Models it may use, as ids or patterns with `*`; all when empty."""
+    """Models that it may use, as ids or patterns with `*`; all when empty."""
     requests_per_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Requests in any minute; short bursts up to this number pass at once."""
+    """Requests per minute; bursts up to this number are admitted at once."""
     window_tokens: Limit | None = None
     """Prompt and completion tokens within `window_s`."""
     window_s: Annotated[int, msgspec.Meta(ge=60)] = 86400
     """The rolling window of `window_tokens`, in whole minutes."""
     balance_tokens: Limit | None = None
-    """Tokens for the key's whole life; raise it to top the key up."""
+    """Tokens in the key's whole life; raise it to top the key up."""
     operator: bool = False
-    """Whether it may order models to be loaded, unloaded and pinned, as well as use them."""
+    """Whether it may also load, unload and pin models."""
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):

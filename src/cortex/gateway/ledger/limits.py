@@ -187,8 +187,8 @@ class Account:
 
     def synchronise(self, recorded: Spent, written: Mapping[int, int]) -> None:
         """Adopt `recorded` from the store, which includes `written` of what was settled here."""
-        left = {minute: tokens - written.get(minute, 0) for minute, tokens in self._unrecorded.items()}
-        self._unrecorded = {minute: tokens for minute, tokens in left.items() if tokens}
+        unrecorded = {minute: tokens - written.get(minute, 0) for minute, tokens in self._unrecorded.items()}
+        self._unrecorded = {minute: tokens for minute, tokens in unrecorded.items() if tokens}
         self._reserved_elsewhere = recorded.reserved_elsewhere
         self._total = recorded.total + sum(self._unrecorded.values())
         by_minute = dict(recorded.by_minute)

@@ -25,13 +25,13 @@ NO_CLAIM = Claim(owner="")
 
 
 class LedgerSection(Section, frozen=True):
-    """Where spend is recorded."""
+    """Where usage is recorded."""
 
     database: str = "cortex-spend.db"
-    """A SQLite file in `gateway.state`, or `postgresql://user@host/name` for several gateways with one set of books."""
+    """A SQLite file in `gateway.state`, or `postgresql://user@host/name` for gateways with shared usage records."""
     flush_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """How often spend and reservations are written. A gateway that is killed loses at most what it admitted or finished
-    within this time; what had been running for longer stays charged."""
+    """How often usage and reservations are written. A gateway that is killed loses at most what it admitted or finished
+    within this time; requests that had been running for longer stay charged."""
 
 
 class StoreError(Exception):

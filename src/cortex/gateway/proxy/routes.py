@@ -23,7 +23,7 @@ class Route:
     path: bytes
     dialect: DialectName
     need: Need = "answer"
-    """What it needs of a node. An answer may be streamed, and may have to wait for a load."""
+    """What it needs of a node. Only a response ("answer") may be streamed and may wait for a load."""
     span_name: str = field(init=False)
     """The span name of its requests."""
 

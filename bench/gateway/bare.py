@@ -20,8 +20,8 @@ from cortex.http.upstream.pool import Pool
 from cortex.wire.errors import CortexError
 
 
-class Bystander:
-    """Lets everything pass."""
+class PassiveObserver:
+    """Passes everything on."""
 
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
         return True
@@ -30,9 +30,9 @@ class Bystander:
         pass
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
-        relay.refuse(502, (), str(fault).encode(), b"")
+        relay.reject(502, (), str(fault).encode(), b"")
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         return body
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
@@ -42,7 +42,7 @@ class Bystander:
         pass
 
 
-def refuse(error: CortexError, path: bytes) -> Response:  # noqa: ARG001
+def reject(error: CortexError, path: bytes) -> Response:  # noqa: ARG001
     return Response(error.status, (), str(error).encode())
 
 
@@ -50,15 +50,15 @@ async def main(origin: str, port: int) -> None:
     ticker = Ticker(asyncio.get_running_loop())
     pool = Pool(origin, ticker)
     keepalive = Keepalive(b": keepalive\n\n", 1.0)
-    bystander = Bystander()
+    observer = PassiveObserver()
 
     def handler(exchange: Exchange) -> None:
         request = exchange.request
         is_stream = b'"stream":true' in request.body
-        relay = Relay(exchange, bystander, ticker, keepalive=keepalive if is_stream else None)
+        relay = Relay(exchange, observer, ticker, keepalive=keepalive if is_stream else None)
         relay.send(pool, request.method, request.path, request.headers, request.body)
 
-    await Server(handler, refuse, ticker).listen("127.0.0.1", port)
+    await Server(handler, reject, ticker).listen("127.0.0.1", port)
     await asyncio.Event().wait()
 
 

@@ -28,7 +28,7 @@ SETTLE_S = 1.5
 
 
 class Load(NamedTuple):
-    """What the load generator saw, and what the target spent on it."""
+    """What the load generator measured, and the CPU time of the target."""
 
     requests: int
     failures: int
@@ -73,7 +73,7 @@ def cpu_us(target: Target) -> float:
 
 
 def resident_mb(target: Target) -> float:
-    """Memory held now."""
+    """Resident memory now."""
     if target.process is None:
         return 0.0
     pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in family(target.process.pid))
@@ -198,7 +198,7 @@ def main() -> None:
             contender = CONTENDERS[target_name]
             command = contender.command(folder, bench.port, port)
             if command is None:
-                print(f"{target_name}: not installed here, left out", file=sys.stderr)
+                print(f"{target_name}: not installed, skipped", file=sys.stderr)
                 continue
             with targets.running(target_name, command, port, contender.num_processes) as target:
                 rows.append(bench.measure(target))

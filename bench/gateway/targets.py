@@ -42,7 +42,7 @@ def spawn(command: list[str], cpus: list[int], *, stdout: int = subprocess.DEVNU
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that we started, politely if it listens."""
+    """Terminate a process that we started; kill it if it does not end."""
     process.terminate()
     try:
         process.wait(5)
@@ -52,13 +52,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody used a moment ago."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def wait_for_answer(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_response(port: int, process: subprocess.Popen[bytes]) -> None:
     """Return once the model list is served. Raises TimeoutError or RuntimeError when that does not happen."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
@@ -67,10 +67,10 @@ def wait_for_answer(port: int, process: subprocess.Popen[bytes]) -> None:
         try:
             with socket.create_connection(("127.0.0.1", port), 1) as connection:
                 connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
-                answer = b""
+                response = b""
                 while block := connection.recv(65536):
-                    answer += block
-            if answer.startswith(b"HTTP/1.1 200") and b'"bench"' in answer:
+                    response += block
+            if response.startswith(b"HTTP/1.1 200") and b'"bench"' in response:
                 return
         except OSError:
             pass  # not up yet
@@ -83,7 +83,7 @@ def running(name: str, command: list[str], port: int, num_processes: int) -> Ite
     """A gateway for the duration of the block, on the last CPUs: one for each of its processes as far as they go."""
     process = spawn(command, CPUS[-num_processes:])
     try:
-        wait_for_answer(port, process)
+        wait_for_response(port, process)
         yield Target(name, port, process)
     finally:
         stop(process)
@@ -146,7 +146,7 @@ endpoint = "http://127.0.0.1:{upstream_port}"
 
 
 def cortex_pair_command(folder: Path, upstream_port: int, port: int) -> list[str] | None:
-    """The whole gateway in two processes that share the port; one of them keeps the desk for both."""
+    """The whole gateway in two processes that share the port; one of them admits requests for both."""
     command = cortex_command(folder, upstream_port, port)
     return command and [*command, "--workers", "2"]
 

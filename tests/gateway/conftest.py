@@ -15,7 +15,7 @@ from aiohttp import ClientSession, ClientTimeout
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
-from cortex.gateway.ledger import KeySection
+from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry import TelemetrySection

@@ -15,7 +15,9 @@ import msgspec
 from aiohttp import ClientSession, web
 
 from cortex.gateway.server import Gateway
+from cortex.wire import usage_report
 from cortex.wire.events import Usage
+from cortex.wire.headers import PRINCIPAL
 from cortex.wire.node import (
     Capabilities,
     Device,
@@ -210,6 +212,9 @@ USAGE = {
     "total_tokens": 10,
     "prompt_tokens_details": {"cached_tokens": 4},
 }
+"""As the dialect has it."""
+REPORTED = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3)
+"""The same, as a node reports it to a gateway."""
 
 
 async def plain_answer(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -217,10 +222,13 @@ async def plain_answer(node: FakeNeuron, request: web.Request, body: dict[str, A
     if not body.get("stream"):
         message = {"role": "assistant", "content": f"from {node.name}"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return _json(
+        response = _json(
             {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
             | {"usage": USAGE}
         )
+        if PRINCIPAL in request.headers:
+            response.headers[usage_report.HEADER] = usage_report.header_value(REPORTED)
+        return response
     chunks = [{"role": "assistant", "content": ""}, {"content": "from "}, {"content": node.name}]
     return await stream_chat(request, body, chunks)
 
@@ -249,12 +257,11 @@ async def stream_chat(
     for delta in deltas:
         await response.write(chunk(body["model"], delta))
     wants_usage = (body.get("stream_options") or {}).get("include_usage")
-    if not wants_usage and "x-cortex-principal" in request.headers:
-        await response.write(b": usage " + msgspec.json.encode(USAGE) + b"\n\n")
     await response.write(chunk(body["model"], {}, finish))
     if wants_usage:
         await response.write(usage_chunk(body["model"]))
-    await response.write(b"data: [DONE]\n\n")
+    report = usage_report.comment(REPORTED) if PRINCIPAL in request.headers else b""
+    await response.write(b"data: [DONE]\n\n" + report)
     await response.write_eof()
     return response
 

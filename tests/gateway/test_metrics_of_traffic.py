@@ -5,10 +5,11 @@ import contextlib
 
 import msgspec
 import pytest
-from fake_neuron import GB, USAGE, begin_stream, chunk, plain_answer, until
+from fake_neuron import GB, REPORTED, begin_stream, chunk, plain_answer, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from cortex.gateway.ledger import generate
+from cortex.gateway.ledger.keys import generate
+from cortex.wire import usage_report
 from cortex.wire.node import DeviceHealth, ModelLoad, ModelState
 
 READY = ModelState.READY
@@ -26,7 +27,7 @@ async def answer(node, request, body):
     first = b'event: message_start\ndata: {"type":"message_start"}\n\n' if anthropic else chunk("a", {"content": "x"})
     await response.write(b": node\n\n" + first)
     await asyncio.sleep(0.05)
-    await response.write(b': usage {"prompt_tokens":7,"completion_tokens":3}\n\ndata: [DONE]\n\n')
+    await response.write(b"data: [DONE]\n\n" + usage_report.comment(REPORTED))
     return response
 
 
@@ -82,13 +83,13 @@ async def test_counters_and_histograms_of_requests(measured):
     assert value(found, "cortex_request_duration_seconds_count", MODEL) == 4
     assert value(found, "cortex_request_duration_seconds_sum", MODEL) > 0.1
     assert value(found, "cortex_request_duration_seconds_bucket", MODEL | {"le": "+Inf"}) == 4
-    assert value(found, "cortex_time_to_first_token_seconds_count", MODEL) == 2, "one stream per dialect"
+    assert value(found, "cortex_time_to_first_token_seconds_count", MODEL) == 2, "one stream in each dialect"
     assert value(found, "cortex_time_to_first_token_seconds_bucket", MODEL | {"le": "300.0"}) == 2
     assert value(found, "cortex_tokens_per_second_count", MODEL) == 2
     assert 0 < value(found, "cortex_tokens_per_second_sum", MODEL) / 2 < 2 / 0.05
-    assert value(found, "cortex_prompt_tokens_total", SPEND) == 4 * USAGE["prompt_tokens"]
-    assert value(found, "cortex_completion_tokens_total", SPEND) == 4 * USAGE["completion_tokens"]
-    assert value(found, "cortex_cached_prompt_tokens_total", SPEND) == 2 * 4, "the streams reported none"
+    assert value(found, "cortex_prompt_tokens_total", SPEND) == 4 * REPORTED.prompt_tokens
+    assert value(found, "cortex_completion_tokens_total", SPEND) == 4 * REPORTED.completion_tokens
+    assert value(found, "cortex_cached_prompt_tokens_total", SPEND) == 4 * REPORTED.cached_tokens
     assert value(found, "cortex_overhead_seconds_count", {}) == 4
 
 

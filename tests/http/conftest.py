@@ -1,4 +1,4 @@
-"""Real sockets on both sides: a scripted node, a gateway made of the data path only, and a client that counts bytes."""
+"""Real sockets on both sides: scripted nodes, a gateway that is only the data path, and raw clients."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def pytest_asyncio_loop_factories(
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Return once `condition` holds; fail the test if it never does."""
+    """Return once `condition` holds; fail after `WAIT_S`."""
     deadline = asyncio.get_running_loop().time() + WAIT_S
     while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "it never happened"
+        assert asyncio.get_running_loop().time() < deadline, "the condition never held"
         await asyncio.sleep(0.005)
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST, as a killed host's peer would see it."""
+    """Close with RST, as when the host is killed."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
 async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """A head and the body that its Content-Length or chunking announces. Raises IncompleteReadError when cut off."""
+    """A head and its body, by Content-Length or chunks. Raises IncompleteReadError when the connection closes."""
     head = await reader.readuntil(b"\r\n\r\n")
     lower = head.lower()
     if b"transfer-encoding: chunked" in lower:
@@ -70,7 +70,7 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass
 class Node:
-    """An upstream that does what its script says on every connection."""
+    """An upstream that runs its script on every connection."""
 
     script: Script
     port: int = 0
@@ -94,13 +94,13 @@ class Node:
         try:
             await self.script(reader, writer)
         except (OSError, asyncio.IncompleteReadError):
-            pass  # the gateway hung up: what many tests are about
+            pass  # the gateway closed the connection, as many tests expect
         finally:
             self.num_open -= 1
             writer.close()
 
     async def read(self, reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-        """The next request, which is also kept."""
+        """Read the next request and record it."""
         message = await read_message(reader)
         self.requests.append(message)
         return message
@@ -110,8 +110,8 @@ class Node:
             self.server.close()
 
 
-class Books:
-    """An observer that goes through a list of nodes and writes everything down."""
+class RecordingObserver:
+    """An observer that tries a list of nodes and records every call."""
 
     def __init__(self, pools: list[Pool], exchange: Exchange, translation: Callable[[], object] | None = None) -> None:
         self.pools = list(pools)
@@ -146,9 +146,9 @@ class Books:
         if self.pools:
             self.attempt(relay)
         else:
-            relay.refuse(502, ((b"content-type", b"application/json"),), b'{"error":"node"}', b"event: error\n\n")
+            relay.reject(502, ((b"content-type", b"application/json"),), b'{"error":"node"}', b"event: error\n\n")
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:
         return b"event: late\ndata: %d %b\n\n" % (status, body)
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:
@@ -158,16 +158,16 @@ class Books:
     def on_done(self, relay: Relay, outcome: Outcome) -> None:
         assert self.outcome is None, "on_done must be called once"
         self.outcome = outcome
-        self.tail = relay.tail
+        self.tail = bytes(relay.tail)
 
 
-def refuse(error: CortexError, path: bytes) -> Response:
+def reject(error: CortexError, path: bytes) -> Response:
     body = json.dumps(envelope(error, Family.OPENAI)).encode()
     return Response(error.status, ((b"content-type", b"application/json"),), body)
 
 
-class Stage:
-    """Builds gateways, nodes and clients, and takes everything down again."""
+class Harness:
+    """Builds gateways, nodes and clients, and closes them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ class Stage:
         self.pools: list[Pool] = []
         self.nodes: list[Node] = []
         self.writers: list[asyncio.StreamWriter] = []
-        self.books: list[Books] = []
+        self.observers: list[RecordingObserver] = []
         self.eventually = eventually
         self.read_message = read_message
         self.reset = reset
@@ -186,8 +186,8 @@ class Stage:
         self.nodes.append(node)
         return node
 
-    async def answering(self, *pieces: bytes) -> Node:
-        """A node that answers every request with `pieces`, each in its own packet."""
+    async def responding(self, *pieces: bytes) -> Node:
+        """A node that responds to every request with `pieces`, each in its own packet."""
 
         async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while True:
@@ -207,7 +207,7 @@ class Stage:
     async def server(
         self, handler: Handler, *, admit_head: AdmitHead | None = None, **limits: float
     ) -> tuple[Server, int]:
-        server = Server(handler, refuse, self.ticker, ClientLimits(**limits), admit_head)  # type: ignore[arg-type]
+        server = Server(handler, reject, self.ticker, ClientLimits(**limits), admit_head)  # type: ignore[arg-type]
         self.servers.append(server)
         return server, (await server.listen("127.0.0.1", 0))[1]
 
@@ -221,18 +221,19 @@ class Stage:
         """A gateway that relays to the first pool that works."""
 
         def handler(exchange: Exchange) -> None:
-            books = Books(list(pools), exchange, translation)
-            self.books.append(books)
+            observer = RecordingObserver(list(pools), exchange, translation)
+            self.observers.append(observer)
             keepalive = Keepalive(b": still here\n\n", keepalive_s) if keepalive_s is not None else None
-            relay = Relay(exchange, books, self.ticker, keepalive=keepalive, extra_headers=((b"x-request-id", b"r1"),))
-            books.attempt(relay)
+            headers = ((b"x-request-id", b"r1"),)
+            relay = Relay(exchange, observer, self.ticker, keepalive=keepalive, extra_headers=headers)
+            observer.attempt(relay)
 
         return await self.server(handler, **limits)
 
-    def open_books(self, exchange: Exchange) -> Books:
-        """An observer for a relay that a test makes itself; it has no node to go to."""
-        self.books.append(Books([], exchange))
-        return self.books[-1]
+    def observer_of(self, exchange: Exchange) -> RecordingObserver:
+        """An observer without nodes, for a relay that a test creates itself."""
+        self.observers.append(RecordingObserver([], exchange))
+        return self.observers[-1]
 
     async def client(
         self, port: int, data: bytes = b"", *, from_address: str = "127.0.0.1"
@@ -243,7 +244,7 @@ class Stage:
         return reader, writer
 
     async def ask(self, port: int, data: bytes) -> bytes:
-        """Everything the gateway says to `data` until it closes."""
+        """Everything that the gateway sends after `data` until it closes."""
         reader, _ = await self.client(port, data)
         async with asyncio.timeout(WAIT_S):
             return await reader.read()
@@ -266,8 +267,8 @@ class Stage:
 
 
 @pytest.fixture
-async def stage() -> AsyncIterator[Stage]:
-    """Everything a test builds; at the end every counter must be back at zero."""
-    stage = Stage()
-    yield stage
-    await stage.close()
+async def harness() -> AsyncIterator[Harness]:
+    """At the end of the test every counter must be back at zero."""
+    harness = Harness()
+    yield harness
+    await harness.close()

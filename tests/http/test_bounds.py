@@ -1,4 +1,4 @@
-"""What clients can make the server hold and log: every kind of flood stays within a configured bound."""
+"""Every kind of flood stays within a configured bound of memory and log lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Flood:
         self.num_sent_bytes = 0
 
     async def until_blocked(self, most_bytes: int) -> None:
-        """Send until the server stops reading or hangs up, or `most_bytes` have gone."""
+        """Send until the server stops reading or closes, or `most_bytes` have gone."""
         while self.num_sent_bytes < most_bytes:
             self._writer.write(self._piece)
             try:
@@ -56,7 +56,7 @@ class Flood:
 # --- pipelining
 
 
-async def test_stops_serving_pipelined_requests_while_the_client_reads_no_response(stage):
+async def test_stops_serving_pipelined_requests_while_the_client_reads_no_response(harness):
     num_served = 0
 
     def large(exchange: Exchange) -> None:
@@ -64,49 +64,49 @@ async def test_stops_serving_pipelined_requests_while_the_client_reads_no_respon
         num_served += 1
         exchange.respond(200, (), bytes(100_000))
 
-    _, port = await stage.server(large, write_buffer_bytes=64 * 1024)
-    reader, writer = await stage.client(port)
+    _, port = await harness.server(large, write_buffer_bytes=64 * 1024)
+    reader, writer = await harness.client(port)
     writer.transport.pause_reading()
     flood = Flood(writer, GET * 1000)
     await flood.until_blocked(100_000_000)
     assert flood.num_sent_bytes < 50_000_000, "the server stopped reading"
     served = num_served
-    assert served < 500, "sockets hold some responses, the server must not hold the rest"
+    assert served < 500, "the sockets buffer some responses, the server must not buffer the others"
     await asyncio.sleep(0.05)
     assert num_served == served
     writer.transport.resume_reading()
     for _ in range(served + 20):  # it goes on where it stopped
-        assert (await stage.read_message(reader))[1] == bytes(100_000)
+        assert (await harness.read_message(reader))[1] == bytes(100_000)
 
 
-async def test_bounds_the_bytes_buffered_behind_a_running_request(stage):
+async def test_bounds_the_bytes_buffered_behind_a_running_request(harness):
     exchanges: list[Exchange] = []
-    server, port = await stage.server(exchanges.append)
-    _, writer = await stage.client(port)
+    server, port = await harness.server(exchanges.append)
+    _, writer = await harness.client(port)
     flood = Flood(writer, GET * 1000)
     await flood.until_blocked(100_000_000)
     assert len(exchanges) == 1
     assert flood.num_sent_bytes < 50_000_000
     assert 0 < server.buffered.num_bytes < 1_000_000
-    stage.reset(writer)  # noticed although nothing more is read
-    await stage.eventually(lambda: server.num_connections == 0)
+    harness.reset(writer)  # noticed although nothing more is read
+    await harness.eventually(lambda: server.num_connections == 0)
     assert server.buffered.num_bytes == 0
 
 
-async def test_a_large_request_behind_another_is_served_whole(stage):
-    _, port = await stage.server(count_body)
-    reader, _ = await stage.client(port, GET + post(300_000) + bytes(300_000) + GET)
-    assert [(await stage.read_message(reader))[1] for _ in range(3)] == [b"0", b"300000", b"0"]
+async def test_serves_a_large_request_behind_another(harness):
+    _, port = await harness.server(count_body)
+    reader, _ = await harness.client(port, GET + post(300_000) + bytes(300_000) + GET)
+    assert [(await harness.read_message(reader))[1] for _ in range(3)] == [b"0", b"300000", b"0"]
 
 
-async def test_drops_a_client_that_pipelines_and_never_reads(stage):
-    server, port = await stage.server(
+async def test_drops_a_client_that_pipelines_and_never_reads(harness):
+    server, port = await harness.server(
         lambda exchange: exchange.respond(200, (), bytes(200_000)), write_buffer_bytes=1000, stall_s=0.2
     )
-    _, writer = await stage.client(port)
+    _, writer = await harness.client(port)
     writer.transport.pause_reading()
     await Flood(writer, GET * 1000).until_blocked(20_000_000)
-    await stage.eventually(lambda: server.num_connections == 0)
+    await harness.eventually(lambda: server.num_connections == 0)
 
 
 # --- the head is judged before the body
@@ -117,10 +117,10 @@ async def test_drops_a_client_that_pipelines_and_never_reads(stage):
     [post(50_000_000), CHUNKED + b"2faf080\r\n", post(50_000_000, b"Connection: Upgrade", b"Upgrade: h2c")],
     ids=["length", "chunked", "upgrade"],
 )
-async def test_rejects_a_stranger_before_the_body_is_buffered(stage, head):
-    server, port = await stage.server(count_body, admit_head=reject_strangers, linger_s=0.2)
-    reader, writer = await stage.client(port, head)
-    answer, body = await stage.read_message(reader)
+async def test_rejects_a_stranger_before_the_body_is_buffered(harness, head):
+    server, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.2)
+    reader, writer = await harness.client(port, head)
+    answer, body = await harness.read_message(reader)
     assert answer.startswith(b"HTTP/1.1 401 ")
     assert b"connection: close" in answer
     assert json.loads(body)["error"]["code"] == "invalid_api_key"
@@ -129,42 +129,42 @@ async def test_rejects_a_stranger_before_the_body_is_buffered(stage, head):
     assert server.buffered.num_bytes == 0
 
 
-async def test_rejects_a_stranger_whose_body_comes_along_with_the_head(stage):
-    server, port = await stage.server(count_body, admit_head=reject_strangers, linger_s=0.2)
-    reader, _ = await stage.client(port, post(60_000) + bytes(60_000))
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 401 ")
+async def test_rejects_a_stranger_whose_body_comes_along_with_the_head(harness):
+    server, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.2)
+    reader, _ = await harness.client(port, post(60_000) + bytes(60_000))
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 401 ")
     assert server.buffered.num_bytes == 0
 
 
-async def test_rejects_a_stranger_instead_of_asking_for_the_body(stage):
-    _, port = await stage.server(count_body, admit_head=reject_strangers, linger_s=0.1)
-    answer = await stage.ask(port, post(5, b"Expect: 100-continue"))
+async def test_rejects_a_stranger_instead_of_asking_for_the_body(harness):
+    _, port = await harness.server(count_body, admit_head=reject_strangers, linger_s=0.1)
+    answer = await harness.ask(port, post(5, b"Expect: 100-continue"))
     assert answer.startswith(b"HTTP/1.1 401 ")
     assert b"100 Continue" not in answer
 
 
-async def test_asks_for_the_body_of_a_request_whose_head_is_admitted(stage):
-    _, port = await stage.server(count_body, admit_head=reject_strangers)
-    reader, writer = await stage.client(port, post(5, b"Expect: 100-continue", b"Authorization: Bearer good"))
+async def test_asks_for_the_body_of_a_request_whose_head_is_admitted(harness):
+    _, port = await harness.server(count_body, admit_head=reject_strangers)
+    reader, writer = await harness.client(port, post(5, b"Expect: 100-continue", b"Authorization: Bearer good"))
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(b"hello")
-    assert (await stage.read_message(reader))[1] == b"5"
+    assert (await harness.read_message(reader))[1] == b"5"
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_rejects_a_body_over_what_the_head_was_admitted_for(stage, framing):
-    server, port = await stage.server(count_body, admit_head=lambda request: 10_000, linger_s=0.2)
+async def test_rejects_a_body_over_what_the_head_was_admitted_for(harness, framing):
+    server, port = await harness.server(count_body, admit_head=lambda request: 10_000, linger_s=0.2)
     for num_bytes, status in ((10_000, b"200"), (10_001, b"413")):
         body = bytes(num_bytes)
         request = (
             post(num_bytes) + body if framing == "length" else CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (num_bytes, body)
         )
-        reader, _ = await stage.client(port, request)
-        assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 %b " % status)
-    await stage.eventually(lambda: server.buffered.num_bytes == 0)
+        reader, _ = await harness.client(port, request)
+        assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 %b " % status)
+    await harness.eventually(lambda: server.buffered.num_bytes == 0)
 
 
-async def test_judges_the_head_of_every_request_on_a_connection(stage):
+async def test_admits_every_head_on_a_connection(harness):
     judged: list[bytes] = []
 
     def judge(request: Request) -> int:
@@ -172,40 +172,40 @@ async def test_judges_the_head_of_every_request_on_a_connection(stage):
         assert request.body == b""
         return 1 << 30
 
-    _, port = await stage.server(count_body, admit_head=judge)
-    reader, writer = await stage.client(port)
+    _, port = await harness.server(count_body, admit_head=judge)
+    reader, writer = await harness.client(port)
     for _ in range(3):
         writer.write(post(20_000) + bytes(20_000))
-        assert (await stage.read_message(reader))[1] == b"20000"
+        assert (await harness.read_message(reader))[1] == b"20000"
     assert judged == [b"/a"] * 3
 
 
 # --- the budget of all connections together
 
 
-async def test_rejects_what_would_exceed_the_budget_of_all_connections(stage):
+async def test_rejects_a_body_over_the_buffer_of_all_connections(harness):
     exchanges: list[Exchange] = []
-    server, port = await stage.server(exchanges.append, buffered_bytes=1_000_000, linger_s=0.2)
-    first, _ = await stage.client(port, post(600_000) + bytes(600_000))
-    await stage.eventually(lambda: len(exchanges) == 1)
+    server, port = await harness.server(exchanges.append, buffered_bytes=1_000_000, linger_s=0.2)
+    first, _ = await harness.client(port, post(600_000) + bytes(600_000))
+    await harness.eventually(lambda: len(exchanges) == 1)
     assert server.buffered.num_bytes == 600_000
-    late, _ = await stage.client(port, post(600_000))
-    head, body = await stage.read_message(late)
+    late, _ = await harness.client(port, post(600_000))
+    head, body = await harness.read_message(late)
     assert head.startswith(b"HTTP/1.1 503 ")
     assert json.loads(body)["error"]["code"] == "overloaded"
     count_body(exchanges.pop())
-    assert (await stage.read_message(first))[1] == b"600000"
+    assert (await harness.read_message(first))[1] == b"600000"
     assert server.buffered.num_bytes == 0
-    again, _ = await stage.client(port, post(600_000) + bytes(600_000))
-    await stage.eventually(lambda: len(exchanges) == 1)
+    again, _ = await harness.client(port, post(600_000) + bytes(600_000))
+    await harness.eventually(lambda: len(exchanges) == 1)
     count_body(exchanges.pop())
-    assert (await stage.read_message(again))[1] == b"600000"
+    assert (await harness.read_message(again))[1] == b"600000"
 
 
-async def test_many_bodies_at_once_stay_within_the_budget(stage):
-    server, port = await stage.server(count_body, buffered_bytes=1_000_000, linger_s=0.1)
+async def test_concurrent_bodies_stay_within_the_buffer(harness):
+    server, port = await harness.server(count_body, buffered_bytes=1_000_000, linger_s=0.1)
     most = 0
-    writers = [(await stage.client(port, post(400_000)))[1] for _ in range(10)]
+    writers = [(await harness.client(port, post(400_000)))[1] for _ in range(10)]
     for _ in range(20):
         for writer in writers:
             if not writer.transport.is_closing():
@@ -215,77 +215,77 @@ async def test_many_bodies_at_once_stay_within_the_budget(stage):
     assert 400_000 < most <= 1_000_000 + 19_000 * 10
     for writer in writers:
         writer.transport.abort()
-    await stage.eventually(lambda: server.num_connections == 0)
+    await harness.eventually(lambda: server.num_connections == 0)
     assert server.buffered.num_bytes == 0
 
 
-async def test_a_body_in_tiny_chunks_takes_no_more_memory_than_its_bytes(stage):
-    server, port = await stage.server(count_body)
-    reader, writer = await stage.client(port, CHUNKED)
+async def test_joins_tiny_chunks_of_a_body(harness):
+    server, port = await harness.server(count_body)
+    reader, writer = await harness.client(port, CHUNKED)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for _ in range(30):
         writer.write(b"2\r\nxy\r\n" * 5000)
         await writer.drain()
         await asyncio.sleep(0)
-    await stage.eventually(lambda: server.buffered.num_bytes == 300_000)
+    await harness.eventually(lambda: server.buffered.num_bytes == 300_000)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert after - before < 3 * 300_000, "one object for each chunk is twenty times as much"
+    assert after - before < 3 * 300_000, "one object per chunk takes twenty times as much"
     writer.write(b"0\r\n\r\n")
-    assert (await stage.read_message(reader))[1] == b"300000"
+    assert (await harness.read_message(reader))[1] == b"300000"
 
 
 # --- connections
 
 
-async def test_rejects_connections_over_the_total_and_serves_again_when_one_closes(stage):
-    server, port = await stage.server(count_body, num_connections=2, num_connections_per_client=5)
-    kept = [await stage.client(port, GET) for _ in range(2)]
+async def test_rejects_connections_over_the_total_and_serves_again_when_one_closes(harness):
+    server, port = await harness.server(count_body, num_connections=2, num_connections_per_client=5)
+    kept = [await harness.client(port, GET) for _ in range(2)]
     for reader, _ in kept:
-        await stage.read_message(reader)
-    answer = await stage.ask(port, b"")
+        await harness.read_message(reader)
+    answer = await harness.ask(port, b"")
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"connection: close" in answer
     assert server.num_connections == 2
     kept[0][1].close()
-    await stage.eventually(lambda: server.num_connections == 1)
-    reader, _ = await stage.client(port, GET)
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200 ")
+    await harness.eventually(lambda: server.num_connections == 1)
+    reader, _ = await harness.client(port, GET)
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200 ")
 
 
-async def test_rejects_connections_over_the_limit_of_one_address(stage):
-    server, port = await stage.server(count_body, num_connections=5, num_connections_per_client=2)
-    kept = [await stage.client(port, GET) for _ in range(2)]
+async def test_rejects_connections_over_the_limit_of_one_address(harness):
+    server, port = await harness.server(count_body, num_connections=5, num_connections_per_client=2)
+    kept = [await harness.client(port, GET) for _ in range(2)]
     for reader, _ in kept:
-        await stage.read_message(reader)
-    assert (await stage.ask(port, b"")).startswith(b"HTTP/1.1 429 ")
-    reader, _ = await stage.client(port, GET, from_address="127.0.0.2")
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200 ")
+        await harness.read_message(reader)
+    assert (await harness.ask(port, b"")).startswith(b"HTTP/1.1 429 ")
+    reader, _ = await harness.client(port, GET, from_address="127.0.0.2")
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200 ")
     kept[0][1].close()
-    await stage.eventually(lambda: server.num_connections == 2)
-    reader, _ = await stage.client(port, GET)
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200 ")
+    await harness.eventually(lambda: server.num_connections == 2)
+    reader, _ = await harness.client(port, GET)
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200 ")
 
 
 # --- time
 
 
-async def test_empty_lines_do_not_keep_an_idle_connection_open(stage):
-    server, port = await stage.server(count_body, head_s=0.2, idle_s=0.2)
-    _, writer = await stage.client(port)
-    deadline = stage.loop.time() + 5
-    while stage.loop.time() < deadline and (server.num_connections or stage.loop.time() < deadline - 4.8):
+async def test_closes_an_idle_connection_that_sends_empty_lines(harness):
+    server, port = await harness.server(count_body, head_s=0.2, idle_s=0.2)
+    _, writer = await harness.client(port)
+    deadline = harness.loop.time() + 5
+    while harness.loop.time() < deadline and (server.num_connections or harness.loop.time() < deadline - 4.8):
         if not writer.transport.is_closing():
             writer.write(b"\r\n")
         await asyncio.sleep(0.02)
     assert server.num_connections == 0
 
 
-async def test_a_body_that_drips_below_the_minimum_rate_times_out(stage):
-    _, port = await stage.server(count_body, body_s=0.2, body_bytes_per_s=1000, linger_s=0.1)
-    reader, writer = await stage.client(port, post(1000))
-    answer = asyncio.create_task(stage.read_message(reader))
+async def test_times_out_a_body_below_the_minimum_rate(harness):
+    _, port = await harness.server(count_body, body_s=0.2, body_bytes_per_s=1000, linger_s=0.1)
+    reader, writer = await harness.client(port, post(1000))
+    answer = asyncio.create_task(harness.read_message(reader))
     for _ in range(200):  # each byte comes well before a silence of `body_s`
         writer.write(b"x")
         await asyncio.sleep(0.02)
@@ -298,31 +298,31 @@ async def test_a_body_that_drips_below_the_minimum_rate_times_out(stage):
 # --- the log
 
 
-async def test_malformed_requests_are_one_line_at_debug_and_no_traceback(stage, caplog):
+async def test_logs_a_malformed_request_in_one_debug_line(harness, caplog):
     caplog.set_level(logging.DEBUG, logger="cortex")
-    _, port = await stage.server(count_body, linger_s=0.1)
+    _, port = await harness.server(count_body, linger_s=0.1)
     for request in (b"\x16\x03\x01\xff", b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", b"GET /\r\n\r\n"):
         caplog.clear()
-        assert (await stage.ask(port, request)).startswith(b"HTTP/1.1 400 ")
+        assert (await harness.ask(port, request)).startswith(b"HTTP/1.1 400 ")
         lines = [record for record in caplog.records if record.name.startswith("cortex")]
         assert [(record.levelname, record.exc_info) for record in lines] == [("DEBUG", None)]
 
 
-async def test_a_logged_path_is_bounded(stage, caplog):
+async def test_bounds_the_path_in_a_log_line(harness, caplog):
     def broken(exchange: Exchange) -> None:
         raise KeyError("oops")
 
-    _, port = await stage.server(broken)
+    _, port = await harness.server(broken)
     path = b"/" + b"a" * 20_000
-    reader, _ = await stage.client(port, b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 500 ")
+    reader, _ = await harness.client(port, b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 500 ")
     messages = [record.getMessage() for record in caplog.records if "/aaa" in record.getMessage()]
     assert len(messages) == 1
     assert len(messages[0]) < 1000
 
 
 @pytest.mark.parametrize("character", [b"\n", b"\r", b"\x1b", b"\x9b", b"\x00", "\u2028".encode()])
-def test_what_a_client_sent_cannot_write_a_log_line_of_its_own(character):
+def test_a_client_cannot_inject_log_lines(character):
     shown = loggable(b"/a" + character + b"ERROR forged")
     assert shown.isascii()
     assert shown.isprintable()

@@ -1,4 +1,4 @@
-"""One way to frame, and nothing else taken for it."""
+"""Only our own framing is recognised."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import random
 
 import pytest
 
-from cortex.http.chunks import LAST, SIZE_LINES, ends_with_chunk, frame
+from cortex.http.chunks import LAST, SIZE_LINES, ends_with_chunk, frame, payload
 
 LONGEST_BYTES = 4089
-"""Of the chunks that are looked at: with a size line and the closing line break they are 4 KiB long."""
+"""The longest data of a recognised chunk: with its framing it is 4 KiB long."""
 
 
 def is_chunk(wire: bytes) -> bool:
     return len(wire) < len(SIZE_LINES) and wire.startswith(SIZE_LINES[len(wire)]) and wire.endswith(b"\r\n")
 
 
-def test_what_was_framed_is_recognised_at_every_length():
+def test_recognises_its_own_framing_at_every_length():
     for num_bytes in range(1, LONGEST_BYTES + 1):
         data = bytes(num_bytes)
         assert is_chunk(frame(data))
+        assert payload(frame(data)) == data
         assert ends_with_chunk(b"before" + frame(data), data)
     assert not is_chunk(frame(bytes(LONGEST_BYTES + 1)))
     assert not is_chunk(frame(bytes(100_000)))
@@ -50,13 +51,13 @@ def test_what_was_framed_is_recognised_at_every_length():
         b"a\r\nhellohello\r\nx",
     ],
 )
-def test_what_is_framed_in_any_other_way_is_left_alone(wire):
+def test_does_not_recognise_other_framing(wire):
     assert not is_chunk(wire)
 
 
-def test_nothing_is_recognised_that_framing_does_not_give_back():
+def test_recognises_only_what_reframing_reproduces():
     chance = random.Random(7)
     for _ in range(20_000):
         wire = bytes(chance.choices(b"0123456789abAB\r\n\r\n;x", k=chance.randrange(40)))
         if is_chunk(wire):
-            assert frame(wire[wire.index(b"\n") + 1 : -2]) == wire
+            assert frame(payload(wire)) == wire

@@ -1,4 +1,4 @@
-"""Events stay whole, however the bytes are cut."""
+"""Events stay whole, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 @pytest.mark.parametrize(
-    ("events", "left"),
+    ("events", "rest"),
     [
         (b"", b""),
         (PING + PING, b""),
@@ -27,8 +27,8 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
         (b"data: 1\n\n: later\n\n", b"data: 1\n\n: later\n\n"),
     ],
 )
-def test_only_what_says_nothing_is_left_out(events, left):
-    assert after_keepalives(events, PING) == left
+def test_drops_only_leading_keepalives(events, rest):
+    assert after_keepalives(events, PING) == rest
 
 
 @given(
@@ -37,7 +37,7 @@ def test_only_what_says_nothing_is_left_out(events, left):
     rest=st.sampled_from([b"", b"data: hal", b": "]),
     cuts=st.lists(st.integers(0, 200), max_size=12),
 )
-def test_only_whole_events_pass_and_nothing_is_lost(blank, events, rest, cuts):
+def test_passes_only_whole_events_and_loses_none(blank, events, rest, cuts):
     stream = b"".join(event + blank for event in events) + rest
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     boundary = EventBoundary()
@@ -52,7 +52,7 @@ def test_only_whole_events_pass_and_nothing_is_lost(blank, events, rest, cuts):
 
 
 @pytest.mark.parametrize("piece_bytes", [1000, 100_000])
-def test_an_event_too_long_to_hold_passes_in_pieces_and_is_known_to_be_open(piece_bytes):
+def test_passes_an_event_too_long_to_hold_in_pieces(piece_bytes):
     boundary = EventBoundary()
     sent = b""
     passed = boundary.push(b"data: first\n\n")

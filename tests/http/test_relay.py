@@ -1,4 +1,4 @@
-"""Client and node joined: every byte, both paces, and every way in which either can leave."""
+"""The relay: all bytes pass, at the pace of the slower side, however either side ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from cortex.http.relay import TAIL_BYTES, Keepalive, Outcome, Relay
+from cortex.http.passthrough import TAIL_BYTES
+from cortex.http.relay import Keepalive, Outcome, Relay
 from cortex.http.server.connection import ClientConnection
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
@@ -24,26 +25,26 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def refused_pool(stage):
-    """A pool for an address where nobody listens."""
-    node = await stage.answering(b"")
+async def unreachable_pool(harness):
+    """A pool for an address where nothing listens."""
+    node = await harness.responding(b"")
     node.close()
     await asyncio.sleep(0.005)
-    return stage.pool(node.origin)
+    return harness.pool(node.origin)
 
 
-async def test_a_whole_answer_keeps_its_status_headers_length_and_bytes(stage):
+async def test_relays_status_headers_length_and_body_unchanged(harness):
     body = random.Random(1).randbytes(3_000_000)
-    node = await stage.answering(
+    node = await harness.responding(
         b"HTTP/1.1 418 I'm a teapot\r\nX-Node: n\r\nX-Node: m\r\nKeep-Alive: x\r\nContent-Length: %d\r\n\r\n"
         % len(body)
         + body
     )
-    server, port = await stage.relaying(stage.pool(node.origin))
-    reader, writer = await stage.client(port)
+    server, port = await harness.relaying(harness.pool(node.origin))
+    reader, writer = await harness.client(port)
     for _ in range(3):
         writer.write(POST)
-        head, got = await stage.read_message(reader)
+        head, got = await harness.read_message(reader)
         assert got == body
         lines = head.split(b"\r\n")
         assert lines[0] == b"HTTP/1.1 418 I'm a Teapot"
@@ -53,14 +54,14 @@ async def test_a_whole_answer_keeps_its_status_headers_length_and_bytes(stage):
         assert b"keep-alive" not in head
     assert node.num_connections == 1
     assert server.num_exchanges == 0
-    assert [books.outcome for books in stage.books] == [Outcome.COMPLETE] * 3
-    assert stage.books[0].tail == body[-TAIL_BYTES:]
+    assert [observer.outcome for observer in harness.observers] == [Outcome.COMPLETE] * 3
+    assert harness.observers[0].tail == body[-TAIL_BYTES:]
     assert node.requests[0][1] == b"hello"
     assert b"accept-encoding" not in node.requests[0][0]
 
 
 @pytest.mark.parametrize("keepalive_s", [None, 5.0])
-async def test_a_stream_is_passed_on_as_it_comes(stage, keepalive_s):
+async def test_relays_each_event_as_soon_as_it_comes(harness, keepalive_s):
     turn = asyncio.Event()
 
     async def one_by_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,9 +74,9 @@ async def test_a_stream_is_passed_on_as_it_comes(stage, keepalive_s):
         writer.write(END)
         await reader.read()
 
-    node = await stage.node(one_by_one)
-    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=keepalive_s)
-    reader, _ = await stage.client(port, POST)
+    node = await harness.node(one_by_one)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=keepalive_s)
+    reader, _ = await harness.client(port, POST)
     head = await reader.readuntil(b"\r\n\r\n")
     assert b"x-accel-buffering: no" in head
     assert b"transfer-encoding: chunked" in head
@@ -84,37 +85,37 @@ async def test_a_stream_is_passed_on_as_it_comes(stage, keepalive_s):
         assert await reader.readexactly(len(expected)) == expected
         turn.set()
     assert await reader.readexactly(len(END)) == END
-    assert stage.books[0].begun
-    assert stage.books[0].tail.endswith(chunk(b"data: 19\n\n")), "passed on in its frame, kept in it"
+    assert harness.observers[0].begun
+    assert harness.observers[0].tail.endswith(b"data: 18\n\ndata: 19\n\n"), "without the chunks' framing"
 
 
-async def test_a_client_that_knows_no_chunks_gets_the_events_bare(stage):
+async def test_http_10_client_gets_events_without_chunks(harness):
     events = [b"data: %d\n\n" % number for number in range(10)]
-    node = await stage.answering(STREAM_HEAD, *map(chunk, events), END)
-    _, port = await stage.relaying(stage.pool(node.origin))
-    answer = await stage.ask(port, POST.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    node = await harness.responding(STREAM_HEAD, *map(chunk, events), END)
+    _, port = await harness.relaying(harness.pool(node.origin))
+    answer = await harness.ask(port, POST.replace(b"HTTP/1.1", b"HTTP/1.0"))
     assert answer.partition(b"\r\n\r\n")[2] == b"".join(events)
 
 
-async def test_events_cut_across_chunks_are_passed_on_whole(stage):
+async def test_joins_events_that_are_cut_across_chunks(harness):
     pieces = [b"data: 1\n\nda", b"ta: 2\n\n", b"data: 3\n\n", b"data: 4", b"\n", b"\n", b"data: 5\n\n"]
-    node = await stage.answering(STREAM_HEAD, *map(chunk, pieces), END)
-    _, port = await stage.relaying(stage.pool(node.origin))
-    reader, _ = await stage.client(port, POST)
-    _, body = await stage.read_message(reader)
+    node = await harness.responding(STREAM_HEAD, *map(chunk, pieces), END)
+    _, port = await harness.relaying(harness.pool(node.origin))
+    reader, _ = await harness.client(port, POST)
+    _, body = await harness.read_message(reader)
     assert body == b"".join(pieces)
-    assert stage.books[0].tail.endswith(b"data: 4\n\n" + chunk(b"data: 5\n\n")), "whole events keep their frames"
+    assert harness.observers[0].tail == body
 
 
-async def test_a_node_without_a_length_is_relayed_in_chunks(stage):
+async def test_relays_a_response_without_a_length_in_chunks(harness):
     async def old_style(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{}")
 
-    node = await stage.node(old_style)
-    _, port = await stage.relaying(stage.pool(node.origin))
-    reader, _ = await stage.client(port, POST)
-    head, body = await stage.read_message(reader)
+    node = await harness.node(old_style)
+    _, port = await harness.relaying(harness.pool(node.origin))
+    reader, _ = await harness.client(port, POST)
+    head, body = await harness.read_message(reader)
     assert body == b"{}"
     assert b"transfer-encoding: chunked" in head
 
@@ -122,31 +123,31 @@ async def test_a_node_without_a_length_is_relayed_in_chunks(stage):
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]
 )
-async def test_an_empty_answer_is_an_answer(stage, answer):
-    node = await stage.answering(answer)
-    _, port = await stage.relaying(stage.pool(node.origin))
-    reader, writer = await stage.client(port)
+async def test_relays_an_empty_response(harness, answer):
+    node = await harness.responding(answer)
+    _, port = await harness.relaying(harness.pool(node.origin))
+    reader, writer = await harness.client(port)
     for _ in range(2):
         writer.write(POST)
-        head, body = await stage.read_message(reader)
+        head, body = await harness.read_message(reader)
         assert head.startswith(answer[:12])
         assert body == b""
 
 
-async def test_a_waiting_stream_says_so_on_the_wall_clock(stage):
+async def test_sends_keepalives_on_the_wall_clock_while_waiting(harness):
     go = asyncio.Event()
 
     async def thinking(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         await go.wait()
         writer.write(STREAM_HEAD + chunk(b"data: hal"))
-        await asyncio.sleep(0.15)  # a pause inside an event: nothing may be said here
+        await asyncio.sleep(0.15)  # a pause inside an event: nothing may be sent here
         writer.write(chunk(b"f\n\n") + END)
         await reader.read()
 
-    node = await stage.node(thinking)
-    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=0.04)
-    reader, _ = await stage.client(port, POST)
+    node = await harness.node(thinking)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.04)
+    reader, _ = await harness.client(port, POST)
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK")
     assert b"content-type: text/event-stream" in head
@@ -160,10 +161,10 @@ async def test_a_waiting_stream_says_so_on_the_wall_clock(stage):
     while (size := int(await reader.readuntil(b"\r\n"), 16)) > 0:
         body += (await reader.readexactly(size + 2))[:-2]
     assert body.replace(b": still here\n\n", b"") == b"data: half\n\n"
-    assert stage.books[0].outcome is Outcome.COMPLETE
+    assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
-async def test_a_keepalive_takes_the_nodes_own_head_when_it_is_there(stage):
+async def test_first_keepalive_sends_the_nodes_head_if_it_has_come(harness):
     async def head_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(STREAM_HEAD.replace(b"Transfer", b"X-Node: n\r\nTransfer"))
@@ -171,17 +172,17 @@ async def test_a_keepalive_takes_the_nodes_own_head_when_it_is_there(stage):
         writer.write(chunk(b"data: a\n\n") + END)
         await reader.read()
 
-    node = await stage.node(head_first)
-    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=0.05)
-    reader, _ = await stage.client(port, POST)
-    head, body = await stage.read_message(reader)
+    node = await harness.node(head_first)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.05)
+    reader, _ = await harness.client(port, POST)
+    head, body = await harness.read_message(reader)
     assert b"x-node: n" in head
     assert body.startswith(b": still here\n\n")
     assert body.endswith(b"data: a\n\n")
 
 
-async def test_a_refusal_after_a_keepalive_is_told_inside_the_stream(stage):
-    async def refuse_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_error_after_a_keepalive_becomes_an_event(harness):
+    async def reject_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         await asyncio.sleep(0.1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 4\r\n\r\n{")
@@ -189,20 +190,20 @@ async def test_a_refusal_after_a_keepalive_is_told_inside_the_stream(stage):
         writer.write(b"no}")
         await reader.read()
 
-    node = await stage.node(refuse_late)
-    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=0.05)
-    reader, _ = await stage.client(port, POST)
-    head, body = await stage.read_message(reader)
+    node = await harness.node(reject_late)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.05)
+    reader, _ = await harness.client(port, POST)
+    head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 200")
     assert body.endswith(b": still here\n\nevent: late\ndata: 400 {no}\n\n")
-    assert stage.books[0].outcome is Outcome.COMPLETE
+    assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
-async def test_a_prompt_refusal_keeps_its_own_status_even_when_a_stream_was_asked_for(stage):
-    node = await stage.answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\n{no}")
-    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=5.0)
-    reader, _ = await stage.client(port, POST)
-    head, body = await stage.read_message(reader)
+async def test_error_before_a_keepalive_keeps_its_status(harness):
+    node = await harness.responding(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\n{no}")
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=5.0)
+    reader, _ = await harness.client(port, POST)
+    head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 400")
     assert body == b"{no}"
 
@@ -218,90 +219,90 @@ BEFORE_THE_FIRST_BYTE = {
 
 @pytest.mark.parametrize("keepalive_s", [None, 0.02], ids=["at once", "after keepalives"])
 @pytest.mark.parametrize("name", BEFORE_THE_FIRST_BYTE)
-async def test_a_node_that_dies_before_its_first_byte_is_replaced(stage, name, keepalive_s):
+async def test_replaces_a_node_that_dies_before_its_first_byte(harness, name, keepalive_s):
     async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await bad.read(reader)
         writer.write(BEFORE_THE_FIRST_BYTE[name])
         await writer.drain()
         await asyncio.sleep(0.08 if keepalive_s else 0.01)
-        stage.reset(writer)
+        harness.reset(writer)
 
-    bad = await stage.node(dying)
-    good = await stage.answering(STREAM_HEAD + chunk(b"data: good\n\n") + END)
-    dead = await refused_pool(stage)
-    _, port = await stage.relaying(dead, stage.pool(bad.origin), stage.pool(good.origin), keepalive_s=keepalive_s)
-    reader, _ = await stage.client(port, POST)
-    head, body = await stage.read_message(reader)
+    bad = await harness.node(dying)
+    good = await harness.responding(STREAM_HEAD + chunk(b"data: good\n\n") + END)
+    dead = await unreachable_pool(harness)
+    _, port = await harness.relaying(dead, harness.pool(bad.origin), harness.pool(good.origin), keepalive_s=keepalive_s)
+    reader, _ = await harness.client(port, POST)
+    head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 200")
     assert body.replace(b": still here\n\n", b"") == b"data: good\n\n"
-    books = stage.books[0]
-    assert books.outcome is Outcome.COMPLETE
-    assert isinstance(books.faults[0], ConnectFailed)
-    assert isinstance(books.faults[1], (ConnectionLost, MalformedResponse))
+    observer = harness.observers[0]
+    assert observer.outcome is Outcome.COMPLETE
+    assert isinstance(observer.faults[0], ConnectFailed)
+    assert isinstance(observer.faults[1], (ConnectionLost, MalformedResponse))
     assert good.requests[0][1] == b"hello"
 
 
-async def test_a_nodes_own_keepalives_begin_nothing_and_it_can_still_be_replaced(stage):
+async def test_replaces_a_node_that_has_sent_only_keepalives(harness):
     async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await bad.read(reader)
         writer.write(STREAM_HEAD + chunk(b": still here\n\n") + chunk(b": a comment of its own\n\n"))
         await writer.drain()
         await asyncio.sleep(0.05)
-        stage.reset(writer)
+        harness.reset(writer)
 
-    bad = await stage.node(dying)
-    good = await stage.answering(STREAM_HEAD + chunk(b": still here\n\ndata: good\n\n: later\n\n") + END)
-    _, port = await stage.relaying(stage.pool(bad.origin), stage.pool(good.origin), keepalive_s=60)
-    reader, _ = await stage.client(port, POST)
-    _, body = await stage.read_message(reader)
+    bad = await harness.node(dying)
+    good = await harness.responding(STREAM_HEAD + chunk(b": still here\n\ndata: good\n\n: later\n\n") + END)
+    _, port = await harness.relaying(harness.pool(bad.origin), harness.pool(good.origin), keepalive_s=60)
+    reader, _ = await harness.client(port, POST)
+    _, body = await harness.read_message(reader)
     assert body == b"data: good\n\n: later\n\n"
-    assert stage.books[0].outcome is Outcome.COMPLETE
+    assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
-async def test_our_headers_stand_instead_of_the_nodes(stage):
-    node = await stage.answering(b"HTTP/1.1 200 OK\r\nX-Request-Id: theirs\r\nContent-Length: 2\r\n\r\nhi")
-    _, port = await stage.relaying(stage.pool(node.origin))
-    reader, _ = await stage.client(port, POST)
-    head, _ = await stage.read_message(reader)
+async def test_extra_headers_replace_the_nodes(harness):
+    node = await harness.responding(b"HTTP/1.1 200 OK\r\nX-Request-Id: theirs\r\nContent-Length: 2\r\n\r\nhi")
+    _, port = await harness.relaying(harness.pool(node.origin))
+    reader, _ = await harness.client(port, POST)
+    head, _ = await harness.read_message(reader)
     assert head.count(b"x-request-id") == 1
     assert b"x-request-id: r1" in head
 
 
-async def test_an_answer_that_the_caller_declines_is_replaced(stage):
-    busy = await stage.answering(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy")
-    good = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
-    _, port = await stage.relaying(stage.pool(busy.origin), stage.pool(good.origin))
-    reader, _ = await stage.client(port, POST)
-    assert (await stage.read_message(reader))[1] == b"good"
-    assert stage.books[0].heads == [503, 200]
-    await stage.eventually(lambda: busy.num_open == 0)
+async def test_replaces_a_response_that_the_observer_declines(harness):
+    busy = await harness.responding(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy")
+    good = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
+    _, port = await harness.relaying(harness.pool(busy.origin), harness.pool(good.origin))
+    reader, _ = await harness.client(port, POST)
+    assert (await harness.read_message(reader))[1] == b"good"
+    assert harness.observers[0].heads == [503, 200]
+    await harness.eventually(lambda: busy.num_open == 0)
 
 
-async def test_when_no_node_is_left_the_caller_words_the_refusal(stage):
-    _, port = await stage.relaying(await refused_pool(stage))
-    reader, writer = await stage.client(port, POST)
-    head, body = await stage.read_message(reader)
+async def test_observer_words_the_error_when_no_node_is_left(harness):
+    _, port = await harness.relaying(await unreachable_pool(harness))
+    reader, writer = await harness.client(port, POST)
+    head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 502")
     assert body == b'{"error":"node"}'
-    assert stage.books[0].outcome is Outcome.REFUSED
+    assert harness.observers[0].outcome is Outcome.REJECTED
     writer.write(POST)  # and the client may go on
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 502")
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 502")
 
 
-async def test_a_refusal_inside_a_started_stream_is_an_event(stage):
+async def test_rejection_inside_a_started_stream_is_an_event(harness):
     async def die_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         await asyncio.sleep(0.1)
 
-    node = await stage.node(die_late)
-    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=0.03)
-    answer = await stage.ask(port, POST)
+    node = await harness.node(die_late)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.03)
+    answer = await harness.ask(port, POST)
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.endswith(chunk(b"event: error\n\n") + END)
 
 
 @pytest.mark.parametrize("half", [b"", b"data: hal"], ids=["between events", "inside an event"])
-async def test_a_node_that_dies_in_the_middle_of_a_stream_leaves_one_error_event(stage, half):
+async def test_stream_of_a_node_that_dies_ends_with_one_error_event(harness, half):
     async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(STREAM_HEAD + chunk(b"data: a\n\n"))
@@ -311,37 +312,37 @@ async def test_a_node_that_dies_in_the_middle_of_a_stream_leaves_one_error_event
             writer.write(chunk(half))
             await writer.drain()
             await asyncio.sleep(0.01)
-        stage.reset(writer)
+        harness.reset(writer)
 
-    node = await stage.node(dying)
-    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=5.0)
-    answer = await stage.ask(port, POST)
+    node = await harness.node(dying)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=5.0)
+    answer = await harness.ask(port, POST)
     assert answer.partition(b"\r\n\r\n")[2] == chunk(b"data: a\n\n") + chunk(b"event: interrupted\n\n") + END
-    assert stage.books[0].outcome is Outcome.INTERRUPTED
+    assert harness.observers[0].outcome is Outcome.INTERRUPTED
 
 
 @pytest.mark.parametrize(
     "framing", [b"Content-Length: 100\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"]
 )
-async def test_a_whole_answer_that_breaks_off_is_broken_off(stage, framing):
+async def test_aborts_a_whole_response_that_is_interrupted(harness, framing):
     async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + framing)
         await writer.drain()
         await asyncio.sleep(0.02)
-        stage.reset(writer)
+        harness.reset(writer)
 
-    node = await stage.node(dying)
-    _, port = await stage.relaying(stage.pool(node.origin))
-    reader, _ = await stage.client(port, POST)
+    node = await harness.node(dying)
+    _, port = await harness.relaying(harness.pool(node.origin))
+    reader, _ = await harness.client(port, POST)
     with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
-        await stage.read_message(reader)
-    assert stage.books[0].outcome is Outcome.INTERRUPTED
+        await harness.read_message(reader)
+    assert harness.observers[0].outcome is Outcome.INTERRUPTED
 
 
 @pytest.mark.parametrize("manner", ["close", "reset", "half-close"])
 @pytest.mark.parametrize("phase", ["waiting", "keepalive", "head", "streaming", "not streaming", "not reading"])
-async def test_a_client_that_leaves_takes_the_call_with_it(stage, phase, manner):
+async def test_disconnected_client_aborts_the_call(harness, phase, manner):
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         if phase == "head":
@@ -358,31 +359,31 @@ async def test_a_client_that_leaves_takes_the_call_with_it(stage, phase, manner)
                 await asyncio.wait_for(writer.drain(), 30)
         await reader.read()
 
-    node = await stage.node(endless)
-    server, port = await stage.relaying(stage.pool(node.origin), keepalive_s=0.02 if phase == "keepalive" else 5.0)
-    reader, writer = await stage.client(port)
+    node = await harness.node(endless)
+    server, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.02 if phase == "keepalive" else 5.0)
+    reader, writer = await harness.client(port)
     if phase == "not reading":
         writer.transport.pause_reading()
     writer.write(POST)
-    await stage.eventually(lambda: node.num_open == 1 and server.num_exchanges == 1)
+    await harness.eventually(lambda: node.num_open == 1 and server.num_exchanges == 1)
     if phase in ("keepalive", "streaming", "not streaming"):
         await reader.readuntil(b"\r\n\r\n")
     await asyncio.sleep(0.1)
-    started = stage.loop.time()
+    started = harness.loop.time()
     if manner == "reset":
-        stage.reset(writer)
+        harness.reset(writer)
     elif manner == "half-close":
         writer.write_eof()
     else:
         writer.transport.abort()
-    await stage.eventually(lambda: node.num_open == 0)
-    assert stage.loop.time() - started < 1.0
-    assert stage.books[0].outcome is Outcome.CLIENT_LEFT
+    await harness.eventually(lambda: node.num_open == 0)
+    assert harness.loop.time() - started < 1.0
+    assert harness.observers[0].outcome is Outcome.CLIENT_DISCONNECTED
     assert server.num_exchanges == 0
-    assert len(stage.ticker) <= 1  # a half-closed connection may linger for a turn
+    assert len(harness.ticker) <= 1  # a half-closed connection may linger for a turn
 
 
-async def test_a_slow_client_slows_the_node_down_instead_of_filling_memory(stage):
+async def test_slow_client_pauses_the_node(harness):
     num_written = 0
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -397,9 +398,9 @@ async def test_a_slow_client_slows_the_node_down_instead_of_filling_memory(stage
         writer.write(END)
         await reader.read()
 
-    node = await stage.node(flood)
-    server, port = await stage.relaying(stage.pool(node.origin, silence_s=0.2), keepalive_s=0.05)
-    reader, writer = await stage.client(port)
+    node = await harness.node(flood)
+    server, port = await harness.relaying(harness.pool(node.origin, silence_s=0.2), keepalive_s=0.05)
+    reader, writer = await harness.client(port)
     writer.transport.pause_reading()
     writer.write(POST)
     await asyncio.sleep(0.6)  # longer than silence_s: a node that we hold back is not silent
@@ -409,13 +410,13 @@ async def test_a_slow_client_slows_the_node_down_instead_of_filling_memory(stage
     (connection,) = server.connections
     assert connection.transport.get_write_buffer_size() < 1_000_000
     writer.transport.resume_reading()
-    _, body = await stage.read_message(reader)
+    _, body = await harness.read_message(reader)
     assert body.replace(b": still here\n\n", b"").count(b"\n\n") == 1000
-    assert body.count(b": still here") <= 4, "nothing is added for a client that does not read"
-    assert stage.books[0].outcome is Outcome.COMPLETE
+    assert body.count(b": still here") <= 4, "no keepalives for a client that does not read"
+    assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
-async def test_nothing_is_said_inside_an_event_too_long_to_hold(stage):
+async def test_sends_no_keepalive_inside_an_event_too_long_to_hold(harness):
     async def verbose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(STREAM_HEAD + chunk(b"data: " + b"x" * 300_000))
@@ -425,17 +426,17 @@ async def test_nothing_is_said_inside_an_event_too_long_to_hold(stage):
         writer.write(END)
         await reader.read()
 
-    node = await stage.node(verbose)
-    _, port = await stage.relaying(stage.pool(node.origin), keepalive_s=0.05)
-    reader, _ = await stage.client(port, POST)
-    _, body = await stage.read_message(reader)
+    node = await harness.node(verbose)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.05)
+    reader, _ = await harness.client(port, POST)
+    _, body = await harness.read_message(reader)
     event = b"data: " + b"x" * 300_000 + b"end\n\n"
     before, _, after = body.partition(event)
-    assert set(before.split(b"\n\n")) <= {b": still here", b""}, "a slow machine says so before the first bytes"
+    assert set(before.split(b"\n\n")) <= {b": still here", b""}, "only keepalives on a slow machine"
     assert set(after.split(b"\n\n")) == {b": still here", b""}
 
 
-async def test_a_node_asked_while_the_client_is_full_waits_too(stage):
+async def test_call_starts_paused_while_the_client_is_full(harness):
     calls = []
 
     class UpstreamCall:
@@ -454,19 +455,19 @@ async def test_a_node_asked_while_the_client_is_full_waits_too(stage):
         exchange.start(200, ())
         while not exchange.paused:
             exchange.write(bytes(65536))
-        Relay(exchange, stage.open_books(exchange), stage.ticker).send(Pool(), b"GET", b"/", (), b"")
+        Relay(exchange, harness.observer_of(exchange), harness.ticker).send(Pool(), b"GET", b"/", (), b"")
 
-    _, port = await stage.server(handler)
-    _, writer = await stage.client(port)
+    _, port = await harness.server(handler)
+    _, writer = await harness.client(port)
     writer.transport.pause_reading()
     writer.write(POST)
-    await stage.eventually(lambda: calls == ["send", "pause"])
+    await harness.eventually(lambda: calls == ["send", "pause"])
     writer.transport.abort()
-    await stage.eventually(lambda: calls[-1] == "abort")
+    await harness.eventually(lambda: calls[-1] == "abort")
 
 
 class Upper:
-    """A translation to capitals that needs whole words."""
+    """A translation to upper case that needs whole words."""
 
     def __init__(self) -> None:
         self.held = b""
@@ -475,8 +476,8 @@ class Upper:
         return status, [(b"content-type", b"text/event-stream")]
 
     def push(self, data):
-        if b"nonsense" in data:
-            raise MalformedResponse("the node talks nonsense")
+        if b"garbage" in data:
+            raise MalformedResponse("the node sent garbage")
         *whole, self.held = (self.held + data).split(b" ")
         return b"".join(word.upper() + b"\n\n" for word in whole)
 
@@ -484,77 +485,77 @@ class Upper:
         return self.held.upper() + b"\n\n"
 
 
-async def test_a_translation_rewrites_the_answer(stage):
-    node = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\none tw", b"o thr")
-    _, port = await stage.relaying(stage.pool(node.origin), translation=Upper)
-    reader, _ = await stage.client(port, POST)
-    head, body = await stage.read_message(reader)
+async def test_translation_rewrites_the_response(harness):
+    node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\none tw", b"o thr")
+    _, port = await harness.relaying(harness.pool(node.origin), translation=Upper)
+    reader, _ = await harness.client(port, POST)
+    head, body = await harness.read_message(reader)
     assert body == b"ONE\n\nTWO\n\nTHR\n\n"
     assert b"text/event-stream" in head
-    short = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\none")
-    _, port = await stage.relaying(stage.pool(short.origin), translation=Upper)
-    reader, _ = await stage.client(port, POST)
-    head, body = await stage.read_message(reader)
+    short = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\none")
+    _, port = await harness.relaying(harness.pool(short.origin), translation=Upper)
+    reader, _ = await harness.client(port, POST)
+    head, body = await harness.read_message(reader)
     assert body == b"ONE\n\n"
     assert b"content-length: 5" in head
 
 
-async def test_nonsense_found_by_a_translation_is_the_nodes_fault(stage):
-    bad = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\nnonsense")
-    good = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
-    _, port = await stage.relaying(stage.pool(bad.origin), stage.pool(good.origin), translation=Upper)
-    reader, _ = await stage.client(port, POST)
-    assert (await stage.read_message(reader))[1] == b"GOOD\n\n"
-    bad = await stage.answering(STREAM_HEAD + chunk(b"fine so far "), chunk(b"nonsense"))
-    _, port = await stage.relaying(stage.pool(bad.origin), translation=Upper)
-    answer = await stage.ask(port, POST)
+async def test_malformed_response_in_a_translation_is_a_fault_of_the_node(harness):
+    bad = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\ngarbage")
+    good = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
+    _, port = await harness.relaying(harness.pool(bad.origin), harness.pool(good.origin), translation=Upper)
+    reader, _ = await harness.client(port, POST)
+    assert (await harness.read_message(reader))[1] == b"GOOD\n\n"
+    bad = await harness.responding(STREAM_HEAD + chunk(b"fine so far "), chunk(b"garbage"))
+    _, port = await harness.relaying(harness.pool(bad.origin), translation=Upper)
+    answer = await harness.ask(port, POST)
     assert answer.endswith(chunk(b"event: interrupted\n\n") + END)
 
 
-async def test_a_request_that_waits_for_its_node_hears_us_and_may_leave(stage):
+async def test_request_without_a_node_gets_keepalives_and_may_disconnect(harness):
     def handler(exchange: Exchange) -> None:
-        books = stage.open_books(exchange)
-        books.relay = Relay(exchange, books, stage.ticker, keepalive=Keepalive(b": wait\n\n", 0.03))
+        observer = harness.observer_of(exchange)
+        observer.relay = Relay(exchange, observer, harness.ticker, keepalive=Keepalive(b": wait\n\n", 0.03))
 
-    node = await stage.answering(STREAM_HEAD + chunk(b"data: a\n\n") + END)
-    pool = stage.pool(node.origin)
-    server, port = await stage.server(handler)
-    reader, _ = await stage.client(port, POST)
+    node = await harness.responding(STREAM_HEAD + chunk(b"data: a\n\n") + END)
+    pool = harness.pool(node.origin)
+    server, port = await harness.server(handler)
+    reader, _ = await harness.client(port, POST)
     await reader.readuntil(chunk(b": wait\n\n") * 2)
-    stage.books[0].relay.send(pool, b"POST", b"/", (), b"")
+    harness.observers[0].relay.send(pool, b"POST", b"/", (), b"")
     assert (await reader.readuntil(END)).endswith(chunk(b"data: a\n\n") + END)
-    reader, writer = await stage.client(port, POST)
+    reader, writer = await harness.client(port, POST)
     await reader.readuntil(chunk(b": wait\n\n"))
     writer.close()
-    await stage.eventually(lambda: stage.books[1].outcome is Outcome.CLIENT_LEFT)
-    gone = stage.books[1].relay
+    await harness.eventually(lambda: harness.observers[1].outcome is Outcome.CLIENT_DISCONNECTED)
+    gone = harness.observers[1].relay
     gone.send(pool, b"POST", b"/", (), b"")
-    gone.refuse(503, (), b"", b"")
+    gone.reject(503, (), b"", b"")
     assert server.num_exchanges == pool.num_calls == 0
     assert len(node.requests) == 1
-    late = Relay(gone.exchange, stage.open_books(gone.exchange), stage.ticker)
+    late = Relay(gone.exchange, harness.observer_of(gone.exchange), harness.ticker)
     assert late.closed
-    assert stage.books[2].outcome is Outcome.CLIENT_LEFT
+    assert harness.observers[2].outcome is Outcome.CLIENT_DISCONNECTED
 
 
-async def test_an_observer_that_fails_does_not_leave_the_client_waiting(stage):
+async def test_failing_observer_does_not_leave_the_client_waiting(harness):
     def handler(exchange: Exchange) -> None:
-        books = stage.open_books(exchange)
-        books.on_head = lambda relay, status, headers: 1 // 0
-        Relay(exchange, books, stage.ticker).send(pool, b"POST", b"/", (), b"")
+        observer = harness.observer_of(exchange)
+        observer.on_head = lambda relay, status, headers: 1 // 0
+        Relay(exchange, observer, harness.ticker).send(pool, b"POST", b"/", (), b"")
 
-    node = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-    pool = stage.pool(node.origin)
-    _, port = await stage.server(handler)
+    node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+    pool = harness.pool(node.origin)
+    _, port = await harness.server(handler)
     problems = []
-    stage.loop.set_exception_handler(lambda loop, context: problems.append(context["exception"]))
-    reader, _ = await stage.client(port, POST)
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 502")
+    harness.loop.set_exception_handler(lambda loop, context: problems.append(context["exception"]))
+    reader, _ = await harness.client(port, POST)
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 502")
     assert isinstance(problems[0], ZeroDivisionError)
-    await stage.eventually(lambda: pool.num_calls == 0)
+    await harness.eventually(lambda: pool.num_calls == 0)
 
 
-async def test_what_is_over_is_not_kept_in_memory(stage):
+async def test_finished_exchanges_are_not_kept_in_memory(harness):
     kinds = (ClientConnection, UpstreamConnection, Exchange, Relay, UpstreamCall, asyncio.BaseTransport)
 
     def num_alive() -> int:
@@ -567,22 +568,22 @@ async def test_what_is_over_is_not_kept_in_memory(stage):
         await reader.read()
 
     before = num_alive()
-    node = await stage.node(some_and_close)
-    pool = stage.pool(node.origin)
-    server, port = await stage.relaying(pool, keepalive_s=0.05)
+    node = await harness.node(some_and_close)
+    pool = harness.pool(node.origin)
+    server, port = await harness.relaying(pool, keepalive_s=0.05)
     for _ in range(20):
-        reader, writer = await stage.client(port, POST)
+        reader, writer = await harness.client(port, POST)
         await reader.readuntil(b"data: a\n\n")
-        stage.reset(writer)
+        harness.reset(writer)
     del reader, writer
-    await stage.eventually(lambda: not server.connections and not pool.connections and node.num_open == 0)
-    stage.books.clear()
-    stage.writers.clear()
+    await harness.eventually(lambda: not server.connections and not pool.connections and node.num_open == 0)
+    harness.observers.clear()
+    harness.writers.clear()
     await asyncio.sleep(0.05)
     assert num_alive() == before
 
 
-async def test_200_streams_of_which_a_third_leave_leave_nothing_behind(stage):
+async def test_nothing_leaks_when_a_third_of_200_streams_disconnect(harness):
     rng = random.Random(7)
     num_tasks = len(asyncio.all_tasks())
 
@@ -597,31 +598,31 @@ async def test_200_streams_of_which_a_third_leave_leave_nothing_behind(stage):
                 await asyncio.sleep(0.02)
             writer.write(END)
 
-    node = await stage.node(stream)
-    pool = stage.pool(node.origin)
-    server, port = await stage.relaying(pool, keepalive_s=0.05)
+    node = await harness.node(stream)
+    pool = harness.pool(node.origin)
+    server, port = await harness.relaying(pool, keepalive_s=0.05)
     expected = b"".join(b"data: %d\n\n" % number for number in range(20))
 
-    async def visit(leaves: bool) -> bool:
+    async def visit(disconnects: bool) -> bool:
         await asyncio.sleep(rng.uniform(0, 0.2))
-        reader, writer = await stage.client(port, POST)
-        if leaves:
+        reader, writer = await harness.client(port, POST)
+        if disconnects:
             await asyncio.sleep(rng.uniform(0, 0.4))
-            stage.reset(writer) if rng.random() < 0.5 else writer.close()
+            harness.reset(writer) if rng.random() < 0.5 else writer.close()
             return True
-        _, body = await stage.read_message(reader)
+        _, body = await harness.read_message(reader)
         writer.close()
         return body.replace(b": still here\n\n", b"") == expected
 
     results = await asyncio.gather(*(visit(number % 3 == 0) for number in range(200)))
     assert all(results)
-    await stage.eventually(lambda: server.num_connections == 0 and server.num_exchanges == 0)
+    await harness.eventually(lambda: server.num_connections == 0 and server.num_exchanges == 0)
     assert pool.num_calls == 0
-    await stage.eventually(lambda: node.num_open == pool.num_idle)
-    assert len(stage.ticker) == pool.num_idle
-    outcomes = [books.outcome for books in stage.books]
-    assert set(outcomes) <= {Outcome.COMPLETE, Outcome.CLIENT_LEFT}
+    await harness.eventually(lambda: node.num_open == pool.num_idle)
+    assert len(harness.ticker) == pool.num_idle
+    outcomes = [observer.outcome for observer in harness.observers]
+    assert set(outcomes) <= {Outcome.COMPLETE, Outcome.CLIENT_DISCONNECTED}
     assert outcomes.count(Outcome.COMPLETE) >= 133
     pool.close()
-    await stage.eventually(lambda: node.num_open == 0 and len(stage.ticker) == 0)
-    await stage.eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
+    await harness.eventually(lambda: node.num_open == 0 and len(harness.ticker) == 0)
+    await harness.eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)

@@ -1,4 +1,4 @@
-"""The same room behind TLS, on either side."""
+"""The data path with TLS on either side."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def certificate(tmp_path_factory):
     return folder
 
 
-async def listen(stage, certificate, handler) -> int:
-    server = Server(handler, lambda error, path: (error.status, (), b""), stage.ticker)
-    stage.servers.append(server)
+async def listen(harness, certificate, handler) -> int:
+    server = Server(handler, lambda error, path: (error.status, (), b""), harness.ticker)
+    harness.servers.append(server)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     return (await server.listen("127.0.0.1", 0, tls=context))[1]
 
 
-async def test_a_node_behind_tls_is_relayed_and_its_certificate_checked(stage, certificate, monkeypatch):
+async def test_relays_from_a_tls_node_and_checks_its_certificate(harness, certificate, monkeypatch):
     bodies = []
 
     def node(exchange: Exchange) -> None:
@@ -49,31 +49,31 @@ async def test_a_node_behind_tls_is_relayed_and_its_certificate_checked(stage, c
         exchange.write(b"data: secret\n\n")
         exchange.finish()
 
-    tls_port = await listen(stage, certificate, node)
+    tls_port = await listen(harness, certificate, node)
     with pytest.raises(ConnectFailed, match="certificate"):
-        await stage.pool(f"https://localhost:{tls_port}").fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool(f"https://localhost:{tls_port}").fetch(b"GET", b"/", timeout_s=30)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
-    pool = stage.pool(f"https://localhost:{tls_port}")
-    _, port = await stage.relaying(pool)
+    pool = harness.pool(f"https://localhost:{tls_port}")
+    _, port = await harness.relaying(pool)
     body = bytes(2_000_000)
-    reader, writer = await stage.client(port)
+    reader, writer = await harness.client(port)
     for _ in range(2):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        assert (await stage.read_message(reader))[1] == b"data: secret\n\n"
+        assert (await harness.read_message(reader))[1] == b"data: secret\n\n"
     assert bodies == [body, body]
     assert len(pool.connections) == 1
 
 
-async def test_a_client_behind_tls_that_leaves_or_misbehaves_is_noticed(stage, certificate, monkeypatch):
+async def test_notices_a_tls_client_that_disconnects_or_misbehaves(harness, certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
     exchanges: list[Exchange] = []
-    port = await listen(stage, certificate, exchanges.append)
+    port = await listen(harness, certificate, exchanges.append)
     context = ssl.create_default_context()
     _, writer = await asyncio.open_connection("localhost", port, ssl=context)
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    await stage.eventually(lambda: len(exchanges) == 1)
+    await harness.eventually(lambda: len(exchanges) == 1)
     writer.transport.abort()
-    await stage.eventually(lambda: exchanges[0].left)
+    await harness.eventually(lambda: exchanges[0].disconnected)
     reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
     writer.write(b"GET / HTTP/1.1\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 400 ")

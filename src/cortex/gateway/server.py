@@ -23,7 +23,7 @@ from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
 from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.dispatch.poller import Poller
-from cortex.gateway.ledger.metering import Metering
+from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.store import StoreError
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.proxy.admission import LocalAdmissionController
@@ -232,7 +232,7 @@ async def _listen(server: Server, listen: Listen, key: str, *, shared: bool = Fa
     try:
         if shared:
             # With SO_REUSEPORT another program could listen there unnoticed: check first that the port is free.
-            probe = Server(server.handler, server.refuse, server.ticker)
+            probe = Server(server.handler, server.reject, server.ticker)
             await probe.listen(listen.host, listen.port)
             await probe.close()
         return await server.listen(listen.host, listen.port, reuse_port=shared)

@@ -1,7 +1,7 @@
-"""The data path: bytes between a client's connection and a node's, and nothing else.
+"""The HTTP/1.1 data path: client connections, upstream connections, and the relay between them.
 
-`server` accepts requests and hands each one out as an `Exchange`; `upstream` keeps connections to one node and sends
-requests on them; `relay` joins the two. Routing, retries, keys, metrics and error texts belong to the caller.
+`server` accepts requests and passes each one to its handler as an `Exchange`. `upstream` keeps connections to one node
+and sends requests on them. `relay` joins the two. Routing, retries, keys, metrics and error texts belong to the caller.
 
-Everything here runs on the thread of one event loop and is callback-driven: a relayed request costs no task.
+Everything runs on the thread of one event loop, in callbacks: a relayed request needs no task.
 """

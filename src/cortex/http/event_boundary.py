@@ -1,4 +1,4 @@
-"""Where one event of a stream ends and the next begins, without reading the events."""
+"""Finds where the events of a stream end, without parsing them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_HELD_BYTES = 256 * 1024
 
 
 def after_keepalives(events: bytes, keepalive: bytes) -> bytes:
-    """Whole `events` without what only says, at their beginning, that somebody is there: `keepalive` and comments."""
+    """Whole `events` without the keepalives (`keepalive` itself, and comments) that they begin with."""
     while events.startswith((keepalive, b":")):
         comments = _COMMENTS.match(events)
         events = events[comments.end() if comments else len(keepalive) :]
@@ -19,10 +19,10 @@ def after_keepalives(events: bytes, keepalive: bytes) -> bytes:
 
 
 class EventBoundary:
-    """Passes whole events and holds back the beginning of an incomplete one.
+    """Passes on whole events and holds back the beginning of an incomplete one.
 
-    Servers write an event in one piece, so in practice nothing is held; but when a node dies or pauses inside an event,
-    what we say next must not be glued to half a line. An event too long to hold is passed on in pieces.
+    Servers write an event in one piece, so in practice nothing is held back. But when a node fails or pauses inside an
+    event, a keepalive or an error must not follow half a line. An event too long to hold is passed on in pieces.
     """
 
     __slots__ = ("_held", "inside")
@@ -30,15 +30,15 @@ class EventBoundary:
     def __init__(self) -> None:
         self._held = b""
         self.inside = False
-        """The last bytes passed on ended within an event: nothing else may be said now."""
+        """The last bytes passed on ended inside an event: nothing else may be sent now."""
 
     @property
     def is_between_events(self) -> bool:
-        """All that was pushed has been passed on, and it was whole."""
+        """Everything pushed has been passed on, and it ended with a whole event."""
         return not self.inside and not self._held
 
     def push(self, data: bytes) -> bytes:
-        """The bytes that may go on, up to the end of the last whole event."""
+        """The bytes to pass on: up to the end of the last whole event."""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -57,10 +57,10 @@ class EventBoundary:
         return data[:end]
 
     def flush(self) -> bytes:
-        """What is still held, when the stream ended as it should."""
+        """What is still held back when the stream has ended."""
         held, self._held = self._held, b""
         return held
 
     def escape(self) -> bytes:
-        """Bytes that end the event we are inside of, if any, so that another can follow."""
+        """Bytes that end an event that was passed on in part, if there is one, so that another can follow."""
         return b"\n\n" if self.inside else b""

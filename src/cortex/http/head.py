@@ -1,7 +1,7 @@
-"""Heads on the wire: what passes through a gateway, and bytes that cannot be forged from the inside.
+"""Encodes the heads of messages, and selects the headers that pass through a gateway.
 
-A value that carries a line break would let one side write headers, or whole messages, for the other. Values from the
-parser cannot; values from configuration or code might, so the encoder checks the finished head.
+A value with a line break would let one side inject headers, or whole messages, into the other. The parser does not
+produce such values, but configuration or code might, so the encoder checks the finished head.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ HOP_BY_HOP = frozenset(
     )
 )
 NOT_FOR_NODES = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
-"""Request headers that end here. Without `accept-encoding` a node answers in plain bytes, which can be metered."""
+"""Request headers that are not passed on. Without `accept-encoding` a node responds uncompressed, as metering needs."""
 NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date"}
-"""Response headers that end here; length and date are written anew."""
+"""Response headers that are not passed on; the exchange writes its own length and date."""
 
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
 _ORDINARY_CONNECTION = frozenset((b"keep-alive", b"close", b"upgrade"))
@@ -37,21 +37,21 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode
 _STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded"
 
 
-def passing(headers: Headers, ending_here: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers that travel on: not those in `ending_here`, and not those that `Connection` claims for itself."""
-    kept = [pair for pair in headers if pair[0] not in ending_here]
+def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    """The headers to pass on: without those in `dropped` and those that a `Connection` header lists."""
+    kept = [pair for pair in headers if pair[0] not in dropped]
     if len(kept) != len(headers):
         for name, value in headers:
             if name == b"connection" and value.lower() not in _ORDINARY_CONNECTION:
-                claimed = {token.strip() for token in value.lower().split(b",")}
-                kept = [pair for pair in kept if pair[0] not in claimed]
+                listed = {token.strip() for token in value.lower().split(b",")}
+                kept = [pair for pair in kept if pair[0] not in listed]
     return kept
 
 
 def encode_head(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
-    """A complete head: start line, `headers`, then `framing` (finished header lines), then the blank line.
+    """A complete head: start line, `headers`, `framing` (encoded header lines) and the blank line.
 
-    Raises ValueError when a part would break out of its line, or when a caller tries to frame the message itself.
+    Raises ValueError when a part contains a line break, or when `headers` contain framing.
     """
     if not _FRAMING.isdisjoint([name for name, _ in headers]):
         raise ValueError(
@@ -60,12 +60,12 @@ def encode_head(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
     head = b"\r\n".join([start_line, *[b": ".join(pair) for pair in headers]])
     num_breaks = len(headers)
     if head.count(b"\n") != num_breaks or head.count(b"\r") != num_breaks or b"\0" in head:
-        raise ValueError("a header, method or target contains a line break or NUL byte; refusing to send it")
+        raise ValueError("a header, method or target contains a line break or NUL byte; it was not sent")
     return b"%b\r\n%b\r\n" % (head, framing)
 
 
 def status_line(status: int) -> bytes:
-    """`HTTP/1.1 200 OK`; codes without a registered phrase get none."""
+    """Such as `HTTP/1.1 200 OK`; codes without a registered phrase get none."""
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d " % status
 
 
@@ -87,4 +87,4 @@ class _Date:
 
 
 date_line = _Date().line
-"""The current `Date` header as a finished line."""
+"""The current `Date` header as an encoded line."""

@@ -1,4 +1,4 @@
-"""What a peer may cost us, on each side of the relay."""
+"""Bounds on what peers can make this process hold and wait for, on each side of the relay."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """Bounds on client connections. Times are checked by the shared ticker, so they hold to within one tick."""
+    """Bounds on client connections. The shared ticker checks times, so they are exact to one tick."""
 
     num_connections: int = 8192
     """Connections open at once. Unix sockets, which our own programs use, do not count."""
     num_connections_per_client: int = 1024
-    """Of them from one address; an IPv6 /64 network counts as one."""
+    """Connections open at once from one address; an IPv6 /64 network counts as one."""
     buffered_bytes: int = 1024 * 1024 * 1024
-    """Request bytes that all connections together may hold: bodies until their exchange ends, and bytes sent ahead."""
+    """Request bytes that all connections together may hold: bodies of running exchanges, and bytes sent ahead."""
     head_bytes: int = 64 * 1024
     """Request line and headers together."""
     num_headers: int = 128
@@ -22,21 +22,21 @@ class ClientLimits:
     head_s: float = 10.0
     """From a request's first byte to the end of its head."""
     body_s: float = 30.0
-    """Silence inside a body; also what a body may take in all, beyond the time that `body_bytes_per_s` gives it."""
+    """Silence inside a body; also how long a whole body may take, beyond the time that `body_bytes_per_s` allows."""
     body_bytes_per_s: int = 16 * 1024
-    """The slowest a body may come after its first `body_s`."""
+    """The lowest rate of a body after its first `body_s`."""
     idle_s: float = 75.0
-    """Between requests on a kept connection."""
+    """Between requests on a connection that is kept alive."""
     stall_s: float = 120.0
-    """A client that reads nothing for so long while an answer waits for it is dropped."""
+    """How long a client may read nothing while response bytes wait for it."""
     linger_s: float = 3.0
-    """How long a refused client may go on sending before its connection closes, so that it can read why."""
+    """How long a rejected client may go on sending before its connection closes, so that it can read the error."""
     write_buffer_bytes: int = 256 * 1024
-    """Unsent answer bytes above which the upstream is paused."""
+    """Unsent response bytes above which the upstream is paused."""
 
 
 class Buffered:
-    """Request bytes that all connections of one server hold now. Each connection adds its own and takes them out."""
+    """Request bytes that all connections of one server hold now. Each connection adds and subtracts its own."""
 
     __slots__ = ("num_bytes",)
 
@@ -50,11 +50,11 @@ class UpstreamLimits:
 
     connect_s: float = 5.0
     silence_s: float = 600.0
-    """A node that sends nothing for so long while an answer is due is given up. There is no total timeout."""
+    """How long a node may send nothing while a response is due. There is no total timeout."""
     keep_s: float = 30.0
-    """An unused connection is closed after this; keep it under the node's own keep-alive."""
+    """How long an idle connection is kept; should be less than the node's own keep-alive timeout."""
     num_kept: int = 256
-    """Unused connections kept for reuse."""
+    """Idle connections kept for reuse."""
     head_bytes: int = 64 * 1024
     fetch_body_bytes: int = 16 * 1024 * 1024
-    """The longest body that `Pool.fetch` collects."""
+    """The longest response body that `Pool.fetch` accepts."""

@@ -1,4 +1,4 @@
-"""Joins an exchange and an upstream call: bytes through, no buffering, both sides' pace and end respected."""
+"""Joins a client's exchange and a node's response: bytes pass through unbuffered, at the pace of the slower side."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from cortex.http.chunks import SIZE_LINES
-from cortex.http.event_boundary import BLANK_LINES, EventBoundary, after_keepalives
+from cortex.http.event_boundary import EventBoundary, after_keepalives
+from cortex.http.passthrough import BodyTail, ChunkPassthrough
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
@@ -15,12 +15,7 @@ from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 
-TAIL_BYTES = 2048
-_TRIM_BYTES = 4 * TAIL_BYTES
-"""The end of an answer is cut to `TAIL_BYTES` only when it has grown to this: not for each event."""
-_WHOLE_EVENTS = tuple(blank + b"\r\n" for blank in BLANK_LINES)
-"""How a chunk ends in which no event is left open."""
-_LATE_ANSWER_BYTES = 1024 * 1024
+_LATE_RESPONSE_BYTES = 1024 * 1024
 _EVENT_STREAM = b"text/event-stream"
 _UNBUFFERED = (b"x-accel-buffering", b"no")
 _STREAM_HEADERS = ((b"content-type", _EVENT_STREAM), (b"cache-control", b"no-cache"), _UNBUFFERED)
@@ -30,16 +25,16 @@ class Outcome(Enum):
     """How an exchange ended."""
 
     COMPLETE = "complete"
-    """The client has the node's whole answer (whatever its status)."""
-    REFUSED = "refused"
-    """The caller answered with `Relay.refuse`."""
+    """The client has the node's whole response, whatever its status."""
+    REJECTED = "rejected"
+    """The caller responded with `Relay.reject`."""
     INTERRUPTED = "interrupted"
-    """The node died after its first byte had been passed on."""
-    CLIENT_LEFT = "client_left"
+    """The node failed after the first byte of its response had been passed on."""
+    CLIENT_DISCONNECTED = "client_disconnected"
 
 
 class Keepalive(NamedTuple):
-    """What a waiting event stream says, and how often. Ticks run on the wall clock from the relay's creation."""
+    """What a client of an event stream gets while it waits. The interval runs on the wall clock."""
 
     payload: bytes
     """Bytes that are harmless between two events: an SSE comment or a `ping` event, with its blank line."""
@@ -47,57 +42,61 @@ class Keepalive(NamedTuple):
 
 
 class Translation(Protocol):
-    """Rewrites a node's answer on its way, where node and client speak different dialects."""
+    """Rewrites a node's response as it passes, where node and client speak different dialects."""
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
-        """The head the client gets."""
+        """The head for the client."""
 
     def push(self, data: bytes) -> bytes:
-        """What the client gets for these bytes, in whole events; may be empty. Raises `UpstreamFault` on nonsense."""
+        """Whole events for the client; may be empty. Raises `UpstreamFault` when `data` cannot be translated."""
 
     def finish(self) -> bytes:
-        """What the client gets last. Raises `UpstreamFault` when the answer is not complete."""
+        """The end of the body for the client. Raises `UpstreamFault` when the response is not complete."""
 
 
 class Observer(Protocol):
-    """The caller's side of a relay: decides, words errors, keeps the books."""
+    """The caller's side of a relay: decides on retries, words errors, and accounts for the request."""
 
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:
-        """The node answered; nothing of it was sent yet. True to go on; False to drop this answer, after having called
-        `send` or `refuse` (or to do so later)."""
+        """The node has sent its head; the client has nothing of it yet. True to go on. False to drop this response,
+        after having called `send` or `reject`, or to call one of them later."""
 
     def on_first_data(self, relay: Relay) -> None:
-        """The node has begun to say something; the client hears it next."""
+        """The first bytes of the node's body are about to go to the client."""
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
-        """The node failed before anything of it was passed on: `send` again (to another) or `refuse`, now or later."""
+        """The node failed before anything was passed on: call `send` again or `reject`, now or later."""
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:
-        """Events that tell a node's refusal (or any answer that is not an event stream) inside a stream that a
-        keepalive has already started."""
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:
+        """Events for a response that is not an event stream (an error, as a rule) and that came after a keepalive had
+        started one."""
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:
-        """Events that end a stream whose node died after the first byte."""
+        """Events that end a stream whose node failed after the first byte."""
 
     def on_done(self, relay: Relay, outcome: Outcome) -> None:
-        """Exactly once, last. `relay.tail` holds the end of the node's answer."""
+        """Called exactly once, last. `relay.tail` has the end of the node's body."""
 
 
 class _Mode(Enum):
-    """What is being done with the node's body."""
+    """What happens to the node's body."""
 
     WAITING = "waiting"
+    """Nothing has been passed on."""
     PLAIN = "plain"
+    """It is passed on as bytes."""
     EVENTS = "events"
+    """It is passed on as whole events."""
     LATE = "late"
+    """It is collected for `Observer.late_response`."""
 
 
-# Looking a member up in its class takes longer than all that is done with it here.
+# A module global is looked up faster than a member of its class.
 _WAITING, _PLAIN, _EVENTS, _LATE = _Mode
 
 
 class _Head(NamedTuple):
-    """A node's head, held until there is something to send with it."""
+    """A node's head, held back until there are body bytes to send with it."""
 
     status: int
     headers: Headers
@@ -106,34 +105,32 @@ class _Head(NamedTuple):
 
 
 class Relay:
-    """Answers one exchange from one node after another until one starts to answer.
+    """Serves one exchange from the first node that responds.
 
-    Create it as soon as the request has to wait: a `keepalive` (streaming requests only) counts from here. Then `send`,
-    as often as `Observer.on_fault` wants to try, or `refuse`. When the client leaves, the call is aborted within a loop
-    turn.
+    Create it as soon as the request has to wait: the `keepalive` interval (streaming requests only) starts here. Then
+    call `send`, again for each retry that `Observer.on_fault` decides on, or `reject`. When the client disconnects, the
+    call is aborted within one turn of the event loop.
 
-    The head goes out with the first body bytes or the first keepalive, whichever comes first, so a node that dies
-    between its head and its first byte can still be replaced. A node's own keepalives before its first event are not
-    passed on where we give ours: it has said nothing yet. In an event stream only whole events are passed on, so a
-    keepalive or an error never lands inside one.
+    The head goes out with the first body bytes or the first keepalive, so a node that fails between its head and its
+    first byte can still be replaced. Keepalives of the node before its first event are dropped where the relay sends
+    its own. Only whole events of a stream are passed on, so a keepalive or an error never lands inside one.
     """
 
     __slots__ = (
         "_boundary",
         "_call",
         "_extra_headers",
+        "_has_written",
         "_head",
         "_keepalive",
-        "_late",
+        "_late_body",
         "_mode",
-        "_num_trimmed_bytes",
         "_observer",
-        "_spoke",
-        "_spoke_at",
+        "_passthrough",
         "_tail",
         "_ticker",
         "_translation",
-        "_write_chunk",
+        "_written_at",
         "closed",
         "exchange",
     )
@@ -147,14 +144,13 @@ class Relay:
         keepalive: Keepalive | None = None,
         extra_headers: Headers = (),
     ) -> None:
-        """`extra_headers` are added to whatever answer is relayed, refused or started by a keepalive, instead of the
-        node's own of the same name.
+        """`extra_headers` go into every response, in place of the node's headers of the same name.
 
-        When the client has already left, `Observer.on_done` is called from here.
+        When the client has already disconnected, `Observer.on_done` is called from here.
         """
         self.exchange = exchange
         self.closed = False
-        """Over; `Observer.on_done` has been or is being called."""
+        """`Observer.on_done` has been called, or is being called."""
         self._observer = observer
         self._ticker = ticker
         self._keepalive = keepalive
@@ -164,33 +160,25 @@ class Relay:
         self._boundary: EventBoundary | None = None
         self._head: _Head | None = None
         self._mode = _WAITING
-        self._late = b""
-        self._tail = bytearray()
-        self._num_trimmed_bytes = 0
-        self._write_chunk: Callable[[bytes], None] | None = None
-        """Set between two events that flow to a client which takes chunks: another one may go on as it came."""
-        self._spoke = False
-        """Since the last tick; cheaper to note for each event than the time."""
-        self._spoke_at = ticker.loop.time()
+        self._late_body = b""
+        self._tail = BodyTail()
+        self._passthrough: ChunkPassthrough | None = None
+        self._has_written = False
+        """Since the last tick; a flag is cheaper to set for each event than the time."""
+        self._written_at = ticker.loop.time()
         if keepalive is not None:
             ticker.add(self)
         exchange.on_flow(self._pause, self._resume)
-        exchange.on_close(self._client_left)
+        exchange.on_disconnect(self._client_disconnected)
 
     # --- for the caller
 
     @property
-    def tail(self) -> bytes:
-        """The last bytes (up to `TAIL_BYTES`) of the node's body, where usage is reported.
-
-        Events that were passed on in their chunks still have the frames around them.
-        """
-        return bytes(self._tail[-TAIL_BYTES:])
-
-    @property
-    def num_answer_bytes(self) -> int:
-        """How much the node has said so far; frames count where `tail` has them."""
-        return self._num_trimmed_bytes + len(self._tail)
+    def tail(self) -> BodyTail:
+        """The end of the node's body, where usage is reported, and the body's length so far."""
+        if self._passthrough is not None:
+            self._passthrough.fold()
+        return self._tail
 
     def send(
         self,
@@ -203,25 +191,24 @@ class Relay:
         translation: Translation | None = None,
         silence_s: float | None = None,
     ) -> None:
-        """Ask a node. Only while no other call is under way; a no-op when the client has left.
+        """Send the request to a node. Only while no other call is running; a no-op after the client disconnected.
 
-        `translation` (a fresh one for each attempt) rewrites the answer on its way.
+        `translation` (a new one for each attempt) rewrites the response.
         """
         if self.closed:
             return
         if self._call is not None:
-            raise RuntimeError("a call is already under way")
+            raise RuntimeError("a call is already running")
         self._head = None
         self._boundary = None
         self._translation = translation
-        self._tail.clear()
-        self._num_trimmed_bytes = 0
+        self._tail = BodyTail()
         self._call = pool.send(method, target, headers, body, self, silence_s=silence_s)
         if self.exchange.paused:
             self._call.pause()
 
-    def refuse(self, status: int, headers: Headers, body: bytes, events: bytes) -> None:
-        """Answer without a node: `status, headers, body`, or `events` inside the stream if one has been started."""
+    def reject(self, status: int, headers: Headers, body: bytes, events: bytes) -> None:
+        """Respond without a node: with `status, headers, body`, or with `events` inside a stream that has started."""
         if self.closed:
             return
         if self._call is not None:
@@ -232,12 +219,12 @@ class Relay:
             self.exchange.finish(keep_alive=False)
         else:
             self.exchange.respond(status, [*headers, *self._extra_headers], body)
-        self._done(Outcome.REFUSED)
+        self._done(Outcome.REJECTED)
 
-    # --- the node's answer
+    # --- the sink of the node's response
 
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:
-        """The node began to answer: hold the head until there is something to send with it."""
+        """Hold the head back until there are body bytes to send with it."""
         call, self._call = self._call, None
         if not self._observer.on_head(self, status, headers):
             if call is not None:
@@ -257,68 +244,54 @@ class Relay:
             self._boundary = EventBoundary() if self._translation is None else None
         self._head = _Head(status, headers, content_length, is_stream)
 
-    def on_chunk(self, wire: bytes) -> bool:
-        """Nearly every event comes this way. It is as short as it can be: between two events of a quiet stream the
-        caches forget it, and each call and each object more is paid for in misses."""
-        try:
-            is_chunk = wire.startswith(SIZE_LINES[len(wire)])
-        except IndexError:
-            return False
-        if is_chunk and self._write_chunk is not None and wire.endswith(_WHOLE_EVENTS):
-            self._spoke = True
-            tail = self._tail
-            tail += wire
-            if len(tail) > _TRIM_BYTES:
-                self._trim()
-            self._write_chunk(wire)
-            return True
-        return False
+    def chunk_receiver(self) -> Callable[[bytes], bool] | None:
+        """The fast path, between two events of a stream that the client gets in chunks; else None."""
+        if self._mode is not _EVENTS or self._boundary is None or not self._boundary.is_between_events:
+            return None
+        if self._passthrough is None:
+            write = self.exchange.chunk_writer()
+            if write is None:
+                return None
+            self._passthrough = ChunkPassthrough(write, self._tail)
+        return self._passthrough.take
 
     def on_data(self, data: bytes) -> None:
-        """The node goes on: pass on what is whole."""
-        self._tail += data[-TAIL_BYTES:]
-        self._num_trimmed_bytes += max(0, len(data) - TAIL_BYTES)
-        if len(self._tail) > _TRIM_BYTES:
-            self._trim()
+        """Pass on what is complete."""
+        self.tail.push(data)
         if self._boundary is not None:
             data = self._boundary.push(data)
         elif self._translation is not None:
             try:
                 data = self._translation.push(data)
             except UpstreamFault as fault:
-                self._give_up_on_node(fault)
+                self._abandon_node(fault)
                 return
         if data:
             self._pass_on(data)
-        if self._mode is _EVENTS and self._boundary is not None:
-            self._write_chunk = self.exchange.chunk_writer() if self._boundary.is_between_events else None
 
     def on_end(self) -> None:
-        """The node has said everything."""
+        """The response is complete: pass on what was held back, and end the exchange."""
         self._call = None
         try:
-            rest = self._rest()
+            rest = self._held_back()
         except UpstreamFault as fault:
             self.on_fault(fault)
             return
-        if self._mode is _WAITING:
-            head = self._head
-            if head is not None and not self.exchange.started:
-                if rest:
-                    self._observer.on_first_data(self)
-                self.exchange.respond(head.status, [*head.headers, *self._extra_headers], rest)
-                self._done(Outcome.COMPLETE)
-                return
+        if self._mode is not _WAITING:
+            if rest:
+                self._pass_on(rest)
+        elif self._head is not None and not self.exchange.started:
+            self._respond_whole(self._head, rest)
+            return
+        else:
             self._begin(rest)
-        elif rest:
-            self._pass_on(rest)
         if self._mode is _LATE and self._head is not None:
-            self.exchange.write(self._observer.late_answer(self, self._head.status, self._late))
+            self.exchange.write(self._observer.late_response(self, self._head.status, self._late_body))
         self.exchange.finish()
         self._done(Outcome.COMPLETE)
 
     def on_fault(self, fault: UpstreamFault) -> None:
-        """The node failed. Before anything of it was passed on, another may be tried; afterwards we can only say so."""
+        """Let the observer try another node if nothing was passed on; otherwise end the response with an error."""
         self._call = None
         if self._mode is _WAITING:
             self._head = None
@@ -333,13 +306,9 @@ class Relay:
             self.exchange.finish(keep_alive=False)
         self._done(Outcome.INTERRUPTED)
 
-    # --- inside
+    # --- passing on
 
-    def _trim(self) -> None:
-        self._num_trimmed_bytes += len(self._tail) - TAIL_BYTES
-        del self._tail[:-TAIL_BYTES]
-
-    def _rest(self) -> bytes:
+    def _held_back(self) -> bytes:
         if self._translation is not None:
             return self._translation.finish()
         return self._boundary.flush() if self._boundary is not None else b""
@@ -352,14 +321,14 @@ class Relay:
             if data:
                 self._begin(data)
         elif mode is _LATE:
-            if len(self._late) < _LATE_ANSWER_BYTES:
-                self._late += data
+            if len(self._late_body) < _LATE_RESPONSE_BYTES:
+                self._late_body += data
         else:
-            self._spoke = True
+            self._has_written = True
             self.exchange.write(data)
 
     def _begin(self, data: bytes) -> None:
-        """Pass on the first bytes: no other node can take over from here."""
+        """Pass on the first bytes. From here on no other node can take over."""
         head = self._head
         if head is None:
             raise RuntimeError("a body without a head")
@@ -370,33 +339,48 @@ class Relay:
             self._pass_on(data)
         else:
             self._mode = _EVENTS if head.is_stream else _PLAIN
-            self._spoke = True
+            self._has_written = True
             headers = [*head.headers, *self._extra_headers]
             self.exchange.start(head.status, headers, head.content_length, first=data)
 
-    def _give_up_on_node(self, fault: UpstreamFault) -> None:
+    def _respond_whole(self, head: _Head, body: bytes) -> None:
+        """Send a response of which nothing was passed on before its end."""
+        if body:
+            self._observer.on_first_data(self)
+        self.exchange.respond(head.status, [*head.headers, *self._extra_headers], body)
+        self._done(Outcome.COMPLETE)
+
+    def _abandon_node(self, fault: UpstreamFault) -> None:
         if self._call is not None:
             self._call.abort()
         self.on_fault(fault)
 
+    # --- the ticker's callback
+
     def on_tick(self, now: float) -> None:
-        """Say that we are still here, if nothing was said for a while and this is a place to say it."""
-        if self._spoke:
-            self._spoke = False
-            self._spoke_at = now
+        """Send a keepalive if nothing was written for the interval and the stream is between two events."""
+        if self._passthrough is not None and self._passthrough.is_active:
+            self._passthrough.is_active = False
+            self._has_written = True
+        if self._has_written:
+            self._has_written = False
+            self._written_at = now
         keepalive = self._keepalive
-        if keepalive is None or now - self._spoke_at < keepalive.interval_s or self.exchange.paused:
-            return
-        head = self._head
-        if head is not None and not (head.is_stream and head.status == 200):
-            return  # a whole answer is on its way, or an answer that is not a stream
-        if self._boundary is not None and self._boundary.inside:
+        if keepalive is None or now - self._written_at < keepalive.interval_s or not self._may_keep_alive():
             return
         if not self.exchange.started:
-            status, headers = (head.status, head.headers) if head is not None else (200, _STREAM_HEADERS)
+            status, headers = (self._head.status, self._head.headers) if self._head else (200, _STREAM_HEADERS)
             self.exchange.start(status, [*headers, *self._extra_headers])
         self.exchange.write(keepalive.payload)
-        self._spoke_at = now
+        self._written_at = now
+
+    def _may_keep_alive(self) -> bool:
+        head = self._head
+        is_other_response = head is not None and not (head.is_stream and head.status == 200)
+        is_inside_event = self._boundary is not None and self._boundary.inside
+        return not (self.exchange.paused or is_other_response or is_inside_event)
+
+    # --- the client's side
 
     def _pause(self) -> None:
         if self._call is not None:
@@ -406,15 +390,14 @@ class Relay:
         if self._call is not None:
             self._call.resume()
 
-    def _client_left(self) -> None:
+    def _client_disconnected(self) -> None:
         if self._call is not None:
             self._call.abort()
             self._call = None
-        self._done(Outcome.CLIENT_LEFT)
+        self._done(Outcome.CLIENT_DISCONNECTED)
 
     def _done(self, outcome: Outcome) -> None:
         self.closed = True
-        self._write_chunk = None
         if self._keepalive is not None:
             self._ticker.discard(self)
         self._observer.on_done(self, outcome)

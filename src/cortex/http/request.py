@@ -1,4 +1,4 @@
-"""A request as it came from a client, complete."""
+"""A complete request from a client."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Request:
         self.method = method
         """Upper-case, such as `b"POST"`."""
         self.path = path
-        """The path as sent: not percent-decoded, starts with `/` (or is `*`)."""
+        """The path as sent, not percent-decoded. It starts with `/`, or is `*`."""
         self.query = query
-        """What follows the `?`, without it; empty when there is none."""
+        """What follows the `?`; empty when there is none."""
         self.headers = headers
         self.body = body
         self.client = client
@@ -37,6 +37,6 @@ class Request:
 
 
 def loggable(text: bytes) -> str:
-    """`text` from a client as it may stand in a log line: printable ASCII, and not long."""
+    """`text` from a client, made safe for a log line: printable ASCII of bounded length."""
     shown = text[:_LOGGED_CHARACTERS].decode("latin-1").encode("unicode_escape").decode()
     return shown if len(text) <= _LOGGED_CHARACTERS else f"{shown}… ({len(text)} bytes)"

@@ -1,7 +1,7 @@
-"""One timer for everything that has a deadline.
+"""One timer for all deadlines.
 
-A timer per request costs more than the rest of its bookkeeping, so whoever has a deadline joins a ticker and is asked
-a few times a second whether it has passed.
+A timer per request would cost more than the rest of its bookkeeping. Objects with a deadline join a ticker instead,
+which calls them a few times a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Ticking(Protocol):
 
 
 class Ticker:
-    """Calls `on_tick` of every member at a fixed interval; sleeps while it has no member. One per event loop."""
+    """Calls `on_tick` of every member at a fixed interval; stops while it has no member. One per event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float = 0.25) -> None:
         self.loop = loop
@@ -36,7 +36,7 @@ class Ticker:
             self._timer = self.loop.call_later(self._interval_s, self._tick)
 
     def discard(self, member: Ticking) -> None:
-        """Stop calling `member`; unknown members are fine."""
+        """Stop calling `member`, if it is one."""
         self._members.discard(member)
 
     def _tick(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fake_neuron import GB, until
 
 from cortex.fleet.catalogue import Alias, Catalogue, Cost, ModelSpec
-from cortex.gateway.ledger import generate
+from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import ModelState
 
 READY = ModelState.READY

@@ -21,7 +21,7 @@ def _binary(name: str) -> str | None:
 
 
 def _unprivileged() -> tuple[str, dict[str, Any]]:
-    """The user to run as, and how: the server refuses to be root."""
+    """The user to run as, and the command prefix: the server does not run as root."""
     if os.geteuid() != 0:
         return getpass.getuser(), {}
     for name in ("postgres", "nobody"):
@@ -64,7 +64,7 @@ def postgres_url() -> Iterator[str]:
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database of each kind."""
     if request.param == "sqlite":
-        return str(tmp_path / "books" / "spend.db")
+        return str(tmp_path / "ledger" / "spend.db")
     url: str = request.getfixturevalue("postgres_url")
     import psycopg
 

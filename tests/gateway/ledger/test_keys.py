@@ -12,7 +12,7 @@ class Config(Section, frozen=True):
     keys: tuple[KeySection, ...] = ()
 
 
-def test_a_key_is_recognised_by_its_whole_text_only() -> None:
+def test_recognises_a_key_only_by_its_whole_text() -> None:
     alice, bob = generate("alice"), generate("bob")
     ring = Keyring([alice.section, bob.section])
     assert ring.recognise(alice.text) == alice.section
@@ -34,18 +34,18 @@ def test_a_key_is_recognised_by_its_whole_text_only() -> None:
             ring.recognise(text)
 
 
-def test_the_secret_is_not_kept() -> None:
+def test_does_not_store_the_secret() -> None:
     key = generate("alice")
     kept = msgspec.json.encode(key.section).decode()
     assert key.text not in kept
     assert key.text.split("-")[2] not in kept
 
 
-def test_keys_differ() -> None:
+def test_generates_different_keys() -> None:
     assert len({generate("x").text for _ in range(100)}) == 100
 
 
-def test_what_is_written_to_the_config_reads_back() -> None:
+def test_toml_of_a_key_round_trips() -> None:
     keys = [
         generate("plain"),
         generate('odd "name"\n\\', models=("qwen*", "a'b"), requests_per_min=60, window_tokens=10, window_s=3600),
@@ -70,7 +70,7 @@ def test_what_is_written_to_the_config_reads_back() -> None:
         (("Qwen/*",), "qwen/x", False),
     ],
 )
-def test_a_key_is_for_the_models_it_names(patterns: tuple[str, ...], model: str, allowed: bool) -> None:
+def test_key_allows_only_its_models(patterns: tuple[str, ...], model: str, allowed: bool) -> None:
     key = generate("alice", models=patterns).section
     if allowed:
         check_model(key, model)
@@ -79,14 +79,14 @@ def test_a_key_is_for_the_models_it_names(patterns: tuple[str, ...], model: str,
             check_model(key, model)
 
 
-def test_two_keys_with_one_id_are_refused() -> None:
+def test_rejects_two_keys_with_one_id() -> None:
     key = generate("alice").section
     with pytest.raises(ValueError, match="the same id"):
         Keyring([key, key])
 
 
 @pytest.mark.parametrize("line", ['id = "short"', 'sha256 = "abc"', "requests_per_min = 0", "window_s = 5"])
-def test_a_damaged_table_is_refused(line: str) -> None:
+def test_rejects_a_damaged_table(line: str) -> None:
     table = as_toml(generate("alice").section).splitlines()
     key = line.split(" ")[0]
     damaged = [one for one in table if not one.startswith(f"{key} ")] + [line]

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.ledger.limits import Account, RateBucket, RollingSum, Spent
-from cortex.gateway.ledger.meter import Estimate
+from cortex.gateway.ledger.limits import Account, Estimate, RateBucket, RollingSum, Spent
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 NOW = 1_000_000.0
@@ -22,13 +21,13 @@ def account(recorded: Spent | None = None, **limits: Any) -> Account:
     return Account(generate("alice", **limits).section, recorded or Spent(), NOW)
 
 
-def test_without_limits_nothing_is_refused() -> None:
+def test_admits_everything_without_limits() -> None:
     unlimited = account()
     for _ in range(1000):
         unlimited.reserve(tokens(10**9), NOW)
 
 
-def test_a_burst_passes_then_the_rate_holds() -> None:
+def test_admits_a_burst_then_enforces_the_rate() -> None:
     limited = account(requests_per_min=6)
     for _ in range(6):
         limited.reserve(tokens(1), NOW)
@@ -41,7 +40,7 @@ def test_a_burst_passes_then_the_rate_holds() -> None:
 
 
 @given(st.integers(1, 50), st.lists(st.floats(0, 30), max_size=200))
-def test_no_minute_sees_more_than_burst_plus_rate(per_min: int, gaps: list[float]) -> None:
+def test_no_minute_exceeds_burst_plus_rate(per_min: int, gaps: list[float]) -> None:
     bucket, now, taken = RateBucket(per_min, NOW), NOW, []
     for gap in gaps:
         now += gap
@@ -54,14 +53,14 @@ def test_no_minute_sees_more_than_burst_plus_rate(per_min: int, gaps: list[float
         assert sum(start <= at < start + 60 for at in taken) <= 2 * per_min
 
 
-def test_a_clock_that_steps_back_gives_nothing_away() -> None:
+def test_clock_step_back_adds_no_requests() -> None:
     bucket = RateBucket(1, NOW)
     assert bucket.take(1, NOW) == 0
     assert bucket.take(1, NOW - 1000) > 0
     assert bucket.take(1, NOW - 990) > 0
 
 
-def test_a_reservation_holds_until_it_is_settled_with_what_was_used() -> None:
+def test_reservation_lasts_until_it_is_settled() -> None:
     limited = account(balance_tokens=100)
     first = limited.reserve(tokens(60), NOW)
     with pytest.raises(InsufficientQuota, match="has 40 of 100 tokens left and this request may take 60"):
@@ -72,21 +71,21 @@ def test_a_reservation_holds_until_it_is_settled_with_what_was_used() -> None:
 
 
 @pytest.mark.parametrize("limit", ["balance_tokens", "window_tokens"])
-def test_a_request_larger_than_the_whole_budget_is_rejected_for_good(limit: str) -> None:
+def test_rejects_a_request_over_the_whole_budget_without_retry(limit: str) -> None:
     limited = account(**{limit: 100})
     with pytest.raises(InsufficientQuota, match="may take 101"):
         limited.reserve(tokens(101), NOW)
     assert limited.reserve(tokens(100), NOW) == 100
 
 
-def test_every_choice_is_reserved_and_the_prompt_once() -> None:
+def test_reserves_every_choice_and_the_prompt_once() -> None:
     limited = account(balance_tokens=300)
     with pytest.raises(InsufficientQuota, match="may take 3082"):
         limited.reserve(Estimate(40, 96, 32), NOW)
     assert limited.reserve(Estimate(40, 96, 3), NOW) == 298
 
 
-def test_a_request_without_a_limit_reserves_a_default_that_a_small_budget_can_hold() -> None:
+def test_request_without_a_limit_reserves_a_default_within_a_small_budget() -> None:
     assert account().reserve(Estimate(41, None, 2), NOW) == 11 + 2 * 1024
     limited = account(balance_tokens=100)
     assert limited.reserve(Estimate(40, None), NOW) == 100
@@ -96,20 +95,20 @@ def test_a_request_without_a_limit_reserves_a_default_that_a_small_budget_can_ho
         account(balance_tokens=300).reserve(Estimate(40, None, 32), NOW)
 
 
-def test_what_other_gateways_have_reserved_is_not_there_to_spend() -> None:
+def test_reservations_of_other_gateways_count_against_the_budget() -> None:
     limited = account(Spent(total=20, reserved_elsewhere=50), balance_tokens=100)
     with pytest.raises(InsufficientQuota, match="has 30 of 100"):
         limited.reserve(tokens(31), NOW)
-    limited.book(Spent(total=60), {})
+    limited.synchronise(Spent(total=60), {})
     limited.reserve(tokens(40), NOW)
 
 
-def test_an_empty_balance_lets_nothing_pass() -> None:
+def test_rejects_everything_with_a_balance_of_zero() -> None:
     with pytest.raises(InsufficientQuota):
         account(balance_tokens=0).reserve(tokens(0), NOW)
 
 
-def test_a_window_forgets() -> None:
+def test_spend_leaves_the_window() -> None:
     limited = account(window_tokens=100, window_s=600)
     limited.settle(limited.reserve(tokens(100), NOW), 100, NOW)
     with pytest.raises(RateLimitExceeded) as caught:
@@ -122,7 +121,7 @@ def test_a_window_forgets() -> None:
     limited.reserve(tokens(50), NOW + 300 + wait_s + 1)
 
 
-def test_the_books_count_from_the_start() -> None:
+def test_counts_stored_spend_from_the_start() -> None:
     minute = int(NOW // 60)
     spent = Spent(by_minute={minute - 1: 70, minute - 1000: 1000}, total=1070)
     with pytest.raises(RateLimitExceeded):
@@ -132,24 +131,24 @@ def test_the_books_count_from_the_start() -> None:
         account(spent, balance_tokens=1100).reserve(tokens(31), NOW)
 
 
-def test_booking_replaces_what_was_known_by_what_the_books_say() -> None:
+def test_synchronise_adopts_what_is_stored() -> None:
     limited = account(balance_tokens=1000, window_tokens=1000)
     minute = int(NOW // 60)
     limited.settle(limited.reserve(tokens(10), NOW), 10, NOW)
     limited.settle(limited.reserve(tokens(5), NOW), 5, NOW)
-    limited.book(Spent(by_minute={minute: 110}, total=310), {minute: 10})
+    limited.synchronise(Spent(by_minute={minute: 110}, total=310), {minute: 10})
     assert (limited.window_spent(NOW), limited.total_spent()) == (115, 315)
 
 
-def test_a_refusal_by_budget_does_not_cost_a_request() -> None:
+def test_rejection_by_budget_does_not_count_towards_the_rate() -> None:
     limited = account(requests_per_min=1, balance_tokens=10)
     held = limited.reserve(tokens(10), NOW)
     limited.settle(held, 0, NOW)
-    refused = account(requests_per_min=1, balance_tokens=10, recorded=Spent(total=10))
+    spent = account(requests_per_min=1, balance_tokens=10, recorded=Spent(total=10))
     with pytest.raises(InsufficientQuota):
-        refused.reserve(tokens(5), NOW)
+        spent.reserve(tokens(5), NOW)
     with pytest.raises(InsufficientQuota):
-        refused.reserve(tokens(5), NOW)
+        spent.reserve(tokens(5), NOW)
 
 
 def test_changed_limits_keep_what_was_spent() -> None:
@@ -165,7 +164,7 @@ def test_changed_limits_keep_what_was_spent() -> None:
     st.integers(0, 500),
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200), st.booleans(), st.integers(0, 120)), max_size=40),
 )
-def test_admitted_work_never_promises_more_than_the_budget(
+def test_admitted_requests_never_reserve_more_than_the_budget(
     budget: int, steps: list[tuple[int, int, bool, int]]
 ) -> None:
     limited = account(window_tokens=budget, window_s=600)
@@ -188,7 +187,7 @@ def test_admitted_work_never_promises_more_than_the_budget(
     st.dictionaries(st.integers(0, 30), st.integers(1, 100), max_size=10),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100), st.integers(1, 20)), max_size=30),
 )
-def test_the_running_sum_is_the_sum(start: dict[int, int], steps: list[tuple[int, int, int]]) -> None:
+def test_rolling_sum_equals_the_sum(start: dict[int, int], steps: list[tuple[int, int, int]]) -> None:
     window, expected, minute = RollingSum(start), dict(start), max(start, default=0)
     for gap, tokens, length in steps:
         minute += gap
@@ -198,7 +197,7 @@ def test_the_running_sum_is_the_sum(start: dict[int, int], steps: list[tuple[int
         assert window.since(minute - length) == sum(expected.values())
 
 
-def test_a_clock_that_steps_back_loses_no_spend() -> None:
+def test_clock_step_back_loses_no_spend() -> None:
     limited = account(window_tokens=100, window_s=600)
     limited.settle(limited.reserve(tokens(10), NOW), 10, NOW)
     limited.settle(limited.reserve(tokens(10), NOW - 120), 10, NOW - 120)

@@ -57,19 +57,19 @@ def test_usage_by_key_model_node_and_day(database: str) -> None:
     )
     span = {"since": NOW - DAY_S, "until": NOW + 2 * DAY_S}
 
-    def told(group: str) -> list[tuple[str, int, int]]:
+    def rows(group: str) -> list[tuple[str, int, int]]:
         return [(row.id, row.requests, row.total_tokens) for row in usage(store, group=group, **span)]  # type: ignore[arg-type]
 
-    assert told("key") == [("k1", 4, 165), ("k2", 1, 2)]
-    assert told("model") == [("big", 1, 150), ("small", 4, 17)]
-    assert told("node") == [("n", 2, 152), ("other", 3, 15)]
-    assert told("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
+    assert rows("key") == [("k1", 4, 165), ("k2", 1, 2)]
+    assert rows("model") == [("big", 1, 150), ("small", 4, 17)]
+    assert rows("node") == [("n", 2, 152), ("other", 3, 15)]
+    assert rows("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
     (first, _) = usage(store, **span)
     assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165"))
     store.close()
 
 
-def test_a_batch_is_written_whole_or_not_at_all(database: str) -> None:
+def test_writes_a_whole_batch_or_nothing(database: str) -> None:
     store = open_store(database)
     broken = Counts(requests=None)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="requests"):
@@ -99,16 +99,16 @@ def write(database: str, order: str, script: str = WRITER) -> subprocess.Popen[b
     return subprocess.Popen([sys.executable, "-c", script, database, order], env=environment)
 
 
-def test_processes_that_start_and_write_together_lose_nothing(database: str) -> None:
+def test_concurrent_processes_lose_nothing(database: str) -> None:
     writers = [write(database, order) for order in ("abc", "cba", "bca")]
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
     store = open_store(database)
     spent = store.exchange({}, dict.fromkeys("abc", 0))
-    assert {key: told.total for key, told in spent.items()} == {"a": 60, "b": 60, "c": 60}
+    assert {key: each.total for key, each in spent.items()} == {"a": 60, "b": 60, "c": 60}
     store.close()
 
 
-def test_what_was_committed_outlives_a_killed_process(database: str) -> None:
+def test_committed_usage_survives_a_killed_process(database: str) -> None:
     script = WRITER.replace("store.close()", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert write(database, "a", script).wait(timeout=60) == -signal.SIGKILL
     store = open_store(database)
@@ -116,30 +116,30 @@ def test_what_was_committed_outlives_a_killed_process(database: str) -> None:
     store.close()
 
 
-def test_a_lost_connection_is_made_again(postgres_url: str) -> None:
+def test_reconnects_after_a_lost_connection(postgres_url: str) -> None:
     import psycopg
 
     store = open_store(postgres_url)
     with psycopg.connect(postgres_url, autocommit=True) as other:
         other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
-    with pytest.raises(StoreError, match="cannot use the spend database postgresql at"):
+    with pytest.raises(StoreError, match="cannot use the usage database postgresql at"):
         store.exchange({slot("lost"): counts(1, 1)}, {})
     assert store.exchange({slot("lost"): counts(1, 1)}, {"lost": 0})["lost"].total == 2
     store.close()
 
 
 @pytest.mark.parametrize("content", [b"this is no database, whatever its name says" * 50, None])
-def test_an_unusable_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+def test_error_names_an_unusable_file(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "spend.db"
     if content is None:
         path.mkdir()
     else:
         path.write_bytes(content)
-    with pytest.raises(StoreError, match=r"cannot use the spend database .*spend\.db"):
+    with pytest.raises(StoreError, match=r"cannot use the usage database .*spend\.db"):
         open_store(str(path))
 
 
-def test_an_unreachable_server_is_named_without_its_password() -> None:
+def test_error_names_an_unreachable_server_without_its_password() -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(StoreError, match=r"postgresql at 127\.0\.0\.1") as caught:
         open_store("postgresql://someone:secret-word@127.0.0.1:1/none")

@@ -1,4 +1,4 @@
-"""Whoever leaves in the middle of an answer pays for what was done until then, and for no more."""
+"""A client that disconnects in the middle of a response is charged for what was done until then, and for no more."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,12 @@ import contextlib
 import pytest
 from fake_neuron import GB, begin_stream, chunk, until
 
-from cortex.gateway.ledger import generate
+from cortex.gateway.ledger.keys import generate
 from cortex.wire.events import Usage
 from cortex.wire.node import ModelState
 
-COST = Usage(prompt_tokens=31, cached_tokens=16, completion_tokens=9, reasoning_tokens=2)
+USED = Usage(prompt_tokens=31, cached_tokens=16, completion_tokens=9, reasoning_tokens=2)
+BALANCE = 1000
 
 
 async def endless(node, request, body):
@@ -24,68 +25,84 @@ async def silent(node, request, body):
     await asyncio.sleep(60)
 
 
+class Caller:
+    """A client with a key, whose requests reserve 100 tokens and their prompt."""
+
+    def __init__(self, client, node, key) -> None:
+        self.client = client
+        self.node = node
+        self.headers = {"authorization": f"Bearer {key.text}", "x-request-id": "r1"}
+
+    def post(self, **fields):
+        body = {"model": "a", "messages": [], "max_tokens": 100, **fields}
+        return self.client.session.post(self.client.url + "/v1/chat/completions", json=body, headers=self.headers)
+
+    async def disconnect_early(self, *, stream: bool) -> None:
+        async with self.post(stream=stream) as response:
+            await response.content.readany()
+
+    async def has_reservation(self) -> bool:
+        """Whether a request for nearly the whole balance is rejected."""
+        self.node.answer = None
+        async with self.post(max_tokens=BALANCE - 70) as response:
+            return response.status == 429
+
+    def counted(self, kind: str) -> float:
+        prefix = f'cortex_{kind}_tokens_total{{key="alice",model="a"}} '
+        lines = [line for line in self.client.metrics().splitlines() if line.startswith(prefix)]
+        return float(lines[0].removeprefix(prefix)) if lines else 0.0
+
+
 @pytest.fixture
-async def keyed(neurons, start_gateway):
+async def start_caller(neurons, start_gateway):
     async def start(answer, **costs):
-        key = generate("alice", balance_tokens=1000)
-        beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, answer=answer, costs=costs)
-        client = await start_gateway(beast, keys=(key.section,))
-        account = client.gateway._metering._ledger.account(key.section)
-
-        async def leave(stream: bool) -> None:
-            headers = {"authorization": f"Bearer {key.text}", "x-request-id": "r1"}
-            body = {"model": "a", "messages": [], "max_tokens": 100, "stream": stream}
-            async with client.session.post(client.url + "/v1/chat/completions", json=body, headers=headers) as response:
-                await response.content.readany()
-
-        return client, beast, account, leave
+        key = generate("alice", balance_tokens=BALANCE)
+        node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, answer=answer, costs=costs)
+        return Caller(await start_gateway(node, keys=(key.section,)), node, key)
 
     return start
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_the_node_says_was_used_is_settled(keyed, stream):
-    client, beast, account, leave = await keyed(endless if stream else silent, r1=COST)
-    asked = asyncio.create_task(leave(stream))
-    await until(lambda: beast.seen)
+async def test_settles_with_the_usage_that_the_node_reports(start_caller, stream):
+    caller = await start_caller(endless if stream else silent, r1=USED)
+    request = asyncio.create_task(caller.disconnect_early(stream=stream))
+    await until(lambda: caller.node.seen)
     if stream:
-        await asked
+        await request
     else:
-        assert account.reserved_tokens > 0
-        asked.cancel()
+        assert await caller.has_reservation()
+        request.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await asked
-    await until(lambda: account.reserved_tokens == 0)
-    assert account.total_spent() == 40
-    text = client.metrics()
-    assert 'cortex_prompt_tokens_total{key="alice",model="a"} 31.0' in text
-    assert 'cortex_cached_prompt_tokens_total{key="alice",model="a"} 16.0' in text
-    assert 'cortex_completion_tokens_total{key="alice",model="a"} 9.0' in text
+            await request
+    await until(lambda: caller.counted("completion"))
+    assert (caller.counted("prompt"), caller.counted("cached_prompt"), caller.counted("completion")) == (31, 16, 9)
+    assert not await caller.has_reservation()
 
 
-async def test_where_the_node_does_not_know_a_stream_is_billed_by_its_size(keyed):
-    _, _, account, leave = await keyed(endless)
-    await leave(stream=True)
-    await until(lambda: account.reserved_tokens == 0)
-    assert account.total_spent() > 0
+async def test_estimates_usage_by_size_when_the_node_does_not_know_it(start_caller):
+    caller = await start_caller(endless)
+    await caller.disconnect_early(stream=True)
+    await until(lambda: caller.counted("prompt"))
+    assert not await caller.has_reservation()
 
 
-async def test_a_node_that_died_is_billed_by_what_it_had_said(keyed):
-    client, beast, account, leave = await keyed(endless, r1=COST)
-    asked = asyncio.create_task(leave(stream=True))
-    await until(lambda: beast.seen)
-    await beast.stop()
+async def test_estimates_usage_by_size_when_the_node_died(start_caller):
+    caller = await start_caller(endless, r1=USED)
+    async with caller.post(stream=True) as response:
+        await response.content.readany()
+        await caller.node.stop()
+        await response.read()
+    await until(lambda: caller.counted("prompt"))
+    assert 0 < caller.counted("prompt") < USED.prompt_tokens
+    assert caller.client.gateway.dispatcher.in_flight == {}
+
+
+async def test_shutdown_waits_for_the_usage_of_disconnected_clients(start_caller):
+    caller = await start_caller(endless, r1=USED)
+    request = asyncio.create_task(caller.disconnect_early(stream=True))
+    await until(lambda: caller.node.seen)
+    await caller.client.gateway.close()
     with contextlib.suppress(Exception):
-        await asked
-    await until(lambda: account.reserved_tokens == 0)
-    assert client.gateway.dispatcher.in_flight == {}
-
-
-async def test_shutting_down_settles_what_is_still_open(keyed):
-    client, beast, account, leave = await keyed(endless, r1=COST)
-    asked = asyncio.create_task(leave(stream=True))
-    await until(lambda: beast.seen)
-    await client.gateway.server.close()
-    await client.gateway._services.disconnected_usage.close()
-    await asked
-    assert (account.reserved_tokens, account.total_spent()) == (0, 40)
+        await request
+    assert (caller.counted("prompt"), caller.counted("completion")) == (31, 9)

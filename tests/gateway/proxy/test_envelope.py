@@ -7,7 +7,7 @@ from cortex.gateway.proxy import envelope
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
 
 
-def test_reads_only_what_routing_needs():
+def test_reads_the_fields_that_routing_needs():
     read = envelope.read(b'{"model":"a/b","stream":true,"max_tokens":5,"anything":{"else":[1,2]}}', "openai_chat")
     assert (read.model, read.stream, read.completion_limit) == ("a/b", True, 5)
 
@@ -31,13 +31,13 @@ def test_reads_only_what_routing_needs():
         (b'{"model": "x", "stream": "yes"}', InvalidValue, "stream"),
     ],
 )
-def test_bad_bodies_are_named_precisely(body, error, param):
+def test_error_names_the_invalid_field(body, error, param):
     with pytest.raises(error) as caught:
         envelope.read(body, "openai_chat")
     assert caught.value.param == param
 
 
-def test_nulls_are_absent():
+def test_null_counts_as_absent():
     read = envelope.read(b'{"model":"x","stream":null,"max_tokens":null,"system":null}', "openai_chat")
     assert not read.stream
     assert read.completion_limit is None
@@ -58,14 +58,14 @@ def read(dialect, **fields):
 
 @pytest.mark.parametrize("dialect", LIMITS)
 @pytest.mark.parametrize("field", EVERY_LIMIT)
-def test_only_the_dialects_own_limit_counts(dialect, field):
+def test_ignores_limits_of_other_dialects(dialect, field):
     limit = read(dialect, **{field: 7}).completion_limit
     assert limit == (7 if field in LIMITS[dialect] else None)
 
 
 @pytest.mark.parametrize("dialect", LIMITS)
 @pytest.mark.parametrize("value", [-1, 0, -(10**6), 2**31, 10**25, "5", 1.5, True, [], {}])
-def test_a_limit_that_is_no_positive_number_is_rejected_by_name(dialect, value):
+def test_rejects_a_limit_that_is_not_a_positive_number(dialect, value):
     for field in LIMITS[dialect]:
         with pytest.raises(InvalidValue) as caught:
             read(dialect, **{field: value})
@@ -75,13 +75,13 @@ def test_a_limit_that_is_no_positive_number_is_rejected_by_name(dialect, value):
         assert read(dialect, **{field: value}).completion_limit is None, "another dialect's field is ignored"
 
 
-def test_of_two_chat_limits_the_larger_is_reserved():
+def test_takes_the_larger_of_two_chat_limits():
     assert read("openai_chat", max_tokens=5, max_completion_tokens=9).completion_limit == 9
     assert read("openai_chat", max_tokens=9, max_completion_tokens=5).completion_limit == 9
 
 
 @pytest.mark.parametrize("dialect", ["openai_chat", "openai_completions"])
-def test_choices_are_counted_and_bounded(dialect):
+def test_counts_and_bounds_choices(dialect):
     assert read(dialect).num_choices == 1
     assert read(dialect, n=32).num_choices == 32
     assert read(dialect, n=2, best_of=8).num_choices == 8
@@ -101,24 +101,24 @@ def test_dialects_without_choices_ignore_them(dialect):
     ("prompt", "count"),
     [("a", 1), ([1, 2, 3], 1), (["a"], 1), (["a", "b, c", ""], 3), ([[1, 2], [3]], 2), ([], 1), (None, 1)],
 )
-def test_every_prompt_of_a_list_has_its_own_choices(prompt, count):
+def test_counts_choices_for_every_prompt_of_a_list(prompt, count):
     assert read("openai_completions", prompt=prompt, n=2).num_choices == 2 * count
 
 
-def test_a_list_of_too_many_prompts_is_rejected():
+def test_rejects_a_list_of_too_many_prompts():
     assert read("openai_completions", prompt=["a"] * envelope.MAX_PROMPTS).num_choices == envelope.MAX_PROMPTS
     with pytest.raises(InvalidValue) as caught:
         read("openai_completions", prompt=["a"] * 100_000)
     assert caught.value.param == "prompt"
 
 
-def test_a_least_length_is_reserved_where_no_limit_is_set():
+def test_min_tokens_counts_where_no_limit_is_set():
     assert read("openai_chat", min_tokens=5000).completion_limit == 5000
     assert read("openai_chat", min_tokens=5).completion_limit == envelope.DEFAULT_COMPLETION_TOKENS
     assert read("openai_chat", min_tokens=5, max_tokens=10).completion_limit == 10
 
 
-def test_a_body_that_generates_nothing_reserves_no_completion():
+def test_body_that_generates_nothing_has_a_limit_of_zero():
     read = envelope.read(b'{"model":"m","max_tokens":-3}', "anthropic_messages", generates=False)
     assert (read.completion_limit, read.num_choices) == (0, 1)
 

@@ -1,4 +1,4 @@
-"""Every route under bodies that nobody sends by accident: an answer, or an error of ours in JSON; never a crash."""
+"""Every route responds to hostile bodies with a response or a JSON error of ours, and never crashes."""
 
 import random
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def garbage() -> Iterator[bytes]:
 
 
 def almost_right(seed: int, count: int) -> Iterator[bytes]:
-    """Bodies of which one value, somewhere inside, is something else."""
+    """Valid bodies with one value replaced."""
     dice = random.Random(seed)
     for _ in range(count):
         tool = {"type": "function", "name": "f", "function": {"name": "f", "parameters": {}}, "input_schema": {}}
@@ -95,7 +95,7 @@ def almost_right(seed: int, count: int) -> Iterator[bytes]:
 
 
 async def tolerant(node: Any, request: web.Request, body: Any) -> web.StreamResponse:
-    """A node that answers whatever comes: here the gateway is what is tested."""
+    """A node that accepts everything: only the gateway is tested here."""
     return await plain_answer(node, request, {"model": "a", "stream": body.get("stream") is True})
 
 
@@ -103,10 +103,10 @@ def check(status: int, content_type: str, answer: bytes, about: Any) -> None:
     if status < 400:
         return
     assert content_type.startswith("application/json"), (about, answer[:200])
-    told = msgspec.json.decode(answer)["error"]
-    assert told["message"], about
-    assert told.get("code", "malformed_json") in BY_CODE, (about, told)
-    assert status < 500, (about, told)
+    error = msgspec.json.decode(answer)["error"]
+    assert error["message"], about
+    assert error.get("code", "malformed_json") in BY_CODE, (about, error)
+    assert status < 500, (about, error)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ async def client(neurons, start_gateway, monkeypatch):
 
 @pytest.fixture
 async def translating(neurons, start_gateway, monkeypatch):
-    """A gateway whose only node speaks nothing but chat, so that every other dialect is translated."""
+    """A gateway whose only node speaks only chat, so that other dialects are translated."""
     monkeypatch.setattr(Seen, "body", property(lambda seen: _decoded(seen.raw)))
     other = await neurons("other", sizes={"a": GB}, answer=tolerant)
     return await start_gateway(foreign=(other,), max_body_mb=1)
@@ -142,7 +142,7 @@ async def ask(client, method: str, path: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", INFERENCE)
-async def test_inference_routes_take_garbage(client, path):
+async def test_inference_routes_survive_garbage(client, path):
     for data in garbage():
         await ask(client, "POST", path, data)
     assert (await client.chat("a"))[0] == 200
@@ -150,14 +150,14 @@ async def test_inference_routes_take_garbage(client, path):
 
 
 @pytest.mark.parametrize("path", INFERENCE)
-async def test_inference_routes_take_what_is_almost_right(client, translating, path):
+async def test_inference_routes_survive_almost_valid_bodies(client, translating, path):
     for number, data in enumerate(almost_right(11, 60)):
         await ask((client, translating)[number % 2], "POST", path, data)
     assert translating.gateway.dispatcher.in_flight == client.gateway.dispatcher.in_flight == {}
 
 
 @pytest.mark.parametrize("path", CONTROL)
-async def test_control_routes_take_garbage_and_any_method(client, path):
+async def test_control_routes_survive_garbage_and_any_method(client, path):
     for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         for data in (b"", b"nonsense", b'{"node": 7}', b'{"node": "nowhere"}', b"[" * 100_000, b"\xff"):
             await ask(client, method, path, data)

@@ -7,15 +7,16 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from fake_neuron import GB, begin_stream, chunk, plain_answer, until, usage_chunk
+from fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, plain_answer, until, usage_chunk
 
 from cortex.fleet.rules import EvictionRules
+from cortex.wire import usage_report
 from cortex.wire.node import ModelState
 
 READY = ModelState.READY
 
 
-async def test_a_ready_model_answers_and_the_body_is_untouched(neurons, start_gateway):
+async def test_relays_the_body_unchanged_to_a_ready_model(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     raw = b'{"model": "a",  "messages": [{"role":"user","content":"hi"}], "odd":  [1.50]}'
@@ -24,7 +25,7 @@ async def test_a_ready_model_answers_and_the_body_is_untouched(neurons, start_ga
     assert beast.seen[0].raw == raw
 
 
-async def test_the_request_id_reaches_the_node_and_comes_back(neurons, start_gateway):
+async def test_request_id_reaches_the_node_and_the_client(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     body = msgspec.json.encode({"model": "a", "messages": []})
@@ -45,7 +46,7 @@ async def test_client_credentials_do_not_reach_nodes(neurons, start_gateway):
     assert "authorization" not in beast.seen[0].headers
 
 
-async def test_a_cold_model_is_loaded_once_for_many_requests(neurons, start_gateway):
+async def test_loads_a_cold_model_once_for_many_requests(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     requests = [asyncio.create_task(client.chat("a")) for _ in range(5)]
@@ -57,7 +58,7 @@ async def test_a_cold_model_is_loaded_once_for_many_requests(neurons, start_gate
     assert 'cortex_cold_starts_total{model="a",node="beast"} 1.0' in client.metrics()
 
 
-async def test_a_waiting_stream_hears_keepalives_by_the_clock(neurons, start_gateway):
+async def test_waiting_stream_gets_keepalives_on_the_wall_clock(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     body = {"model": "a", "messages": [], "stream": True, "max_tokens": 5}
@@ -69,7 +70,7 @@ async def test_a_waiting_stream_hears_keepalives_by_the_clock(neurons, start_gat
     beast.load_gate.set()
 
 
-async def test_an_unknown_model_is_404_with_near_misses_in_the_dialect_of_the_route(neurons, start_gateway):
+async def test_unknown_model_is_404_with_near_misses_in_the_dialect_of_the_route(neurons, start_gateway):
     beast = await neurons("beast", sizes={"qwen3-8b": GB})
     client = await start_gateway(beast)
     status, body = await client.chat("qwen3-8bb")
@@ -79,7 +80,7 @@ async def test_an_unknown_model_is_404_with_near_misses_in_the_dialect_of_the_ro
     assert (status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
 
 
-async def test_what_fits_nowhere_is_507_with_need_and_have(neurons, start_gateway):
+async def test_model_that_fits_nowhere_is_507_with_need_and_have(neurons, start_gateway):
     beast = await neurons("beast", sizes={"huge": 80 * GB})
     client = await start_gateway(beast)
     status, body = await client.chat("huge")
@@ -103,7 +104,7 @@ async def test_too_many_waiting_is_503_with_retry_after(neurons, start_gateway):
     await asyncio.gather(*waiting)
 
 
-async def test_a_load_failure_moves_on_to_the_next_node(neurons, start_gateway):
+async def test_tries_the_next_node_after_a_load_failure(neurons, start_gateway):
     first = await neurons("first", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
     second = await neurons("second", sizes={"a": GB}, total_bytes=48 * GB)
     client = await start_gateway(first, second)
@@ -112,7 +113,7 @@ async def test_a_load_failure_moves_on_to_the_next_node(neurons, start_gateway):
     assert len(first.load_requests) == 1
 
 
-async def test_a_load_that_fails_everywhere_is_502_with_the_nodes_own_words(neurons, start_gateway):
+async def test_load_that_fails_everywhere_is_502_with_the_nodes_message(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")] * 5)
     client = await start_gateway(beast)
     status, body = await client.chat("a")
@@ -123,7 +124,7 @@ async def test_a_load_that_fails_everywhere_is_502_with_the_nodes_own_words(neur
     assert len(beast.load_requests) == 1, "a load that has just failed is not tried again at once"
 
 
-async def test_out_of_memory_at_load_evicts_and_tries_once_more(neurons, start_gateway):
+async def test_out_of_memory_at_load_evicts_and_retries_once(neurons, start_gateway):
     oom = (507, "insufficient_capacity", "CUDA out of memory")
     beast = await neurons("beast", sizes={"old": 4 * GB, "a": GB}, states={"old": READY}, load_faults=[oom])
     client = await start_gateway(beast)
@@ -133,7 +134,7 @@ async def test_out_of_memory_at_load_evicts_and_tries_once_more(neurons, start_g
     assert len(beast.load_requests) == 2
 
 
-async def test_making_room_unloads_the_coldest_and_counts_it(neurons, start_gateway):
+async def test_evicts_the_least_recently_used_model_and_counts_it(neurons, start_gateway):
     beast = await neurons("beast", sizes={"old": 20 * GB, "a": 10 * GB}, states={"old": READY})
     client = await start_gateway(beast)
     status, _ = await client.chat("a")
@@ -142,7 +143,7 @@ async def test_making_room_unloads_the_coldest_and_counts_it(neurons, start_gate
     assert 'cortex_evictions_total{model="old",node="beast"} 1.0' in client.metrics()
 
 
-async def test_a_busy_model_is_not_evicted(neurons, start_gateway):
+async def test_does_not_evict_a_busy_model(neurons, start_gateway):
     proceed = asyncio.Event()
 
     async def slow(node, request, body):
@@ -163,7 +164,7 @@ async def test_a_busy_model_is_not_evicted(neurons, start_gateway):
     assert [unload.model_id for unload in beast.unload_requests] == ["old"]
 
 
-async def test_after_many_loads_an_empty_node_gets_new_workers(neurons, start_gateway):
+async def test_replaces_workers_of_an_empty_node_after_many_loads(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB})
     client = await start_gateway(beast, rules=EvictionRules(min_residency_s=0, defrag_after_cycles=2))
     for _ in range(2):
@@ -173,7 +174,7 @@ async def test_after_many_loads_an_empty_node_gets_new_workers(neurons, start_ga
     await until(lambda: client.gateway.dispatcher.fleet.nodes[0].num_loads == 0)
 
 
-async def test_a_node_that_dies_before_the_first_byte_is_replaced(neurons, start_gateway):
+async def test_tries_another_node_when_one_dies_before_the_first_byte(neurons, start_gateway):
     async def die(node, request, body):
         request.transport.abort()
         await asyncio.sleep(60)
@@ -187,7 +188,7 @@ async def test_a_node_that_dies_before_the_first_byte_is_replaced(neurons, start
     assert bad.seen
 
 
-async def test_a_node_that_keeps_dying_before_the_first_byte_is_502(neurons, start_gateway):
+async def test_node_that_always_dies_before_the_first_byte_is_502(neurons, start_gateway):
     async def die(node, request, body):
         request.transport.abort()
         await asyncio.sleep(60)
@@ -199,7 +200,7 @@ async def test_a_node_that_keeps_dying_before_the_first_byte_is_502(neurons, sta
     assert client.gateway.dispatcher.in_flight == {}
 
 
-async def test_a_node_that_dies_mid_stream_ends_it_with_an_error_event(neurons, start_gateway):
+async def test_stream_of_a_dead_node_ends_with_an_error_event(neurons, start_gateway):
     async def half(node, request, body):
         response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "half"}))
@@ -217,7 +218,7 @@ async def test_a_node_that_dies_mid_stream_ends_it_with_an_error_event(neurons, 
     await until(lambda: client.gateway.dispatcher.in_flight == {})
 
 
-async def test_a_node_that_dies_during_a_load_is_replaced(neurons, start_gateway):
+async def test_tries_another_node_when_one_dies_during_a_load(neurons, start_gateway):
     bad = await neurons("bad", sizes={"a": GB}, load_gate=asyncio.Event())
     good = await neurons("good", sizes={"a": GB}, total_bytes=48 * GB)
     client = await start_gateway(bad, good)
@@ -228,7 +229,7 @@ async def test_a_node_that_dies_during_a_load_is_replaced(neurons, start_gateway
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
 
 
-async def test_a_node_that_hangs_in_a_load_is_given_up_when_it_misses_polls(neurons, start_gateway, monkeypatch):
+async def test_tries_another_node_when_a_loading_one_misses_polls(neurons, start_gateway, monkeypatch):
     monkeypatch.setattr("cortex.gateway.dispatch.node_client.POLL_TIMEOUT_S", 0.1)
     bad = await neurons("bad", sizes={"a": GB}, load_gate=asyncio.Event())
     good = await neurons("good", sizes={"a": GB}, total_bytes=48 * GB)
@@ -240,7 +241,7 @@ async def test_a_node_that_hangs_in_a_load_is_given_up_when_it_misses_polls(neur
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "from good")
 
 
-async def test_a_stream_that_falls_silent_ends_after_the_idle_timeout(neurons, start_gateway):
+async def test_silent_stream_ends_after_the_idle_timeout(neurons, start_gateway):
     async def hang(node, request, body):
         response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "half"}))
@@ -264,7 +265,7 @@ async def test_one_missed_poll_does_not_take_a_node_down(neurons, start_gateway,
     assert (await client.get("/health"))[1]["nodes"] == {"beast": "up"}
 
 
-async def test_a_model_that_somebody_else_unloaded_is_loaded_again(neurons, start_gateway):
+async def test_reloads_a_model_that_was_unloaded_elsewhere(neurons, start_gateway):
     async def absent_until_loaded(node, request, body):
         if not node.load_requests:
             error = {"error": {"message": "not here", "code": "model_not_found", "type": "x"}}
@@ -279,7 +280,7 @@ async def test_a_model_that_somebody_else_unloaded_is_loaded_again(neurons, star
     assert len(beast.load_requests) == 1
 
 
-async def test_an_overloaded_replica_is_passed_over(neurons, start_gateway):
+async def test_tries_another_replica_when_one_is_overloaded(neurons, start_gateway):
     async def full(node, request, body):
         return web.json_response({"error": {"message": "full", "code": "overloaded", "type": "x"}}, status=503)
 
@@ -294,7 +295,7 @@ async def test_an_overloaded_replica_is_passed_over(neurons, start_gateway):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["queue", "load", "prefill", "decode"])
-async def test_a_client_that_leaves_frees_its_place_within_a_second(neurons, start_gateway, phase, stream):
+async def test_disconnected_client_frees_its_place_within_a_second(neurons, start_gateway, phase, stream):
     async def prefill(node, request, body):
         await asyncio.sleep(60)
 
@@ -336,7 +337,7 @@ async def test_a_client_that_leaves_frees_its_place_within_a_second(neurons, sta
         blocker.cancel()
 
 
-async def test_usage_is_counted_for_streams_and_whole_answers(neurons, start_gateway):
+async def test_counts_usage_of_streams_and_whole_responses(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     await client.chat("a")
@@ -352,7 +353,7 @@ async def test_usage_is_counted_for_streams_and_whole_answers(neurons, start_gat
     assert only_the_stream in text
 
 
-async def test_the_billing_header_block_is_removed_and_can_be_kept(neurons, start_gateway):
+async def test_removes_the_billing_header_unless_configured_otherwise(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}, {"type": "text", "text": "Be brief."}]
     body = {"model": "a", "system": system, "messages": [], "max_tokens": 5}
@@ -364,7 +365,7 @@ async def test_the_billing_header_block_is_removed_and_can_be_kept(neurons, star
     assert "cortex_billing_headers_stripped_total 1.0" in client.metrics()
 
 
-async def test_a_stream_tells_proxies_once_not_to_buffer_it(neurons, start_gateway):
+async def test_stream_has_one_header_against_proxy_buffering(neurons, start_gateway):
     async def stream(node, request, body):
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "X-Accel-Buffering": "no"})
         await response.prepare(request)
@@ -413,13 +414,13 @@ async def test_bad_bodies_are_400_in_the_dialect_of_the_route(neurons, start_gat
     assert ("type" in answer) == (path == "/v1/messages")
 
 
-async def test_a_body_over_the_limit_is_413(neurons, start_gateway):
+async def test_body_over_the_limit_is_413(neurons, start_gateway):
     client = await start_gateway(max_body_mb=1)
     status, answer = await client.post("/v1/messages", b"x" * (2 << 20))
     assert (status, answer["error"]["type"]) == (413, "request_too_large")
 
 
-async def test_gaps_between_chunks_survive(neurons, start_gateway):
+async def test_preserves_pauses_between_chunks(neurons, start_gateway):
     async def paced(node, request, body):
         response = await begin_stream(request)
         for number in range(4):
@@ -439,7 +440,7 @@ async def test_gaps_between_chunks_survive(neurons, start_gateway):
     assert times[3] - times[0] > 0.1
 
 
-async def test_shutting_down_refuses_new_work_and_those_who_wait(neurons, start_gateway):
+async def test_shutdown_rejects_new_and_waiting_requests(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
     client = await start_gateway(beast)
     waiting = asyncio.create_task(client.chat("a"))
@@ -450,35 +451,73 @@ async def test_shutting_down_refuses_new_work_and_those_who_wait(neurons, start_
     await closing
 
 
-async def test_a_stream_whose_client_does_not_ask_is_metered_exactly(neurons, start_gateway):
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+def counted_tokens(client) -> dict[str, float]:
+    return {
+        name: float(line.rpartition(" ")[2])
+        for line in client.metrics().splitlines()
+        for name in ("prompt", "cached_prompt", "completion")
+        if line.startswith(f"cortex_{name}_tokens_total{{")
+    }
+
+
+REPORTED_TOKENS = {"prompt": 7.0, "cached_prompt": 4.0, "completion": 3.0}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_meters_what_the_node_reports_in_every_dialect(neurons, start_gateway, path, stream):
+    async def reporting(node, request, body):
+        if not stream:
+            headers = {usage_report.HEADER: usage_report.header_value(REPORTED)}
+            return web.Response(
+                body=b'{"usage":{"prompt_tokens":99}}', content_type="application/json", headers=headers
+            )
+        response = await begin_stream(request)
+        await response.write(b"data: first\n\n")
+        long_last_event = b"data: " + b"x" * 5000 + b"\n\n"
+        await response.write(long_last_event + usage_report.comment(REPORTED))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=reporting)
     client = await start_gateway(beast)
-    await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
-    text = client.metrics()
-    assert 'cortex_prompt_tokens_total{key="anonymous",model="a"} 7.0' in text
-    assert 'cortex_completion_tokens_total{key="anonymous",model="a"} 3.0' in text
+    async with client.session.post(client.url + path, json={"model": "a", "stream": stream}) as response:
+        await response.read()
+    assert counted_tokens(client) == REPORTED_TOKENS
 
 
-async def test_a_stream_that_tells_no_usage_is_not_free(neurons, start_gateway):
-    async def untold(node, request, body):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(neurons, start_gateway, stream):
+    async def unaware(node, request, body):
+        if not stream:
+            return web.json_response({"choices": [], "usage": USAGE})
+        response = await begin_stream(request)
+        for event in (chunk("a", {"content": "x"}), usage_chunk("a"), b"data: [DONE]\n\n"):
+            await response.write(event)
+        return response
+
+    foreign = await neurons("foreign", sizes={"a": GB}, answer=unaware)
+    client = await start_gateway(foreign=(foreign,))
+    body = {"model": "a", "messages": [], "stream": stream}
+    async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
+        await response.read()
+    assert counted_tokens(client) == REPORTED_TOKENS
+
+
+async def test_estimates_usage_of_a_response_without_a_report(neurons, start_gateway):
+    async def unreporting(node, request, body):
         response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "x" * 600}) + b"data: [DONE]\n\n")
         return response
 
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=untold)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=unreporting)
     client = await start_gateway(beast)
     await client.stream("/v1/chat/completions", {"model": "a", "messages": ["x" * 400], "stream": True})
-    counted = {
-        name: float(line.rpartition(" ")[2])
-        for line in client.metrics().splitlines()
-        for name in ("prompt", "completion")
-        if line.startswith(f"cortex_{name}_tokens_total{{")
-    }
+    counted = counted_tokens(client)
     assert counted["prompt"] >= 100
     assert counted["completion"] >= 2
 
 
-async def test_the_trace_context_is_passed_on(neurons, start_gateway):
+async def test_passes_on_the_trace_context(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

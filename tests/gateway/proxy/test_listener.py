@@ -1,4 +1,4 @@
-"""Who may send a body to the gateway, and how much: decided on the head, over raw sockets."""
+"""The listener decides on the head whether a body may be sent, and how long it may be."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_uses_the_keys_of_the_latest_reload(client):
 @pytest.mark.parametrize(
     ("path", "method"), [("/health", "GET"), ("/", "POST"), ("/fleet/models/a/load", "POST"), (CHAT, "PUT")]
 )
-async def test_takes_only_small_bodies_where_no_prompt_is_expected(client, path, method):
+async def test_rejects_large_bodies_on_other_paths(client, path, method):
     status, _ = await first_response(client.port, head(path, 60_000_000, key=KEY.text, method=method))
     assert status == 413
 

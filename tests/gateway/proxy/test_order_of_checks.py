@@ -1,10 +1,10 @@
-"""What is checked first: the key, then the body, then the key's limits, then the model. Nothing long is repeated."""
+"""Checks run in order: the key, the body, the key's limits, the model. Errors repeat nothing long."""
 
 import msgspec
 import pytest
 from fake_neuron import GB
 
-from cortex.gateway.ledger import generate
+from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.routes import ROUTES
 from cortex.wire.node import ModelState
 
@@ -15,7 +15,7 @@ MODEL = "secret-model-8b"
 
 @pytest.fixture
 async def keyed(neurons, start_gateway):
-    """A gateway with two keys: one as good as new, one for another model with a rate of a request per minute."""
+    """A gateway with two keys: one without limits, one for another model with one request per minute."""
     beast = await neurons("beast", sizes={MODEL: GB}, states={MODEL: READY})
     good = generate("good", balance_tokens=10_000)
     slow = generate("slow", models=("other",), requests_per_min=1)
@@ -32,7 +32,7 @@ async def post(client, path, body, headers=None) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_stranger_gets_401_whatever_the_body_is(keyed, path):
+async def test_request_without_a_key_is_401_whatever_its_body(keyed, path):
     for body in (b"", b"no json", b"{}", b'{"model":5}', b'{"model":"secret-model"}', b'{"model":"a","max_tokens":-1}'):
         for headers in ({}, {"Authorization": "Bearer ck-nobody"}, {"x-api-key": "k" * 5000}):
             status, answer = await post(keyed, path, body, headers)
@@ -41,7 +41,7 @@ async def test_a_stranger_gets_401_whatever_the_body_is(keyed, path):
             assert len(answer) < 500
 
 
-async def test_a_stranger_with_an_enormous_name_gets_a_short_401(keyed):
+async def test_401_does_not_repeat_a_long_model_name(keyed):
     status, answer = await post(keyed, "/v1/chat/completions", b'{"model":"' + b"s" * (60 << 20) + b'"}')
     assert status == 401
     assert len(answer) < 500
@@ -49,7 +49,7 @@ async def test_a_stranger_with_an_enormous_name_gets_a_short_401(keyed):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_caller_with_an_enormous_name_gets_a_short_error(keyed, path):
+async def test_error_does_not_repeat_a_long_model_name(keyed, path):
     status, answer = await post(keyed, path, b'{"model":"' + b"s" * (5 << 20) + b'"}', keyed.good)
     assert status == 400
     assert len(answer) < 500
@@ -58,13 +58,13 @@ async def test_a_caller_with_an_enormous_name_gets_a_short_error(keyed, path):
     assert b"ssssssss" not in answer
 
 
-async def test_a_caller_is_told_of_near_misses(keyed):
+async def test_error_names_near_misses_of_the_model(keyed):
     status, answer = await post(keyed, "/v1/chat/completions", b'{"model":"secret-model-8"}', keyed.good)
     assert (status, MODEL.encode() in answer) == (404, True)
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_limits_come_before_the_models_name(keyed, path):
+async def test_checks_limits_before_the_model_name(keyed, path):
     body = b'{"model":"secret-model"}'
     assert (await post(keyed, path, body, keyed.slow))[0] == 404
     status, answer = await post(keyed, path, body, keyed.slow)
@@ -73,7 +73,7 @@ async def test_limits_come_before_the_models_name(keyed, path):
     assert (await post(keyed, path, b"no json", keyed.slow))[0] == 400
 
 
-async def test_a_rejected_model_takes_no_tokens(keyed):
+async def test_rejected_model_reserves_no_tokens(keyed):
     body = msgspec.json.encode({"model": "nobody", "messages": [], "max_tokens": 9000})
     for _ in range(5):
         assert (await post(keyed, "/v1/chat/completions", body, keyed.good))[0] == 404
@@ -82,7 +82,7 @@ async def test_a_rejected_model_takes_no_tokens(keyed):
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/fleet/explain/", "/v1/", "/fleet/models/"])
-async def test_control_routes_repeat_little_of_a_long_path(keyed, path):
+async def test_control_routes_do_not_repeat_a_long_path(keyed, path):
     long = path + "s" * 5000
     status, answer = await keyed.get(long)
     assert status == 401

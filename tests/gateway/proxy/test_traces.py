@@ -1,4 +1,4 @@
-"""A request's way through the gateway, as a collector sees it."""
+"""The spans of a request, as a collector receives them."""
 
 import msgspec
 from aiohttp import web
@@ -12,7 +12,7 @@ PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 READY = ModelState.READY
 
 
-async def test_one_trace_goes_from_the_client_through_every_attempt_to_the_node(neurons, start_gateway, collector):
+async def test_one_trace_spans_client_attempts_and_node(neurons, start_gateway, collector):
     async def full(node, request, body):
         return web.json_response({"error": {"message": "full", "code": "overloaded", "type": "x"}}, status=503)
 
@@ -45,7 +45,7 @@ async def test_one_trace_goes_from_the_client_through_every_attempt_to_the_node(
         assert node.seen[0].headers["traceparent"] == f"00-{TRACE}-{spans[node.name].span_id}-01"
 
 
-async def test_a_refusal_is_in_the_trace_too(start_gateway, collector):
+async def test_rejection_ends_the_span_with_its_error(start_gateway, collector):
     client = await start_gateway(telemetry=TelemetrySection(endpoint=collector.endpoint))
     assert (await client.chat("nobody"))[0] == 404
     assert (await client.post("/v1/messages", b"{"))[0] == 400

@@ -45,7 +45,7 @@ async def foreign(neurons, start_gateway):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_messages_from_a_chat_only_node(foreign, stream):
+async def test_serves_messages_from_a_chat_only_node(foreign, stream):
     node, client = foreign
     sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
     fields = {
@@ -74,7 +74,7 @@ async def test_messages_from_a_chat_only_node(foreign, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_responses_from_a_chat_only_node(foreign, stream):
+async def test_serves_responses_from_a_chat_only_node(foreign, stream):
     _, client = foreign
     sdk = openai.AsyncOpenAI(base_url=client.url + "/v1", api_key="x", max_retries=0)
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
@@ -92,7 +92,7 @@ async def test_responses_from_a_chat_only_node(foreign, stream):
     assert response.usage.output_tokens == 3
 
 
-async def test_chat_is_relayed_byte_for_byte(foreign):
+async def test_relays_chat_byte_for_byte(foreign):
     node, client = foreign
     text = await client.stream("/v1/chat/completions", {"model": "m", "messages": [], "stream": True, "odd": 1})
     assert text.startswith(chunk("m", TOOL_DELTAS[0]))
@@ -104,20 +104,20 @@ async def test_chat_is_relayed_byte_for_byte(foreign):
     ("status", "expected", "kind"),
     [(400, 400, "invalid_request_error"), (401, 502, "api_error"), (429, 429, "rate_limit_error")],
 )
-async def test_a_foreign_refusal_is_told_in_the_clients_dialect(foreign, status, expected, kind, stream):
+async def test_foreign_error_is_reported_in_the_clients_dialect(foreign, status, expected, kind, stream):
     node, client = foreign
 
-    async def refuse(node, request, body):
+    async def reject(node, request, body):
         return web.json_response({"error": {"message": "because", "type": "x", "code": None}}, status=status)
 
-    node.answer = refuse
+    node.answer = reject
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": stream}
     got, answer = await client.post("/v1/messages", body)
     assert (got, answer["type"], answer["error"]) == (expected, "error", {"type": kind, "message": "because"})
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_garbage_from_a_foreign_node_is_a_proper_error(foreign, stream):
+async def test_garbage_from_a_foreign_node_is_an_error(foreign, stream):
     node, client = foreign
 
     async def garbage(node, request, body):
@@ -130,7 +130,7 @@ async def test_garbage_from_a_foreign_node_is_a_proper_error(foreign, stream):
     assert (status, answer["error"]["type"]) == (502, "api_error")
 
 
-async def test_a_foreign_node_that_dies_mid_stream_ends_with_an_error_event(foreign):
+async def test_stream_of_a_dead_foreign_node_ends_with_an_error_event(foreign):
     node, client = foreign
 
     async def half(node, request, body):
@@ -147,13 +147,13 @@ async def test_a_foreign_node_that_dies_mid_stream_ends_with_an_error_event(fore
     assert text.rstrip().split(b"\n\n")[-1].startswith(b"event: error")
 
 
-async def test_a_body_the_codec_cannot_read_is_the_clients_error(foreign):
+async def test_body_that_cannot_be_translated_is_400(foreign):
     _, client = foreign
     status, answer = await client.post("/v1/messages", {"model": "m", "max_tokens": 5, "messages": "no"})
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_a_foreign_node_gets_its_key_and_only_that(neurons, start_gateway, monkeypatch):
+async def test_foreign_node_gets_its_key_and_no_other(neurons, start_gateway, monkeypatch):
     monkeypatch.setenv("THE_KEY", "s3cret")
     node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
     client = await start_gateway(foreign=(node,), key_env="THE_KEY")
@@ -162,7 +162,7 @@ async def test_a_foreign_node_gets_its_key_and_only_that(neurons, start_gateway,
 
 
 @pytest.mark.parametrize("strip", [True, False])
-async def test_the_billing_line_is_removed_or_kept_as_the_gateway_is_told(neurons, start_gateway, strip):
+async def test_removes_or_keeps_the_billing_header_as_configured(neurons, start_gateway, strip):
     node = await neurons("vllm", sizes={"m": GB}, answer=tool_answer)
     client = await start_gateway(foreign=(node,), strip_billing_header=strip)
     line = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
@@ -173,7 +173,7 @@ async def test_the_billing_line_is_removed_or_kept_as_the_gateway_is_told(neuron
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_tools_that_no_model_here_can_use_are_left_out_and_named(foreign, stream):
+async def test_drops_unsupported_tools_and_names_them(foreign, stream):
     node, client = foreign
     sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
     tools = [ANTHROPIC_TOOL, {"type": "web_search_20250305", "name": "web_search"}]

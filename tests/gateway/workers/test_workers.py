@@ -12,8 +12,8 @@ from fake_neuron import GB, WAIT_S, begin_stream, chunk, until
 
 from cortex.exits import ExitCode
 from cortex.gateway.config import Config
-from cortex.gateway.ledger import open_store
 from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.gateway.ledger.store import open_store
 from cortex.wire.node import ModelState
 
 READY = ModelState.READY

@@ -1,4 +1,4 @@
-"""The connection's state machine, driven without sockets: what arrives how must not matter."""
+"""The connection's state machine without sockets: how bytes are split must not matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.http.ticker import Ticker
 
 
 class Wire:
-    """A transport that keeps what is written."""
+    """A transport that records what is written."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -49,7 +49,7 @@ class Wire:
 
 
 class Drive:
-    """A connection on a wire, and the exchanges it handed out."""
+    """A connection on a fake transport, and its exchanges."""
 
     def __init__(self, *, at_once: bool) -> None:
         self.loop = asyncio.new_event_loop()
@@ -107,7 +107,7 @@ REQUESTS = st.lists(
 
 @settings(deadline=None)
 @given(requests=REQUESTS, cuts=st.lists(st.integers(0, 800), max_size=10), at_once=st.booleans(), data=st.data())
-def test_requests_are_the_same_however_their_bytes_arrive(requests, cuts, at_once, data):
+def test_requests_do_not_depend_on_how_their_bytes_arrive(requests, cuts, at_once, data):
     stream = b"".join(encode(*request) for request in requests)
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     drive = Drive(at_once=at_once)
@@ -133,7 +133,7 @@ def test_requests_are_the_same_however_their_bytes_arrive(requests, cuts, at_onc
     damage=st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=4)), min_size=1, max_size=4),
     junk=st.binary(max_size=40),
 )
-def test_damaged_bytes_are_served_refused_or_awaited_but_never_crash(request, damage, junk):
+def test_damaged_bytes_never_crash(request, damage, junk):
     stream = bytearray(b"".join(encode(*one) for one in request) + junk)
     for position, replacement in damage:
         stream[position : position + len(replacement)] = replacement
@@ -149,11 +149,11 @@ def test_damaged_bytes_are_served_refused_or_awaited_but_never_crash(request, da
     if num_refusals:
         before = len(written)
         drive.connection.data_received(encode(b"GET", b"/behind", b"", 0))
-        assert len(drive.wire.written) == before, "nothing is served behind a refusal"
+        assert len(drive.wire.written) == before, "nothing is served after a rejection"
     drive.close()
 
 
-def test_bytes_that_arrive_as_an_exchange_ends_stay_behind_those_that_came_before():
+def test_bytes_that_arrive_as_an_exchange_ends_stay_in_order():
     drive = Drive(at_once=False)
     first, second = (encode(b"POST", b"/", body, 0) for body in (b"first", b"second"))
     drive.connection.data_received(first + b"")
@@ -166,7 +166,7 @@ def test_bytes_that_arrive_as_an_exchange_ends_stay_behind_those_that_came_befor
 
 
 @pytest.mark.parametrize("seconds", [9.0, 11.0])
-def test_deadlines_follow_the_phase(seconds):
+def test_deadline_depends_on_the_phase(seconds):
     drive = Drive(at_once=False)
     now = drive.loop.time()
     drive.connection.data_received(b"GET / HT")
@@ -176,7 +176,7 @@ def test_deadlines_follow_the_phase(seconds):
 
 
 @pytest.mark.parametrize("rate", [0.9, 1.1])
-def test_a_body_may_take_its_time_as_long_as_it_keeps_the_minimum_rate(rate):
+def test_accepts_a_slow_body_above_the_minimum_rate(rate):
     limits = ClientLimits()
     drive = Drive(at_once=False)
     clock = drive.loop.time()
@@ -190,7 +190,7 @@ def test_a_body_may_take_its_time_as_long_as_it_keeps_the_minimum_rate(rate):
     drive.close()
 
 
-def test_a_body_that_stops_times_out_however_much_of_it_has_come():
+def test_times_out_a_body_that_stops():
     limits = ClientLimits()
     drive = Drive(at_once=False)
     now = drive.loop.time()
@@ -204,7 +204,7 @@ def test_a_body_that_stops_times_out_however_much_of_it_has_come():
     drive.close()
 
 
-def test_a_large_body_does_not_count_against_the_head_behind_it():
+def test_large_body_does_not_count_towards_the_next_head():
     drive = Drive(at_once=True)
     first, second = encode(b"POST", b"/", bytes(200_000), 0), encode(b"GET", b"/", b"", 0)
     drive.connection.data_received(first + second[:10])
@@ -215,7 +215,7 @@ def test_a_large_body_does_not_count_against_the_head_behind_it():
     drive.close()
 
 
-def test_a_running_exchange_has_no_deadline():
+def test_running_exchange_has_no_deadline():
     drive = Drive(at_once=False)
     drive.connection.data_received(encode(b"GET", b"/", b"", 0))
     drive.connection.on_tick(drive.loop.time() + 1e9)

@@ -1,4 +1,4 @@
-"""What a client may send, and what it gets when it must not."""
+"""What the server accepts from clients, and what it rejects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cortex.http.server.exchange import Exchange
 
 def echo(exchange: Exchange) -> None:
     request = exchange.request
-    said = b"%b %b?%b %b" % (request.method, request.path, request.query, request.body)
-    exchange.respond(200, ((b"content-type", b"text/plain"),), said)
+    echo = b"%b %b?%b %b" % (request.method, request.path, request.query, request.body)
+    exchange.respond(200, ((b"content-type", b"text/plain"),), echo)
 
 
 GET = b"GET /a?b=c HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -21,27 +21,27 @@ POST = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-async def test_requests_on_one_connection_are_answered_in_turn(stage):
-    _, port = await stage.server(echo)
-    reader, writer = await stage.client(port)
+async def test_serves_requests_of_one_connection_in_turn(harness):
+    _, port = await harness.server(echo)
+    reader, writer = await harness.client(port)
     for data, expected in ((GET, b"GET /a?b=c "), (POST, b"POST /a? hello"), (GET, b"GET /a?b=c ")):
         writer.write(data)
-        head, body = await stage.read_message(reader)
+        head, body = await harness.read_message(reader)
         assert head.startswith(b"HTTP/1.1 200 OK\r\n")
         assert b"connection: close" not in head
         assert body == expected
 
 
-async def test_a_request_may_come_byte_by_byte(stage):
-    _, port = await stage.server(echo)
-    reader, writer = await stage.client(port)
+async def test_accepts_a_request_byte_by_byte(harness):
+    _, port = await harness.server(echo)
+    reader, writer = await harness.client(port)
     for byte in CHUNKED + b"5;why=not\r\nhello\r\n1\r\n!\r\n0\r\n\r\n":
         writer.write(bytes([byte]))
         await asyncio.sleep(0)
-    assert (await stage.read_message(reader))[1] == b"POST /a? hello!"
+    assert (await harness.read_message(reader))[1] == b"POST /a? hello!"
 
 
-async def test_pipelined_requests_are_answered_one_after_the_other_in_order(stage):
+async def test_serves_pipelined_requests_in_order(harness):
     running = []
 
     def slow(exchange: Exchange) -> None:
@@ -51,18 +51,18 @@ async def test_pipelined_requests_are_answered_one_after_the_other_in_order(stag
         loop.call_later(0.002, running.clear)
         loop.call_later(0.002, echo, exchange)
 
-    _, port = await stage.server(slow)
+    _, port = await harness.server(slow)
     requests = b"".join(POST.replace(b"hello", b"%05d" % number) for number in range(30))
-    reader, writer = await stage.client(port, requests[:700])
+    reader, writer = await harness.client(port, requests[:700])
     await asyncio.sleep(0.01)
     writer.write(requests[700:])
     for number in range(30):
-        assert (await stage.read_message(reader))[1] == b"POST /a? %05d" % number
+        assert (await harness.read_message(reader))[1] == b"POST /a? %05d" % number
 
 
-async def test_a_bad_request_behind_a_good_one_does_not_spoil_the_good_one(stage):
-    _, port = await stage.server(echo)
-    answers = await stage.ask(port, GET + b"GET / HTTP/1.1\r\nHost: x\r\nBad Header: x\r\n\r\n")
+async def test_serves_a_good_request_before_a_bad_one(harness):
+    _, port = await harness.server(echo)
+    answers = await harness.ask(port, GET + b"GET / HTTP/1.1\r\nHost: x\r\nBad Header: x\r\n\r\n")
     assert answers.startswith(b"HTTP/1.1 200 OK")
     assert answers.count(b"HTTP/1.1 ") == 2
     assert b"HTTP/1.1 400 " in answers
@@ -92,7 +92,7 @@ AMBIGUOUS = {
     "chunk size with space": CHUNKED + b"5 \r\nhello\r\n0\r\n\r\n",
     "chunk size overflow": CHUNKED + b"fffffffffffffffff\r\nhello\r\n0\r\n\r\n",
     "chunk size ends in LF": CHUNKED + b"5\nhello\r\n0\r\n\r\n",
-    "chunk longer than said": CHUNKED + b"4\r\nhello\r\n0\r\n\r\n",
+    "chunk longer than its size": CHUNKED + b"4\r\nhello\r\n0\r\n\r\n",
     "chunk without CRLF": CHUNKED + b"5\r\nhello0\r\n\r\n",
     "length among trailers": CHUNKED + b"0\r\nContent-Length: 5\r\n\r\n",
     "folded header": b"GET / HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
@@ -126,15 +126,15 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-async def test_ambiguous_requests_are_refused_and_nothing_behind_them_is_served(stage, name):
+async def test_rejects_ambiguous_requests_and_serves_nothing_after_them(harness, name):
     served = []
 
     def record(exchange: Exchange) -> None:
         served.append(exchange.request.path)
         echo(exchange)
 
-    _, port = await stage.server(record)
-    answer = await stage.ask(port, AMBIGUOUS[name] + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
+    _, port = await harness.server(record)
+    answer = await harness.ask(port, AMBIGUOUS[name] + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"connection: close" in head
@@ -142,89 +142,89 @@ async def test_ambiguous_requests_are_refused_and_nothing_behind_them_is_served(
     assert served == []
 
 
-async def test_an_absolute_target_is_its_path(stage):
-    _, port = await stage.server(echo)
-    reader, _ = await stage.client(port, b"GET http://x/y?z HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert (await stage.read_message(reader))[1] == b"GET /y?z "
+async def test_takes_the_path_of_an_absolute_target(harness):
+    _, port = await harness.server(echo)
+    reader, _ = await harness.client(port, b"GET http://x/y?z HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await harness.read_message(reader))[1] == b"GET /y?z "
 
 
-async def test_an_offer_to_upgrade_is_declined_and_the_body_still_read(stage):
-    _, port = await stage.server(echo)
+async def test_declines_an_upgrade_and_reads_the_body(harness):
+    _, port = await harness.server(echo)
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAM\r\nContent-Length"
     chunked_upgrade = (
         CHUNKED.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost") + b"5\r\nhello\r\n0\r\n\r\n"
     )
     for request in (POST.replace(b"Content-Length", upgrade), chunked_upgrade):
         for size in (1, 7, 1000):
-            reader, writer = await stage.client(port)
+            reader, writer = await harness.client(port)
             for start in range(0, len(request), size):
                 writer.write(request[start : start + size])
                 await asyncio.sleep(0)
-            assert (await stage.read_message(reader))[1] == b"POST /a? hello"
+            assert (await harness.read_message(reader))[1] == b"POST /a? hello"
             writer.write(GET)
-            assert (await stage.read_message(reader))[1] == b"GET /a?b=c "
+            assert (await harness.read_message(reader))[1] == b"GET /a?b=c "
 
 
-async def test_http_10_and_connection_close_are_honoured(stage):
-    _, port = await stage.server(echo)
-    assert b"connection: close" in await stage.ask(port, b"GET / HTTP/1.0\r\n\r\n")
-    assert b"connection: close" in await stage.ask(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    reader, writer = await stage.client(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-    head, _ = await stage.read_message(reader)
+async def test_honours_http_10_and_connection_close(harness):
+    _, port = await harness.server(echo)
+    assert b"connection: close" in await harness.ask(port, b"GET / HTTP/1.0\r\n\r\n")
+    assert b"connection: close" in await harness.ask(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    reader, writer = await harness.client(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    head, _ = await harness.read_message(reader)
     assert b"connection: keep-alive" in head
     writer.write(GET)
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200")
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200")
 
 
-async def test_http_10_gets_a_stream_of_unknown_length_until_the_connection_closes(stage):
+async def test_http_10_stream_ends_when_the_connection_closes(harness):
     def stream(exchange: Exchange) -> None:
         exchange.start(200, ())
         exchange.write(b"one ")
         exchange.write(b"two")
         exchange.finish()
 
-    _, port = await stage.server(stream)
-    answer = await stage.ask(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    _, port = await harness.server(stream)
+    answer = await harness.ask(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert body == b"one two"
     assert b"transfer-encoding" not in head
 
 
-async def test_head_gets_the_head_only(stage):
-    _, port = await stage.server(echo)
-    reader, writer = await stage.client(port, GET.replace(b"GET", b"HEAD"))
+async def test_head_request_gets_no_body(harness):
+    _, port = await harness.server(echo)
+    reader, writer = await harness.client(port, GET.replace(b"GET", b"HEAD"))
     head = await reader.readuntil(b"\r\n\r\n")
     assert b"content-length: 12" in head
     writer.write(GET)
-    assert (await stage.read_message(reader))[1] == b"GET /a?b=c "
+    assert (await harness.read_message(reader))[1] == b"GET /a?b=c "
 
 
-async def test_expectations_are_met_before_the_body_is_sent(stage):
-    _, port = await stage.server(echo)
-    reader, writer = await stage.client(
+async def test_sends_continue_before_the_body(harness):
+    _, port = await harness.server(echo)
+    reader, writer = await harness.client(
         port, POST.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length")[:-5]
     )
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(b"hello")
-    assert (await stage.read_message(reader))[1] == b"POST /a? hello"
-    # With the body already there, nobody waits for a go-ahead.
+    assert (await harness.read_message(reader))[1] == b"POST /a? hello"
+    # The body is already there, so the client does not wait for 100 Continue.
     writer.write(POST.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length"))
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200")
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200")
 
 
-async def test_a_go_ahead_never_lands_inside_another_answer(stage):
+async def test_sends_no_continue_inside_another_response(harness):
     def slow(exchange: Exchange) -> None:
         exchange.start(200, ())
         exchange.write(b"slow ")
         asyncio.get_running_loop().call_later(0.03, exchange.finish)
 
-    _, port = await stage.server(slow)
+    _, port = await harness.server(slow)
     expecting = POST.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length")[:-5]
-    reader, writer = await stage.client(port, GET + expecting)
-    assert (await stage.read_message(reader))[1] == b"slow "
+    reader, writer = await harness.client(port, GET + expecting)
+    assert (await harness.read_message(reader))[1] == b"slow "
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(b"hello")
-    assert (await stage.read_message(reader))[1] == b"slow "
+    assert (await harness.read_message(reader))[1] == b"slow "
 
 
 @pytest.mark.parametrize(
@@ -237,23 +237,23 @@ async def test_a_go_ahead_never_lands_inside_another_answer(stage):
     ],
     ids=["length", "length, expecting", "one chunk", "many chunks"],
 )
-async def test_an_oversized_body_gets_an_answer_that_can_be_read(stage, request_bytes):
-    _, port = await stage.server(echo, body_bytes=100_000, linger_s=0.3)
-    reader, writer = await stage.client(port)
+async def test_client_can_read_the_rejection_of_an_oversized_body(harness, request_bytes):
+    _, port = await harness.server(echo, body_bytes=100_000, linger_s=0.3)
+    reader, writer = await harness.client(port)
     for start in range(0, len(request_bytes), 65536):  # a client that sends everything before it reads
         writer.write(request_bytes[start : start + 65536])
         await writer.drain()
-    head, body = await stage.read_message(reader)
+    head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 413 ")
     assert json.loads(body)["error"]["code"] == "body_too_large"
 
 
-async def test_a_body_of_exactly_the_limit_is_served(stage):
-    _, port = await stage.server(echo, body_bytes=100_000)
-    reader, _ = await stage.client(
+async def test_serves_a_body_of_exactly_the_limit(harness):
+    _, port = await harness.server(echo, body_bytes=100_000)
+    reader, _ = await harness.client(
         port, b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000)
     )
-    assert (await stage.read_message(reader))[1] == b"POST /a? " + bytes(100_000)
+    assert (await harness.read_message(reader))[1] == b"POST /a? " + bytes(100_000)
 
 
 @pytest.mark.parametrize(
@@ -266,59 +266,59 @@ async def test_a_body_of_exactly_the_limit_is_served(stage):
     ],
     ids=["target", "one header", "many headers", "unfinished header"],
 )
-async def test_an_oversized_head_is_refused(stage, request_bytes):
-    _, port = await stage.server(echo, linger_s=0.2)
-    answer = await stage.ask(port, request_bytes)
+async def test_rejects_an_oversized_head(harness, request_bytes):
+    _, port = await harness.server(echo, linger_s=0.2)
+    answer = await harness.ask(port, request_bytes)
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
-async def test_endless_chunk_extensions_are_refused(stage):
-    _, port = await stage.server(echo, linger_s=0.2)
-    reader, writer = await stage.client(port, CHUNKED + b"1;")
+async def test_rejects_endless_chunk_extensions(harness):
+    _, port = await harness.server(echo, linger_s=0.2)
+    reader, writer = await harness.client(port, CHUNKED + b"1;")
     for _ in range(10):
         writer.write(b"x" * 60_000)
         await asyncio.sleep(0.005)
-    head, _ = await stage.read_message(reader)
+    head, _ = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_slow_heads_and_bodies_time_out_with_an_answer(stage):
-    _, port = await stage.server(echo, head_s=0.1, body_s=0.1, linger_s=0.1)
-    reader, writer = await stage.client(port)
+async def test_times_out_slow_heads_and_bodies_with_an_error(harness):
+    _, port = await harness.server(echo, head_s=0.1, body_s=0.1, linger_s=0.1)
+    reader, writer = await harness.client(port)
     for byte in b"GET / HTTP":  # a byte now and then does not count as progress of a head
         writer.write(bytes([byte]))
         await asyncio.sleep(0.02)
     assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
-    assert (await stage.ask(port, POST[:-2])).startswith(b"HTTP/1.1 408 ")
+    assert (await harness.ask(port, POST[:-2])).startswith(b"HTTP/1.1 408 ")
 
 
-async def test_idle_connections_are_closed_in_silence(stage):
-    server, port = await stage.server(echo, idle_s=0.1)
-    assert await stage.ask(port, b"") == b""
-    reader, _ = await stage.client(port, GET)
-    await stage.read_message(reader)
+async def test_closes_idle_connections_without_a_response(harness):
+    server, port = await harness.server(echo, idle_s=0.1)
+    assert await harness.ask(port, b"") == b""
+    reader, _ = await harness.client(port, GET)
+    await harness.read_message(reader)
     assert await reader.read() == b""
     assert server.num_connections == 0
 
 
-async def test_a_client_that_reads_nothing_is_dropped(stage):
-    left = []
+async def test_drops_a_client_that_reads_nothing(harness):
+    disconnects = []
 
     def flood(exchange: Exchange) -> None:
         exchange.start(200, ())
-        exchange.on_close(lambda: left.append(True))
+        exchange.on_disconnect(lambda: disconnects.append(True))
         while not exchange.paused:
             exchange.write(bytes(65536))
 
-    server, port = await stage.server(flood, stall_s=0.2)
-    _, writer = await stage.client(port)
+    server, port = await harness.server(flood, stall_s=0.2)
+    _, writer = await harness.client(port)
     writer.transport.pause_reading()
     writer.write(GET)
-    await stage.eventually(lambda: bool(left))
-    await stage.eventually(lambda: server.num_connections == 0)
+    await harness.eventually(lambda: bool(disconnects))
+    await harness.eventually(lambda: server.num_connections == 0)
 
 
-async def test_a_failing_handler_is_an_answer_not_a_silence(stage, caplog):
+async def test_failing_handler_gives_an_error_response(harness, caplog):
     def broken(exchange: Exchange) -> None:
         raise KeyError("oops")
 
@@ -327,19 +327,19 @@ async def test_a_failing_handler_is_an_answer_not_a_silence(stage, caplog):
         exchange.write(b"half")
         raise KeyError("oops")
 
-    _, port = await stage.server(broken)
-    reader, _ = await stage.client(port, GET)
-    head, body = await stage.read_message(reader)
+    _, port = await harness.server(broken)
+    reader, _ = await harness.client(port, GET)
+    head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 500 ")
     assert json.loads(body)["error"]["code"] == "internal_error"
-    _, port = await stage.server(broken_later)
-    reader, _ = await stage.client(port, GET)
+    _, port = await harness.server(broken_later)
+    reader, _ = await harness.client(port, GET)
     with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
-        await stage.read_message(reader)
+        await harness.read_message(reader)
     assert "oops" in caplog.text
 
 
-async def test_line_breaks_cannot_be_put_into_headers(stage):
+async def test_rejects_line_breaks_in_headers(harness):
     problems = []
 
     def inject(exchange: Exchange) -> None:
@@ -352,13 +352,13 @@ async def test_line_breaks_cannot_be_put_into_headers(stage):
         assert not exchange.started
         echo(exchange)
 
-    _, port = await stage.server(inject)
-    reader, _ = await stage.client(port, GET)
-    assert (await stage.read_message(reader))[0].startswith(b"HTTP/1.1 200")
+    _, port = await harness.server(inject)
+    reader, _ = await harness.client(port, GET)
+    assert (await harness.read_message(reader))[0].startswith(b"HTTP/1.1 200")
     assert len(problems) == 4
 
 
-async def test_misuse_is_told_and_a_short_answer_is_never_passed_off_as_whole(stage):
+async def test_raises_on_misuse_and_aborts_a_short_response(harness):
     def short(exchange: Exchange) -> None:
         with pytest.raises(RuntimeError):
             exchange.write(b"too early")
@@ -370,32 +370,32 @@ async def test_misuse_is_told_and_a_short_answer_is_never_passed_off_as_whole(st
         exchange.write(b"short")
         exchange.finish()
 
-    _, port = await stage.server(short)
-    reader, _ = await stage.client(port, GET)
+    _, port = await harness.server(short)
+    reader, _ = await harness.client(port, GET)
     with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
-        await stage.read_message(reader)
+        await harness.read_message(reader)
 
 
-async def test_closing_lets_running_answers_end_and_cuts_the_rest(stage):
+async def test_close_lets_running_responses_end_and_aborts_the_others(harness):
     exchanges = []
-    server, port = await stage.server(exchanges.append)
-    idle_reader, _ = await stage.client(port, GET)
-    await stage.eventually(lambda: len(exchanges) == 1)
+    server, port = await harness.server(exchanges.append)
+    idle_reader, _ = await harness.client(port, GET)
+    await harness.eventually(lambda: len(exchanges) == 1)
     echo(exchanges.pop())
-    await stage.read_message(idle_reader)
-    quick_reader, _ = await stage.client(port, GET)
-    stuck_reader, _ = await stage.client(port, GET)
-    await stage.eventually(lambda: len(exchanges) == 2)
+    await harness.read_message(idle_reader)
+    quick_reader, _ = await harness.client(port, GET)
+    stuck_reader, _ = await harness.client(port, GET)
+    await harness.eventually(lambda: len(exchanges) == 2)
     closing = asyncio.create_task(server.close(grace_s=0.3))
     assert await idle_reader.read() == b""
     with pytest.raises(ConnectionRefusedError):
-        await stage.client(port)
+        await harness.client(port)
     echo(exchanges[0])
-    quick_head, _ = await stage.read_message(quick_reader)
+    quick_head, _ = await harness.read_message(quick_reader)
     assert b"connection: close" in quick_head
     assert await quick_reader.read() == b""
     await closing
     with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
-        await stage.read_message(stuck_reader)
+        await harness.read_message(stuck_reader)
     assert server.num_connections == 0
-    assert exchanges[1].left
+    assert exchanges[1].disconnected

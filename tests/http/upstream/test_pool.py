@@ -1,13 +1,14 @@
-"""Talking to a node that is kept, closed, silent, gone, or talks nonsense."""
+"""Calls to nodes that keep, close or reset connections, are silent, or send malformed responses."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 
 import pytest
 
-from cortex.http.chunks import SIZE_LINES
+from cortex.http.chunks import SIZE_LINES, payload
 from cortex.http.request import Headers
 from cortex.http.upstream.connection import UpstreamConnection
 from cortex.http.upstream.faults import ConnectFailed, ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
@@ -16,37 +17,40 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 class Recorder:
-    """A sink that writes down what it is told, and insists on the order."""
+    """A sink that records its calls and checks their order."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.body = b""
         self.chunks: list[bytes] = []
         self.fault: UpstreamFault | None = None
         self.over = asyncio.Event()
 
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:
-        assert self.said == []
-        self.said.append(f"head {status} {content_length}")
+        assert self.calls == []
+        self.calls.append(f"head {status} {content_length}")
 
     def on_data(self, data: bytes) -> None:
         assert data
-        assert self.said
+        assert self.calls
         assert not self.over.is_set()
         self.body += data
 
-    def on_chunk(self, wire: bytes) -> bool:
-        assert self.said
+    def chunk_receiver(self) -> Callable[[bytes], bool]:
+        return self.take_chunk
+
+    def take_chunk(self, wire: bytes) -> bool:
+        assert self.calls
         assert not self.over.is_set()
         if len(wire) >= len(SIZE_LINES) or not wire.startswith(SIZE_LINES[len(wire)]) or not wire.endswith(b"\r\n"):
             return False
-        self.body += wire[wire.index(b"\n") + 1 : -2]
+        self.body += payload(wire)
         self.chunks.append(wire)
         return True
 
     def on_end(self) -> None:
         assert not self.over.is_set()
-        self.said.append("end")
+        self.calls.append("end")
         self.over.set()
 
     def on_fault(self, fault: UpstreamFault) -> None:
@@ -55,9 +59,9 @@ class Recorder:
         self.over.set()
 
 
-async def test_connections_are_reused_the_latest_first(stage):
-    node = await stage.answering(OK)
-    pool = stage.pool(node.origin)
+async def test_reuses_the_most_recent_connection_first(harness):
+    node = await harness.responding(OK)
+    pool = harness.pool(node.origin)
     for _ in range(5):
         assert (await pool.fetch(b"GET", b"/", timeout_s=30)).body == b"ok"
     assert node.num_connections == 1
@@ -66,9 +70,9 @@ async def test_connections_are_reused_the_latest_first(stage):
     assert pool.num_calls == 0
 
 
-async def test_the_request_is_framed_anew_and_hop_by_hop_headers_stay_here(stage):
-    node = await stage.answering(OK)
-    pool = stage.pool(node.origin + "/base/")
+async def test_frames_the_request_itself_and_drops_hop_by_hop_headers(harness):
+    node = await harness.responding(OK)
+    pool = harness.pool(node.origin + "/base/")
     headers = (
         (b"host", b"evil"),
         (b"connection", b"keep-alive, x-secret"),
@@ -102,22 +106,22 @@ async def test_the_request_is_framed_anew_and_hop_by_hop_headers_stay_here(stage
         (b"GET", b"/", (b"a\nb", b"c")),
     ],
 )
-async def test_nothing_can_be_smuggled_to_a_node(stage, method, target, header):
-    node = await stage.answering(OK)
-    pool = stage.pool(node.origin)
+async def test_rejects_requests_that_would_inject_bytes(harness, method, target, header):
+    node = await harness.responding(OK)
+    pool = harness.pool(node.origin)
     with pytest.raises(ValueError, match=r"cannot send|line break"):
         pool.send(method, target, (header,), b"", Recorder())
     assert pool.num_calls == 0
     assert node.num_connections == 0
 
 
-@pytest.mark.parametrize("origin", ["beast:13131", "ftp://beast", "http://", "http://me:secret@beast", "http://a?b"])
-async def test_an_origin_must_be_an_address(stage, origin):
+@pytest.mark.parametrize("origin", ["node:13131", "ftp://node", "http://", "http://me:secret@node", "http://a?b"])
+async def test_rejects_an_origin_that_is_not_an_address(harness, origin):
     with pytest.raises(ValueError, match="write it like"):
-        stage.pool(origin)
+        harness.pool(origin)
 
 
-async def test_a_kept_connection_that_died_is_replaced_once_without_a_word(stage):
+async def test_retries_once_when_an_idle_connection_was_dead(harness):
     served = 0
 
     async def one_request_per_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -126,29 +130,29 @@ async def test_a_kept_connection_that_died_is_replaced_once_without_a_word(stage
         served += 1
         writer.write(OK)
         await reader.readexactly(1)  # the next request has begun to arrive: die
-        stage.reset(writer)
+        harness.reset(writer)
 
-    node = await stage.node(one_request_per_connection)
-    pool = stage.pool(node.origin)
+    node = await harness.node(one_request_per_connection)
+    pool = harness.pool(node.origin)
     for _ in range(4):
         assert (await pool.fetch(b"POST", b"/", (), b"x" * 1000, timeout_s=30)).status == 200
     assert served == 4
     assert node.num_connections == 4
 
 
-async def test_a_fresh_connection_that_dies_is_not_tried_again(stage):
+async def test_does_not_retry_when_a_new_connection_dies(harness):
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
-        stage.reset(writer)
+        harness.reset(writer)
 
-    node = await stage.node(die)
-    pool = stage.pool(node.origin)
-    with pytest.raises(ConnectionLost, match="before answering"):
+    node = await harness.node(die)
+    pool = harness.pool(node.origin)
+    with pytest.raises(ConnectionLost, match="before responding"):
         await pool.fetch(b"GET", b"/", timeout_s=30)
     assert node.num_connections == 1
 
 
-async def test_a_reused_connection_that_dies_after_a_byte_is_not_tried_again(stage):
+async def test_does_not_retry_after_the_first_byte(harness):
     async def die_second_time(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(OK)
@@ -156,27 +160,27 @@ async def test_a_reused_connection_that_dies_after_a_byte_is_not_tried_again(sta
         writer.write(b"HTTP/1.1 2")
         await writer.drain()
         await asyncio.sleep(0.02)
-        stage.reset(writer)
+        harness.reset(writer)
 
-    node = await stage.node(die_second_time)
-    pool = stage.pool(node.origin)
+    node = await harness.node(die_second_time)
+    pool = harness.pool(node.origin)
     await pool.fetch(b"GET", b"/", timeout_s=30)
     with pytest.raises(ConnectionLost, match="in the middle"):
         await pool.fetch(b"GET", b"/", timeout_s=30)
     assert node.num_connections == 1
 
 
-async def test_nobody_at_home_is_a_connect_failure(stage):
-    node = await stage.answering(OK)
+async def test_unreachable_node_is_a_connect_failure(harness):
+    node = await harness.responding(OK)
     node.close()
     await asyncio.sleep(0.01)
     with pytest.raises(ConnectFailed, match=node.origin):
-        await stage.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
     with pytest.raises(ConnectFailed):
-        await stage.pool("http://no-such-host.invalid:1").fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool("http://no-such-host.invalid:1").fetch(b"GET", b"/", timeout_s=30)
 
 
-async def test_a_silent_node_is_given_up_but_a_slow_one_is_not(stage):
+async def test_fails_a_silent_node_but_not_a_slow_one(harness):
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
@@ -185,16 +189,16 @@ async def test_a_silent_node_is_given_up_but_a_slow_one_is_not(stage):
             await asyncio.sleep(0.05)
         await reader.read()  # until the gateway hangs up
 
-    node = await stage.node(slow)
+    node = await harness.node(slow)
     sink = Recorder()
-    stage.pool(node.origin, silence_s=0.2).send(b"GET", b"/", (), b"", sink)
+    harness.pool(node.origin, silence_s=0.2).send(b"GET", b"/", (), b"", sink)
     await sink.over.wait()
     assert sink.body == b"." * 9
     assert isinstance(sink.fault, UpstreamSilent)
-    await stage.eventually(lambda: node.num_open == 0)
+    await harness.eventually(lambda: node.num_open == 0)
 
 
-async def test_a_paused_node_is_not_silent(stage):
+async def test_paused_node_does_not_count_as_silent(harness):
     resumed = asyncio.Event()
 
     async def waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,9 +208,9 @@ async def test_a_paused_node_is_not_silent(stage):
         writer.write(OK)
         await reader.read()
 
-    node = await stage.node(waiting)
+    node = await harness.node(waiting)
     sink = Recorder()
-    call = stage.pool(node.origin, silence_s=0.2).send(b"GET", b"/", (), b"", sink)
+    call = harness.pool(node.origin, silence_s=0.2).send(b"GET", b"/", (), b"", sink)
     call.pause()
     await asyncio.sleep(0.4)
     call.resume()  # its silence counts from here
@@ -215,13 +219,13 @@ async def test_a_paused_node_is_not_silent(stage):
     assert sink.body == b"ok"
 
 
-async def test_a_call_paused_before_it_is_connected_reads_nothing_until_it_is_resumed(stage):
-    node = await stage.answering(OK)
+async def test_call_paused_before_it_connects_reads_nothing_until_resumed(harness):
+    node = await harness.responding(OK)
     sink = Recorder()
-    call = stage.pool(node.origin).send(b"GET", b"/", (), b"", sink)
+    call = harness.pool(node.origin).send(b"GET", b"/", (), b"", sink)
     call.pause()
     await asyncio.sleep(0.1)
-    assert sink.said == []
+    assert sink.calls == []
     call.resume()
     await sink.over.wait()
     assert sink.body == b"ok"
@@ -242,11 +246,11 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-async def test_nonsense_from_a_node_is_a_fault_and_the_connection_is_cut(stage, name):
-    node = await stage.answering(NONSENSE[name])
+async def test_malformed_response_is_a_fault_and_closes_the_connection(harness, name):
+    node = await harness.responding(NONSENSE[name])
     with pytest.raises(MalformedResponse, match=node.origin):
-        await stage.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
-    await stage.eventually(lambda: node.num_open == 0)
+        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
+    await harness.eventually(lambda: node.num_open == 0)
 
 
 CUT = {
@@ -259,29 +263,29 @@ CUT = {
 
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("with_reset", [False, True])
-async def test_a_half_written_answer_is_a_fault(stage, name, with_reset):
+async def test_incomplete_response_is_a_fault(harness, name, with_reset):
     async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(CUT[name])
         await writer.drain()
         await asyncio.sleep(0.02)
         if with_reset:
-            stage.reset(writer)
+            harness.reset(writer)
 
-    node = await stage.node(half)
+    node = await harness.node(half)
     with pytest.raises(ConnectionLost, match="in the middle"):
-        await stage.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
 
 
-async def test_an_answer_without_a_length_ends_when_the_node_closes(stage):
+async def test_response_without_a_length_ends_when_the_node_closes(harness):
     async def old_style(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.0 200 OK\r\n\r\nold ")
         await asyncio.sleep(0.02)
         writer.write(b"style")
 
-    node = await stage.node(old_style)
-    response = await stage.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
+    node = await harness.node(old_style)
+    response = await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
     assert response.body == b"old style"
 
 
@@ -294,9 +298,9 @@ async def test_an_answer_without_a_length_ends_when_the_node_closes(stage):
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;x=y\r\nok\r\n0\r\nTrailer: z\r\n\r\n",
     ],
 )
-async def test_unusual_answers_are_read_to_their_end_and_the_connection_kept(stage, answer):
-    node = await stage.answering(answer)
-    pool = stage.pool(node.origin)
+async def test_reads_unusual_responses_and_keeps_the_connection(harness, answer):
+    node = await harness.responding(answer)
+    pool = harness.pool(node.origin)
     for _ in range(3):
         response = await pool.fetch(b"GET", b"/", timeout_s=30)
         assert response.body in (b"ok", b"")
@@ -304,49 +308,49 @@ async def test_unusual_answers_are_read_to_their_end_and_the_connection_kept(sta
     assert node.num_connections == 1
 
 
-async def test_surplus_bytes_never_become_the_next_answer(stage):
+async def test_surplus_bytes_never_become_the_next_response(harness):
     forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
-    node = await stage.answering(OK + forged)
-    pool = stage.pool(node.origin)
+    node = await harness.responding(OK + forged)
+    pool = harness.pool(node.origin)
     for _ in range(3):
         assert (await pool.fetch(b"GET", b"/", timeout_s=30)).body == b"ok"
-    late = await stage.answering(OK, forged)
-    pool = stage.pool(late.origin)
+    late = await harness.responding(OK, forged)
+    pool = harness.pool(late.origin)
     for _ in range(3):
         assert (await pool.fetch(b"GET", b"/", timeout_s=30)).body == b"ok"
         await asyncio.sleep(0.02)
     assert node.num_connections == late.num_connections == 3
 
 
-async def test_a_node_that_wants_to_close_is_not_reused(stage):
-    node = await stage.answering(OK.replace(b"Content", b"Connection: close\r\nContent"))
-    pool = stage.pool(node.origin)
+async def test_does_not_reuse_a_connection_that_the_node_closes(harness):
+    node = await harness.responding(OK.replace(b"Content", b"Connection: close\r\nContent"))
+    pool = harness.pool(node.origin)
     await pool.fetch(b"GET", b"/", timeout_s=30)
     assert pool.num_idle == 0
 
 
-async def test_an_answer_before_the_end_of_the_request_is_delivered_and_the_connection_not_reused(stage):
-    async def refuse_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_delivers_a_response_before_the_end_of_the_request_and_does_not_reuse_the_connection(harness):
+    async def reject_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
         await asyncio.sleep(0.2)
 
-    node = await stage.node(refuse_early)
-    pool = stage.pool(node.origin)
+    node = await harness.node(reject_early)
+    pool = harness.pool(node.origin)
     response = await pool.fetch(b"POST", b"/", (), bytes(30_000_000), timeout_s=30)
     assert response.status == 413
     assert pool.num_idle == 0
 
 
-async def test_an_unused_connection_is_closed_after_a_while(stage):
-    node = await stage.answering(OK)
-    pool = stage.pool(node.origin, keep_s=0.1)
+async def test_closes_an_idle_connection_after_keep_s(harness):
+    node = await harness.responding(OK)
+    pool = harness.pool(node.origin, keep_s=0.1)
     await pool.fetch(b"GET", b"/", timeout_s=30)
     assert pool.num_idle == 1
-    await stage.eventually(lambda: pool.num_idle == 0 and node.num_open == 0)
+    await harness.eventually(lambda: pool.num_idle == 0 and node.num_open == 0)
 
 
-async def test_aborting_reaches_the_node_at_once_in_every_phase(stage):
+async def test_abort_reaches_the_node_in_every_phase(harness):
     async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -355,18 +359,18 @@ async def test_aborting_reaches_the_node_at_once_in_every_phase(stage):
             await writer.drain()
             await asyncio.sleep(0.01)
 
-    node = await stage.node(stream)
-    pool = stage.pool(node.origin)
+    node = await harness.node(stream)
+    pool = harness.pool(node.origin)
     connecting = Recorder()
     pool.send(b"GET", b"/", (), b"", connecting).abort()
     assert pool.num_calls == 0
-    await stage.eventually(lambda: pool.num_idle == 1)  # the connection is there for the next call
+    await harness.eventually(lambda: pool.num_idle == 1)  # the connection is there for the next call
     streaming = Recorder()
     call = pool.send(b"GET", b"/", (), b"", streaming)
-    await stage.eventually(lambda: len(streaming.body) > 2)
+    await harness.eventually(lambda: len(streaming.body) > 2)
     call.abort()
     num_bytes = len(streaming.body)
-    await stage.eventually(lambda: node.num_open == 0)
+    await harness.eventually(lambda: node.num_open == 0)
     assert len(streaming.body) == num_bytes
     assert not connecting.over.is_set()
     assert not streaming.over.is_set()
@@ -374,31 +378,31 @@ async def test_aborting_reaches_the_node_at_once_in_every_phase(stage):
     assert pool.num_calls == 0
 
 
-async def test_fetch_has_a_total_timeout_and_a_size_limit(stage):
-    node = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nx")
+async def test_fetch_has_a_total_timeout_and_a_size_limit(harness):
+    node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nx")
     with pytest.raises(UpstreamSilent):
-        await stage.pool(node.origin).fetch(b"GET", b"/", timeout_s=0.1)
-    await stage.eventually(lambda: node.num_open == 0)
-    node = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + b"x" * 99)
+        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=0.1)
+    await harness.eventually(lambda: node.num_open == 0)
+    node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + b"x" * 99)
     with pytest.raises(MalformedResponse, match="more than"):
-        await stage.pool(node.origin, fetch_body_bytes=50).fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool(node.origin, fetch_body_bytes=50).fetch(b"GET", b"/", timeout_s=30)
 
 
-async def test_closing_a_pool_lets_calls_end_and_keeps_nothing(stage):
-    node = await stage.answering(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab", b"cd")
-    pool = stage.pool(node.origin)
+async def test_close_lets_calls_end_and_keeps_no_connection(harness):
+    node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab", b"cd")
+    pool = harness.pool(node.origin)
     await pool.fetch(b"GET", b"/", timeout_s=30)
     sink = Recorder()
     pool.send(b"GET", b"/", (), b"", sink)
     pool.close()
     await sink.over.wait()
     assert sink.body == b"abcd"
-    await stage.eventually(lambda: node.num_open == 0)
+    await harness.eventually(lambda: node.num_open == 0)
     assert pool.num_idle == 0
 
 
 class Wire:
-    """A transport that goes nowhere: what a node sends is handed to the connection by the test."""
+    """A transport without a socket: the test passes the node's bytes to the connection."""
 
     def __init__(self) -> None:
         self.aborted = False
@@ -421,15 +425,15 @@ BODIES = (b"data: a\n\n", b"\r\n", b"\r\n\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n",
 
 
 def spelled(number: int, data: bytes) -> bytes:
-    """`data` as a chunk, framed in one of the many ways that mean the same."""
+    """`data` as a chunk, framed in one of many equivalent ways."""
     size_lines = (b"%x", b"%X", b"0%x", b"%x;a=b")
     return size_lines[number % len(size_lines)] % len(data) + b"\r\n" + data + b"\r\n"
 
 
 @pytest.fixture
-async def line(stage):
-    """A free connection of a pool, to which a test speaks as the node."""
-    pool = stage.pool("http://nowhere")
+async def line(harness):
+    """A free connection of a pool, for a test that plays the node."""
+    pool = harness.pool("http://nowhere")
     connection = UpstreamConnection(pool)
     connection.connection_made(Wire())
     pool.keep(connection)
@@ -438,8 +442,8 @@ async def line(stage):
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-async def test_an_answer_in_chunks_is_the_same_wherever_the_reads_fall(line, is_plain):
-    """The parser is not shown whole chunks that come alone, so it must be nowhere else than between two of them."""
+async def test_chunked_response_does_not_depend_on_where_reads_end(line, is_plain):
+    """The parser does not see single whole chunks, so it must be between two chunks when they come."""
     pool, connection = line
     chunks = [spelled(0 if is_plain else number, data) for number, data in enumerate(BODIES)]
     wire = b"".join(chunks) + b"0\r\n\r\n"
@@ -452,11 +456,11 @@ async def test_an_answer_in_chunks_is_the_same_wherever_the_reads_fall(line, is_
             if begin < end:
                 connection.data_received(wire[begin:end])
         assert recorder.body == b"".join(BODIES), cuts
-        assert recorder.said == ["head 200 None", "end"]
+        assert recorder.calls == ["head 200 None", "end"]
         assert pool.num_idle == 1, "it can carry the next call"
 
 
-async def test_whole_chunks_that_come_alone_are_handed_on_as_they_came(line):
+async def test_offers_single_whole_chunks_unparsed(line):
     pool, connection = line
     recorder = Recorder()
     pool.send(b"GET", b"/", (), b"", recorder)
@@ -466,17 +470,17 @@ async def test_whole_chunks_that_come_alone_are_handed_on_as_they_came(line):
     assert recorder.chunks == [spelled(0, data) for data in BODIES[1:]]
     connection.data_received(b"0\r\n\r\n")
     assert recorder.body == b"".join(BODIES)
-    assert recorder.said == ["head 200 None", "end"]
+    assert recorder.calls == ["head 200 None", "end"]
 
 
-@pytest.mark.parametrize("nonsense", [b"hello\r\n", b"5\r\nhellohello\r\n", b"\r\n\r\n", b"-5\r\nhello\r\n"])
-async def test_nonsense_is_found_behind_a_chunk_that_was_handed_on(line, nonsense):
+@pytest.mark.parametrize("malformed", [b"hello\r\n", b"5\r\nhellohello\r\n", b"\r\n\r\n", b"-5\r\nhello\r\n"])
+async def test_detects_malformed_bytes_after_an_unparsed_chunk(line, malformed):
     pool, connection = line
     recorder = Recorder()
     pool.send(b"GET", b"/", (), b"", recorder)
     connection.data_received(CHUNKED_HEAD + spelled(0, b"hello"))
     connection.data_received(spelled(0, b"again"))
     assert recorder.chunks == [spelled(0, b"again")]
-    connection.data_received(nonsense)
+    connection.data_received(malformed)
     assert isinstance(recorder.fault, MalformedResponse)
     assert pool.num_idle == 0

@@ -197,7 +197,7 @@ class Control:
 
         exchange.start(200, _EVENT_HEADERS)
         exchange.write(sse.COMMENT)
-        exchange.on_close(self._event_log.subscribe(send))
+        exchange.on_disconnect(self._event_log.subscribe(send))
 
 
 def _read_order(body: bytes) -> _Order:

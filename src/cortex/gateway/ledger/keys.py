@@ -1,7 +1,7 @@
-"""Keys: how they are made, kept and recognised.
+"""API keys: generating, storing and recognising them.
 
-A key is `ck-<id>-<secret>`. The id is public and names the key in config, metrics and books; of the whole only
-the SHA-256 is kept. The secret has 256 random bits, so a slow hash would add nothing but latency.
+A key is `ck-<id>-<secret>`. The id is public and identifies the key in configuration and usage records. Of the whole
+key only the SHA-256 is stored. The secret has 256 random bits, so a slow hash would add nothing but latency.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ PREFIX = "ck"
 _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 8
 _SECRET_LENGTH = 43
-"""Letters and digits that hold 256 bits."""
+"""Letters and digits for 256 bits."""
 _KEY_LENGTH = len(PREFIX) + 1 + _ID_LENGTH + 1 + _SECRET_LENGTH
 
 Limit = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class KeySection(Section, frozen=True):
-    """A key that clients may use; made by `cortex keys add`. Limits that are absent do not limit."""
+    """An API key, made by `cortex keys add`. A limit that is not set does not apply."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
-    """Whose it is, as shown in `cortex usage` and metrics."""
+    """The name of its owner, as shown in `cortex usage` and metrics."""
     id: Annotated[str, msgspec.Meta(pattern=f"^[A-Za-z0-9]{{{_ID_LENGTH}}}$")]
     """The public part of the key."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    """Of the whole key; the key itself is shown once, when it is made."""
+    """The hash of the whole key. The key itself is shown only once, when it is made."""
     models: tuple[str, ...] = ()
-    """Models it may use, as ids or patterns with `*`; all when empty."""
+    """Models that it may use, as ids or patterns with `*`; all when empty."""
     requests_per_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Requests in any minute; short bursts up to this number pass at once."""
+    """Requests per minute; bursts up to this number are admitted at once."""
     window_tokens: Limit | None = None
     """Prompt and completion tokens within `window_s`."""
     window_s: Annotated[int, msgspec.Meta(ge=60)] = 86400
     """The rolling window of `window_tokens`, in whole minutes."""
     balance_tokens: Limit | None = None
-    """Tokens for the key's whole life; raise it to top the key up."""
+    """Tokens in the key's whole life; raise it to top the key up."""
     operator: bool = False
-    """Whether it may order models to be loaded, unloaded and pinned, as well as use them."""
+    """Whether it may also load, unload and pin models."""
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key just made. `text` is the only copy of the whole key."""
+    """A newly generated key. `text` is the only copy of the whole key."""
 
     text: str
     section: KeySection
@@ -69,9 +69,9 @@ def generate(
     balance_tokens: int | None = None,
     operator: bool = False,
 ) -> NewKey:
-    """A fresh key for `name`."""
-    key_id = _draw(_ID_LENGTH)
-    text = f"{PREFIX}-{key_id}-{_draw(_SECRET_LENGTH)}"
+    """A new key for `name`."""
+    key_id = _random_text(_ID_LENGTH)
+    text = f"{PREFIX}-{key_id}-{_random_text(_SECRET_LENGTH)}"
     section = KeySection(
         name=name,
         id=key_id,
@@ -87,7 +87,7 @@ def generate(
 
 
 def as_toml(section: KeySection) -> str:
-    """The `[[keys]]` table to append to a config file; keys at their default are left out."""
+    """The `[[keys]]` table to append to a configuration file, without fields at their default."""
     lines = ["[[keys]]"]
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)
@@ -97,7 +97,7 @@ def as_toml(section: KeySection) -> str:
 
 
 class Keyring:
-    """The keys in force. Immutable: a config reload makes a new one. Raises `ValueError` when two share an id."""
+    """The keys in force. Immutable: a reload makes a new one. Raises `ValueError` when two keys have the same id."""
 
     def __init__(self, keys: Iterable[KeySection]) -> None:
         self._by_id: dict[str, KeySection] = {}
@@ -113,32 +113,32 @@ class Keyring:
         return iter(self._by_id.values())
 
     def recognise(self, text: str) -> KeySection:
-        """The key whose whole text is `text`. Raises `InvalidAPIKey`."""
+        """The key with this text. Raises `InvalidAPIKey`."""
         key = self._by_id.get(text[len(PREFIX) + 1 : len(PREFIX) + 1 + _ID_LENGTH])
-        # Hashing also when the id is unknown: the time taken tells nothing about which ids exist.
-        # Nothing longer than a key is hashed whole: what a stranger sends must not cost by its length.
+        # An unknown id is hashed as well, because the time taken must not reveal which ids exist. Text longer than a
+        # key is cut, because the cost must not depend on its length.
         digest = _hash(text[: _KEY_LENGTH + 1])
         if key is None or not hmac.compare_digest(digest, key.sha256):
-            raise InvalidAPIKey("This API key is not known here; ask the operator for one (`cortex keys add`).")
+            raise InvalidAPIKey("This API key is unknown; ask the operator for one (`cortex keys add`).")
         return key
 
 
 def check_model(key: KeySection, model: str) -> None:
-    """Raise `ModelNotAllowed` when `key` is not for `model`."""
+    """Raise `ModelNotAllowed` when `key` may not use `model`."""
     if key.models and not any(fnmatch.fnmatchcase(model, pattern) for pattern in key.models):
         allowed = ", ".join(f"`{pattern}`" for pattern in key.models)
         raise ModelNotAllowed(f"The key `{key.name}` may not use `{model}`, only {allowed}.", param="model")
 
 
 def check_operator(key: KeySection) -> None:
-    """Raise `OperatorOnly` when `key` may use models but not move them."""
+    """Raise `OperatorOnly` when `key` may not load, unload and pin models."""
     if not key.operator:
         raise OperatorOnly(
-            f"The key `{key.name}` may use models, but loading, unloading and pinning are an operator's."
+            f"The key `{key.name}` may use models, but not load, unload or pin them; use an operator's key."
         )
 
 
-def _draw(length: int) -> str:
+def _random_text(length: int) -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(length))
 
 
@@ -149,5 +149,5 @@ def _hash(text: str) -> str:
 def _toml(value: str | int | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
-    # A JSON string is a TOML basic string, and so are numbers and truth values what they are in JSON.
+    # TOML writes strings, numbers and booleans as JSON does.
     return msgspec.json.encode(value).decode()

@@ -1,15 +1,15 @@
-"""The accounts in memory, and their way to disk.
+"""The accounts of all keys in memory, and writing them to the database.
 
-The loop settles into a batch; every `flush_s` a single thread writes the batch and what running requests still hold,
-and reads back what other gateways on the same database have spent and reserved. While the database is away, limits hold
-by what is known here, and nothing is lost: the batch grows by rows of minutes, not of requests. Gateways that share a
-database learn of each other with every flush, so together they may pass a budget by what they admit within `flush_s`;
-requests per minute are counted by each process alone.
+Requests settle into a batch in memory. Every `flush_s` a single thread writes the batch and the reservations of running
+requests, and reads what other gateways on the same database have spent and reserved. While the database is unavailable,
+limits are enforced by what this gateway knows, and no usage is lost: the batch has one row per minute, key, model and
+node, not one per request. Gateways that share a database see each other's usage with every flush, so together they may
+exceed a budget by what they admit within `flush_s`. Each process counts requests per minute by itself.
 
-A stored reservation counts against its key's budgets in every gateway, whether the one that owns it lives or not: a
-crash forgives nothing that ran for longer than `flush_s`. A gateway renews its reservations while it lives. One whose
-reservations nobody has renewed for `LEASE_S`, as another gateway sees it, is dead: they are recorded as spent. Should
-it live after all, it finds them gone and takes that spend back.
+A stored reservation counts against its key's budgets in every gateway, also when its owner has crashed: only what was
+admitted within the last `flush_s` is not charged after a crash. A gateway renews its reservations while it runs. When
+another gateway has seen no renewal for `LEASE_S`, it records them as spent. A gateway that was only paused finds its
+reservations gone and reverses that usage.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from cortex.gateway.ledger.keys import Keyring, KeySection
+from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
+from cortex.gateway.ledger.store import Store, StoreError
+from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, Reserved, Slot
 from cortex.wire.events import Usage
-
-from .keys import Keyring, KeySection
-from .limits import MINUTE_S, Account, Spent
-from .store import Store, StoreError
-from .tables import MAX_RESERVED_TOKENS, Claim, Counts, Reserved, Slot
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LEASE_S = 60.0
-"""Without a renewal for this long, the reservations of another gateway are those of a dead one."""
+"""Without a renewal for this long, another gateway counts as dead."""
 RENEW_S = LEASE_S / 4
 
 _EMPTY = Usage()
 
 
 class Ledger:
-    """Accounts of every key. Owned by the event loop; the store is touched only by the book's own thread.
+    """The accounts of all keys. Owned by the event loop; only the ledger's own thread uses the store.
 
-    `await start()` before the first request and `await close()` at the end, which writes what is left.
+    Call `start` before the first request and `close` at the end, which writes the remaining usage.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class Ledger:
         self._accounts: dict[str, Account] = {}
         self._batch: dict[Slot, Counts] = {}
         self._claim = Claim(owner=secrets.token_hex(16))
-        """The reservations of this gateway as the store has them."""
+        """The reservations of this gateway, as they are stored."""
         self._others: dict[str, tuple[int, float]] = {}
-        """Other gateways with reservations: the renewal that was seen last, and since when."""
-        self._looked_at = 0.0
+        """Other gateways with reservations: their last renewal, and when this gateway first saw it."""
+        self._checked_at = 0.0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -67,12 +66,12 @@ class Ledger:
         self._failing = False
 
     async def start(self) -> None:
-        """Read what was spent before, and begin to write. Raises `StoreError` when the ledger cannot be read."""
+        """Read past usage and start the regular flush. Raises `StoreError` when the database cannot be read."""
         await self.use(self._keyring)
         self._task = asyncio.create_task(self._flush_regularly(), name="ledger-flush")
 
     async def use(self, keyring: Keyring) -> None:
-        """Change to other keys. Accounts of keys that stay keep their reservations. Raises `StoreError`."""
+        """Replace the keys. Accounts of keys that stay keep their reservations. Raises `StoreError`."""
         now = self.clock()
         fresh = [key for key in keyring if key.id not in self._accounts]
         claim, windows = self._claim, _windows(fresh, now)
@@ -85,7 +84,7 @@ class Ledger:
         self._keyring = keyring
 
     async def close(self) -> None:
-        """Stop writing regularly and write what is left. Raises `StoreError` when that fails."""
+        """Stop the regular flush and write the remaining usage. Raises `StoreError` when that fails."""
         self._closing.set()
         if self._task is not None:
             await self._task
@@ -103,7 +102,7 @@ class Ledger:
         return self._accounts[key.id]
 
     def settle(self, account: Account, reserved: int, usage: Usage | None, *, model: str, node: str) -> None:
-        """Record one request: what it used, or nothing when it ended without a response."""
+        """Record the usage of one request; None when it ended without a response."""
         now = self.clock()
         counts = Counts(requests=1, usage=usage or _EMPTY)
         account.settle(reserved, counts.tokens, now)
@@ -112,18 +111,18 @@ class Ledger:
         self._batch[slot] = counts if earlier is None else earlier + counts
 
     async def flush(self) -> None:
-        """Write now. A failure is logged once, and the batch is kept for the next time."""
+        """Write now. A failure is logged once, and the batch is kept for the next flush."""
         try:
             await self._write()
             await self._settle_dead_gateways()
         except StoreError as error:
-            self._others.clear()  # nobody could renew while the database was away
+            self._others.clear()  # nobody could renew while the database was unavailable
             if not self._failing:
-                log.error("spend is kept in memory until the database is back: %s", error)
+                log.error("usage is kept in memory until the database is available: %s", error)
             self._failing = True
         else:
             if self._failing:
-                log.info("spend is written again to %s", self._store.name)
+                log.info("usage is written to %s again", self._store.name)
             self._failing = False
 
     async def _flush_regularly(self) -> None:
@@ -154,10 +153,10 @@ class Ledger:
             minutes = written.setdefault(slot.key_id, {})
             minutes[slot.minute] = minutes.get(slot.minute, 0) + counts.tokens
         for key_id in written.keys() | spent.keys():
-            self._accounts[key_id].book(spent.get(key_id, Spent()), written.get(key_id, {}))
+            self._accounts[key_id].synchronise(spent.get(key_id, Spent()), written.get(key_id, {}))
 
     def _renewed_claim(self, now: float) -> Claim:
-        """What requests hold now; the claim that the store has where that is still good."""
+        """The current reservations; the stored claim itself when it is unchanged and recent."""
         by_key = {
             key_id: Reserved(
                 account.key.name, account.num_reservations, min(account.reserved_tokens, MAX_RESERVED_TOKENS)
@@ -172,14 +171,14 @@ class Ledger:
         return Claim(owner=before.owner, renewed_ms=int(now * 1000), by_key=by_key)
 
     async def _settle_dead_gateways(self) -> None:
-        """Record as spent what gateways had reserved that no longer renew it.
+        """Record the reservations of gateways that no longer renew them as spent.
 
-        Judged by how long this gateway has seen no change, so that clocks need not agree.
+        Only this gateway's clock is used, so clocks need not agree.
         """
         now = self.clock()
-        if now - self._looked_at < RENEW_S:
+        if now - self._checked_at < RENEW_S:
             return
-        self._looked_at = now
+        self._checked_at = now
         claims = await self._in_thread(lambda: self._store.other_claims(self._claim.owner))
         self._others = {
             owner: seen if (seen := self._others.get(owner)) and seen[0] == renewed_ms else (renewed_ms, now)
@@ -188,12 +187,12 @@ class Ledger:
         for owner, (renewed_ms, since) in list(self._others.items()):
             if now - since >= LEASE_S:
                 tokens = await self._in_thread(partial(self._store.settle_dead, owner, renewed_ms))
-                log.warning("a gateway ended without settling its requests; %d reserved tokens count as spent", tokens)
+                log.warning("reservations of a dead gateway recorded as spent: %d tokens", tokens)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def _windows(keys: Iterable[KeySection], now: float) -> dict[str, int]:
-    """From which minute on each key's spend is in its window."""
+    """The first minute of each key's window."""
     return {key.id: int((now - key.window_s) // MINUTE_S) for key in keys}

@@ -1,20 +1,19 @@
-"""What a key may still spend: pure arithmetic on numbers and a clock that is passed in.
+"""The limits of a key: pure arithmetic on numbers and a clock that is passed in.
 
-A request reserves what it may cost before it runs and settles with what it did cost, so that many at once cannot
-spend the same tokens. Time is wall-clock seconds; spend is kept by the minute, as it is in the store.
+A request reserves what it may use before it runs, and settles with what it did use, so that concurrent requests cannot
+spend the same tokens. Time is wall-clock seconds; spend is kept by the minute, as in the store.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
-from cortex.gateway.ledger.meter import Estimate
+from cortex.gateway.ledger.keys import KeySection
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
-
-from .keys import KeySection
 
 DEFAULT_COMPLETION_TOKENS = 1024
 """Reserved for each choice of a request that sets no limit of its own."""
@@ -23,19 +22,28 @@ MINUTE_S = 60
 BYTES_PER_TOKEN = 4
 
 
+class Estimate(NamedTuple):
+    """The most that a request may use, as far as its body says."""
+
+    prompt_bytes: int
+    completion_limit: int | None
+    """Tokens of one choice; None where the client sets no limit."""
+    num_choices: int = 1
+
+
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store says about one key."""
+    """What the store knows about one key."""
 
     by_minute: dict[int, int] = msgspec.field(default_factory=dict)
-    """Tokens by minute (`time // 60`), as far back as the window reaches."""
+    """Tokens by minute (`time // 60`), within the window."""
     total: int = 0
-    """Tokens ever."""
+    """Tokens in the key's whole life."""
     reserved_elsewhere: int = 0
-    """Tokens that other gateways hold for requests of theirs, or held when they died."""
+    """Tokens that other gateways have reserved, including those that have died."""
 
 
 class RateBucket:
-    """Requests per minute, with bursts up to a minute's worth. Mutable; owned by one account."""
+    """A token bucket of requests, with bursts up to one minute's worth. Mutable; owned by one account."""
 
     __slots__ = ("_at", "_level")
 
@@ -44,7 +52,7 @@ class RateBucket:
         self._at = now
 
     def take(self, per_min: int, now: float) -> float:
-        """Take one request: 0 when there was room, else the seconds until there is, with nothing taken."""
+        """Take one request and return 0; or take nothing and return the seconds until there is room."""
         rate = per_min / MINUTE_S
         self._level = min(float(per_min), self._level + max(0.0, now - self._at) * rate)
         self._at = now
@@ -54,14 +62,14 @@ class RateBucket:
         return 0.0
 
     def give_back(self) -> None:
-        """The request just taken did not run."""
+        """Return the request just taken: it did not run."""
         self._level += 1
 
 
 class RollingSum:
     """Tokens by minute, and their sum over a window that only moves forward. Mutable; owned by one account.
 
-    Adding and reading cost the same however long the window is: a request must not pay for its history.
+    Adding and reading take constant time, whatever the length of the window.
     """
 
     __slots__ = ("_minutes", "_sum")
@@ -71,7 +79,7 @@ class RollingSum:
         self._sum = sum(by_minute.values())
 
     def add(self, minute: int, tokens: int) -> None:
-        """Tokens spent now. A clock that stepped back adds to the latest minute."""
+        """Add tokens spent in `minute`. After a clock stepped back they are added to the latest minute."""
         if self._minutes and self._minutes[-1][0] >= minute:
             minute, earlier = self._minutes.pop()
             tokens_there = earlier + tokens
@@ -81,13 +89,13 @@ class RollingSum:
         self._sum += tokens
 
     def since(self, first: int) -> int:
-        """The sum from minute `first` on; what is older is forgotten."""
+        """The sum from minute `first` on. Older minutes are dropped."""
         while self._minutes and self._minutes[0][0] < first:
             self._sum -= self._minutes.popleft()[1]
         return self._sum
 
-    def minute_when_gone(self, tokens: int) -> int | None:
-        """The minute with which at least `tokens` of the oldest spend will have left; `None` when there is less."""
+    def minute_of_oldest(self, tokens: int) -> int | None:
+        """The minute up to which the oldest `tokens` were spent; `None` when there were fewer."""
         for minute, spent in self._minutes:
             tokens -= spent
             if tokens <= 0:
@@ -96,10 +104,10 @@ class RollingSum:
 
 
 class Account:
-    """What one key has spent and promised. Mutable; owned by the gateway's loop.
+    """What one key has spent and reserved. Mutable; owned by the gateway's loop.
 
     Invariant: with a budget, `spent + reserved + the reservation of a new request` is at most the budget when that
-    request is admitted, where `reserved` includes what other gateways hold.
+    request is admitted, where `reserved` includes what other gateways have reserved.
     """
 
     __slots__ = (
@@ -118,29 +126,29 @@ class Account:
         self._total = recorded.total
         self._window = RollingSum(recorded.by_minute)
         self._unrecorded: dict[int, int] = {}
-        """By minute: settled here, not yet known to be in the store."""
+        """By minute: settled here and not yet known to be stored."""
         self._reserved = 0
         self._reserved_elsewhere = recorded.reserved_elsewhere
         self.num_reservations = 0
-        """Requests that hold a reservation here."""
+        """Running requests with a reservation."""
         self._bucket = RateBucket(key.requests_per_min or 0, now)
 
     @property
     def reserved_tokens(self) -> int:
-        """Held by requests of this gateway."""
+        """Reserved by running requests of this gateway."""
         return self._reserved
 
     def window_spent(self, now: float) -> int:
-        """Tokens spent in the rolling window. A minute counts until all of it has left the window."""
+        """Tokens spent in the rolling window. A minute counts until the window has passed all of it."""
         return self._window.since(int((now - self.key.window_s) // MINUTE_S))
 
     def total_spent(self) -> int:
         return self._total
 
     def reserve(self, estimate: Estimate, now: float) -> int:
-        """Take a request and the tokens that it may cost; returns what to hand to `settle`.
+        """Reserve a request and the tokens that it may use; returns the tokens, for `settle`.
 
-        Raises `RateLimitExceeded` or `InsufficientQuota`, and then nothing is taken.
+        Raises `RateLimitExceeded` or `InsufficientQuota` without reserving anything.
         """
         key = self.key
         if key.requests_per_min is not None:
@@ -162,7 +170,7 @@ class Account:
         return tokens
 
     def settle(self, reserved: int, used: int, now: float) -> None:
-        """Replace a reservation by what was used. Called exactly once for each `reserve`."""
+        """Replace a reservation by what was used. Call it exactly once for each `reserve`."""
         self._reserved -= reserved
         self.num_reservations -= 1
         if used:
@@ -172,15 +180,15 @@ class Account:
             self._total += used
 
     def change(self, key: KeySection, now: float) -> None:
-        """The operator has changed the key's limits; what was spent and promised stays."""
+        """Use changed limits of the key. What was spent and reserved stays."""
         if key.requests_per_min != self.key.requests_per_min:
             self._bucket = RateBucket(key.requests_per_min or 0, now)
         self.key = key
 
-    def book(self, recorded: Spent, written: Mapping[int, int]) -> None:
-        """The store now says `recorded`, which includes `written` of what was settled here."""
-        left = {minute: tokens - written.get(minute, 0) for minute, tokens in self._unrecorded.items()}
-        self._unrecorded = {minute: tokens for minute, tokens in left.items() if tokens}
+    def synchronise(self, recorded: Spent, written: Mapping[int, int]) -> None:
+        """Adopt `recorded` from the store, which includes `written` of what was settled here."""
+        unrecorded = {minute: tokens - written.get(minute, 0) for minute, tokens in self._unrecorded.items()}
+        self._unrecorded = {minute: tokens for minute, tokens in unrecorded.items() if tokens}
         self._reserved_elsewhere = recorded.reserved_elsewhere
         self._total = recorded.total + sum(self._unrecorded.values())
         by_minute = dict(recorded.by_minute)
@@ -191,8 +199,8 @@ class Account:
     def _cost(self, estimate: Estimate) -> int:
         """The tokens to reserve: the prompt by its size, and every choice.
 
-        Without a limit a choice reserves a default, or what the whole budget leaves beside the prompt where that is
-        less: a key with a small budget stays usable for clients that set no limit.
+        A choice without a limit reserves a default, or what the whole budget leaves after the prompt if that is less:
+        a key with a small budget stays usable for clients that set no limit.
         """
         prompt = -(-estimate.prompt_bytes // BYTES_PER_TOKEN)
         completion = estimate.completion_limit
@@ -225,8 +233,8 @@ class Account:
             )
 
     def _until_free(self, missing: int, now: float) -> float:
-        """Seconds until `missing` tokens have left the window. What is only reserved may settle much sooner."""
-        minute = self._window.minute_when_gone(missing)
+        """Seconds until the window has passed `missing` tokens. Reservations may settle much sooner."""
+        minute = self._window.minute_of_oldest(missing)
         return 1.0 if minute is None else max(1.0, (minute + 1) * MINUTE_S + self.key.window_s - now)
 
 

@@ -1,62 +1,65 @@
-"""The seam between the request path and the ledger: who the caller is, and what a request may cost.
+"""The request path's view of the ledger: who the caller is, and what a request may use.
 
-Everything here is called on the request path, on the loop's thread, and returns at once.
+Without API keys an `OpenMeter` admits every request and records nothing. With keys a `KeyedMeter` reserves tokens
+before a request runs and records its usage afterwards. `Metering` owns the ledger and picks the meter in force.
+
+Meters and reservations are called on the event loop's thread and never wait.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+import asyncio
+from pathlib import Path
+from typing import Any, Protocol
 
+from cortex.gateway.config import Config
+from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
+from cortex.gateway.ledger.ledger import Ledger
+from cortex.gateway.ledger.limits import Account, Estimate
+from cortex.gateway.ledger.store import open_store
 from cortex.http.request import Request
+from cortex.wire.errors import InvalidAPIKey
 from cortex.wire.events import Usage
 
 ANONYMOUS = "anonymous"
-"""The principal of every request where there are no keys."""
+"""The principal of every request to a gateway without keys."""
 
 
-class Estimate(NamedTuple):
-    """The most that a request may cost, as far as its body says."""
-
-    prompt_bytes: int
-    completion_limit: int | None
-    """Tokens of one choice; None where the client sets no limit."""
-    num_choices: int = 1
-
-
-class Hold(Protocol):
-    """The place of one request in a budget, from admission until its cost is known."""
+class Reservation(Protocol):
+    """The tokens that one request holds, from its admission until its usage is known."""
 
     @property
     def principal(self) -> str:
-        """Who pays, as named in metrics and towards the node."""
+        """The name of the key that is charged, for metrics and for the node."""
 
-    def settle(self, usage: Usage | None, *, model: str, node: str, request_id: str) -> None:
-        """Record what was really used; None when the request ended without a response. Called exactly once."""
+    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
+        """Replace the reservation by `usage`; None when there was no response. Called exactly once."""
 
 
-class Reservation(Hold, Protocol):
-    """A hold as the process that keeps the ledger has it. Ends once, by `settle`, `settle_in_full` or `cancel`."""
+class LocalReservation(Reservation, Protocol):
+    """A reservation in the process that owns the ledger. Ends once, by `settle`, `settle_in_full` or `cancel`."""
 
     def check_model(self, model: str) -> None:
-        """Raise ModelNotAllowed when the caller may not use `model`."""
+        """Raise ModelNotAllowed when the key may not use `model`."""
 
     def settle_in_full(self, *, model: str, node: str) -> None:
-        """Record the whole reservation as used: the request ran, and nobody can report what it cost."""
+        """Record the whole reservation as used: the request ran, and its usage cannot be learned."""
 
     def cancel(self) -> None:
-        """The request was rejected after all; nothing is recorded."""
+        """The request was rejected after all: record nothing."""
 
 
 class Meter(Protocol):
-    """Admits requests and records their cost."""
+    """Authenticates requests, admits them and records their usage."""
 
-    def admit(self, request: Request, estimate: Estimate) -> Reservation:
-        """Reserve what the request may cost. Raises InvalidAPIKey, RateLimitExceeded or InsufficientQuota."""
+    def admit(self, request: Request, estimate: Estimate) -> LocalReservation:
+        """Reserve what the request may use. Raises InvalidAPIKey, RateLimitExceeded or InsufficientQuota."""
 
     def authenticate(self, request: Request) -> str:
-        """The principal of a request, from its headers alone: the body may still be on its way. Raises InvalidAPIKey.
+        """The principal of a request, from its headers alone. Raises InvalidAPIKey.
 
-        Cheap, and bounded whatever the headers hold: it is the first check of every request.
+        This is the first check of every request, before its body is read: its cost does not depend on what the headers
+        contain.
         """
 
     def authenticate_operator(self, request: Request) -> str:
@@ -76,19 +79,103 @@ class _OpenReservation:
         """Nothing is recorded without keys."""
 
     def cancel(self) -> None:
-        """Nothing is held."""
+        """Nothing is reserved."""
 
 
 class OpenMeter:
-    """No keys: every caller is admitted and none is billed."""
+    """The meter of a gateway without keys: admits every request and records nothing."""
 
-    _hold = _OpenReservation()
+    _reservation = _OpenReservation()
 
-    def admit(self, request: Request, estimate: Estimate) -> Reservation:  # noqa: ARG002
-        return self._hold
+    def admit(self, request: Request, estimate: Estimate) -> LocalReservation:  # noqa: ARG002
+        return self._reservation
 
     def authenticate(self, request: Request) -> str:  # noqa: ARG002
-        return self._hold.principal
+        return ANONYMOUS
+
+    def authenticate_operator(self, request: Request) -> str:  # noqa: ARG002
+        return ANONYMOUS
+
+
+class _KeyedReservation:
+    """Tokens of one request, reserved in the account of its key."""
+
+    __slots__ = ("_account", "_ledger", "_tokens")
+
+    def __init__(self, ledger: Ledger, account: Account, tokens: int) -> None:
+        self._ledger = ledger
+        self._account = account
+        self._tokens = tokens
+
+    @property
+    def principal(self) -> str:
+        return self._account.key.name
+
+    def check_model(self, model: str) -> None:
+        check_model(self._account.key, model)
+
+    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
+        self._ledger.settle(self._account, self._tokens, usage, model=model, node=node)
+
+    def settle_in_full(self, *, model: str, node: str) -> None:
+        self.settle(Usage(completion_tokens=self._tokens), model=model, node=node)
+
+    def cancel(self) -> None:
+        """Return the tokens. The request still counts towards the key's requests per minute."""
+        self._account.settle(self._tokens, 0, self._ledger.clock())
+
+
+class KeyedMeter:
+    """The meter of a gateway with keys: every request needs one, and its usage is charged to it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def admit(self, request: Request, estimate: Estimate) -> LocalReservation:
+        account = self._ledger.account(recognise(self._ledger.keyring, request))
+        tokens = account.reserve(estimate, self._ledger.clock())
+        return _KeyedReservation(self._ledger, account, tokens)
+
+    def authenticate(self, request: Request) -> str:
+        return recognise(self._ledger.keyring, request).name
 
     def authenticate_operator(self, request: Request) -> str:
-        return self.authenticate(request)
+        key = recognise(self._ledger.keyring, request)
+        check_operator(key)
+        return key.name
+
+
+def recognise(keyring: Keyring, request: Request) -> KeySection:
+    """The key of a request, sent as OpenAI clients or as Anthropic clients send it. Raises `InvalidAPIKey`."""
+    authorization = request.header(b"authorization")
+    if authorization is not None and authorization[:7].lower() == b"bearer ":
+        return keyring.recognise(authorization[7:].strip().decode("latin-1"))
+    if (key := request.header(b"x-api-key")) is not None:
+        return keyring.recognise(key.decode("latin-1"))
+    raise InvalidAPIKey("This gateway needs an API key: send `Authorization: Bearer …` or `x-api-key: …`.")
+
+
+class Metering:
+    """Owns the ledger and the meter in force. Running requests settle with the meter that admitted them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.meter: Meter = OpenMeter()
+        self._directory = directory
+        self._ledger: Ledger | None = None
+
+    async def use(self, config: Config) -> None:
+        """Put the keys of `config` in force. Raises `StoreError` when the database cannot be opened."""
+        keyring = Keyring(config.keys)
+        if self._ledger is not None:
+            await self._ledger.use(keyring)
+        elif config.keys:
+            store = await asyncio.to_thread(open_store, config.database(self._directory))
+            self._ledger = Ledger(store, keyring, flush_s=config.ledger.flush_s)
+            await self._ledger.start()
+        self.meter = KeyedMeter(self._ledger) if self._ledger is not None and config.keys else OpenMeter()
+
+    async def close(self) -> None:
+        """Write the remaining usage. Idempotent. Raises `StoreError` when that fails."""
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            await ledger.close()

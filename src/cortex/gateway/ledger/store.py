@@ -1,7 +1,7 @@
-"""The ledger on disk, in SQLite or PostgreSQL through the same statements.
+"""The ledger's database: SQLite or PostgreSQL, with the same statements.
 
-Blocking; used from one thread at a time, never the event loop's. Several processes may share one database: every
-write adds to what is there, and each gateway writes only its own reservations.
+Calls block; use them from one thread at a time, never the event loop's. Several processes may share one database:
+writes add to the rows that are there, and each gateway writes only its own reservations.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
+from cortex.gateway.ledger import tables
+from cortex.gateway.ledger.limits import MINUTE_S, Spent
+from cortex.gateway.ledger.tables import Claim, Counts, Execute, GroupBy, Rows, Slot
 from cortex.settings import Section
-
-from . import tables
-from .limits import MINUTE_S, Spent
-from .tables import Claim, Counts, Execute, GroupBy, Rows, Slot
 
 T = TypeVar("T")
 
-
 NO_CLAIM = Claim(owner="")
-"""Of a process that reserves nothing."""
+"""The claim of a process that reserves nothing."""
 
 
 class LedgerSection(Section, frozen=True):
-    """Where spend is recorded."""
+    """Where usage is recorded."""
 
     database: str = "cortex-spend.db"
-    """A SQLite file in `gateway.state`, or `postgresql://user@host/name` for several gateways with one set of books."""
+    """A SQLite file in `gateway.state`, or `postgresql://user@host/name` for gateways with shared usage records."""
     flush_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """How often spend and reservations are written. A gateway that is killed loses at most what it admitted or finished
-    within this time; what had been running for longer stays charged."""
+    """How often usage and reservations are written. A gateway that is killed loses at most what it admitted or finished
+    within this time; requests that had been running for longer stay charged."""
 
 
 class StoreError(Exception):
@@ -41,7 +39,7 @@ class StoreError(Exception):
 
 
 class DatabaseConnection(Protocol):
-    """What SQLite's and PostgreSQL's drivers have in common."""
+    """What the drivers of SQLite and PostgreSQL have in common."""
 
     def cursor(self) -> Any: ...
     def commit(self) -> None: ...
@@ -50,15 +48,15 @@ class DatabaseConnection(Protocol):
 
 
 class Driver(Protocol):
-    """How to reach one kind of database."""
+    """Connects to one kind of database."""
 
     name: str
-    """For messages; without secrets."""
+    """For messages; contains no secrets."""
     errors: tuple[type[Exception], ...]
     placeholder: str
 
     def connect(self) -> DatabaseConnection:
-        """Open a connection with the schema lock taken, so that processes may start together."""
+        """Open a connection that holds the schema lock, so that processes may start at the same time."""
 
 
 class Sqlite:
@@ -99,7 +97,7 @@ class Postgres:
 
 
 def open_store(database: str) -> Store:
-    """The store at a file path or `postgresql://` URL, made if it is not there. Raises `StoreError`."""
+    """The store at a file path or `postgresql://` URL, created if it does not exist. Raises `StoreError`."""
     is_url = database.startswith(("postgresql://", "postgres://"))
     return Store(Postgres(database) if is_url else Sqlite(Path(database).expanduser()))
 
@@ -124,14 +122,14 @@ class Store:
         before: Claim = NO_CLAIM,
         after: Claim = NO_CLAIM,
     ) -> dict[str, Spent]:
-        """Add `batch`, write the reservations `after` in place of `before`, and read what keys have spent by then.
+        """Add `batch`, replace the reservations `before` by `after`, and read what keys have spent.
 
-        In one transaction: all of it or nothing. `since_minute` names the keys to read and how far back their minutes
-        go; totals are of all time.
+        One transaction does all of it or nothing. `since_minute` has the keys to read and the first minute of each;
+        totals are of all time.
         """
 
         def work(execute: Execute) -> dict[str, Spent]:
-            # Reservations first, here as in `settle_dead`: whoever takes locks takes them in the same order.
+            # Reservations first, as in `settle_dead`, so that locks are always taken in the same order.
             returned = tables.replace_claim(execute, before, after) if before is not after else {}
             tables.add_spend(execute, {**batch, **returned})
             return tables.read_spent(execute, after.owner, since_minute)
@@ -139,13 +137,13 @@ class Store:
         return self._run(work)
 
     def other_claims(self, owner: str) -> dict[str, int]:
-        """The other gateways that have reservations, and when each has last renewed them, in milliseconds."""
+        """The other gateways with reservations, and when each last renewed them, in milliseconds."""
         return self._run(lambda execute: tables.other_claims(execute, owner))
 
     def settle_dead(self, owner: str, renewed_ms: int) -> int:
-        """Record the reservations of a gateway that died as spent; returns how many tokens they are.
+        """Record the reservations of a dead gateway as spent; returns their tokens.
 
-        Does nothing when they have been renewed since `renewed_ms`.
+        Does nothing if they have been renewed since `renewed_ms`.
         """
 
         def work(execute: Execute) -> int:
@@ -180,7 +178,7 @@ class Store:
             return result
         except self._driver.errors as error:
             self._drop()
-            raise StoreError(f"cannot use the spend database {self.name}: {str(error).strip()}") from error
+            raise StoreError(f"cannot use the usage database {self.name}: {str(error).strip()}") from error
 
     def _open(self) -> DatabaseConnection:
         connection = self._driver.connect()
@@ -197,4 +195,4 @@ class Store:
         try:
             connection.close()
         except self._driver.errors:
-            pass  # it is broken, which is why it is dropped
+            pass  # the connection is broken already

@@ -1,7 +1,7 @@
-"""The tables of the ledger and what is done with them, as statements that SQLite and PostgreSQL both run.
+"""The ledger's tables, and the statements on them, which SQLite and PostgreSQL both run.
 
-`spend` holds what was used, by minute, key, model and node, and `total` its sum for each key. `reservation` holds what
-requests under way may still use, by gateway and key. Functions here run inside a transaction of the caller's.
+`spend` has the usage by minute, key, model and node, `total` its sum by key. `reservation` has what running requests
+may still use, by gateway and key. Every function runs inside the caller's transaction.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.wire.events import Usage
-
-from .limits import MINUTE_S, Spent
+from cortex.wire.response import summed
 
 GroupBy = Literal["key", "model", "node", "day"]
 
@@ -22,9 +22,9 @@ Execute = Callable[[str, Sequence[Any]], Rows]
 """Runs one statement and returns its rows."""
 
 UNSETTLED = "(unsettled)"
-"""The model and node of reservations that are recorded as spent because their gateway died."""
+"""Model and node of reservations that were recorded as spent because their gateway died."""
 MAX_RESERVED_TOKENS = 2**53
-"""The largest reservation that is stored, far below what a 64-bit sum of them can hold."""
+"""The largest reservation that is stored, so that a 64-bit sum of them cannot overflow."""
 
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS spend (
@@ -98,7 +98,7 @@ _OWNERS = "SELECT owner, MAX(renewed_ms) FROM reservation WHERE owner <> ? GROUP
 
 
 class Slot(msgspec.Struct, frozen=True, order=True):
-    """What one row of the books is about."""
+    """The key of one row of `spend`."""
 
     key_id: str
     minute: int
@@ -119,24 +119,15 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """What budgets are charged: prompt and completion."""
+        """What counts against budgets: prompt and completion."""
         return self.usage.prompt_tokens + self.usage.completion_tokens
 
     def __add__(self, other: Counts) -> Counts:
-        mine, theirs = self.usage, other.usage
-        return Counts(
-            requests=self.requests + other.requests,
-            usage=Usage(
-                prompt_tokens=mine.prompt_tokens + theirs.prompt_tokens,
-                cached_tokens=mine.cached_tokens + theirs.cached_tokens,
-                completion_tokens=mine.completion_tokens + theirs.completion_tokens,
-                reasoning_tokens=mine.reasoning_tokens + theirs.reasoning_tokens,
-            ),
-        )
+        return Counts(requests=self.requests + other.requests, usage=summed((self.usage, other.usage)))
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """What the running requests of one key hold."""
+    """What the running requests of one key have reserved."""
 
     key_name: str
     requests: int
@@ -147,13 +138,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """All reservations of one gateway at one moment."""
 
     owner: str
-    """Drawn at random by each gateway process."""
+    """A random id of the gateway process."""
     renewed_ms: int = 0
-    """When it was made, in milliseconds since 1970. A gateway that lives renews its claim."""
+    """When it was last renewed, in milliseconds since 1970."""
     by_key: Mapping[str, Reserved] = {}
 
     def counts(self, sign: int = 1) -> dict[Slot, Counts]:
-        """The claim as spend, or with `sign` -1 as what takes that spend back."""
+        """The claim as spend; with `sign` -1, the counts that reverse that spend."""
         return {
             Slot.at(
                 self.renewed_ms / 1000, key_id=key_id, key_name=held.key_name, model=UNSETTLED, node=UNSETTLED
@@ -163,8 +154,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_spend(execute: Execute, batch: Mapping[Slot, Counts]) -> None:
-    """Add `batch` to what is there."""
-    # Sorted, so that processes that write the same rows take their locks in the same order.
+    """Add `batch` to `spend` and `total`."""
+    # Sorted, so that processes that write the same rows lock them in the same order.
     for slot, counts in sorted(batch.items(), key=lambda entry: entry[0]):
         execute(_ADD_SPEND, _row(slot, counts))
     totals: dict[str, int] = {}
@@ -175,10 +166,10 @@ def add_spend(execute: Execute, batch: Mapping[Slot, Counts]) -> None:
 
 
 def replace_claim(execute: Execute, before: Claim, after: Claim) -> dict[Slot, Counts]:
-    """Write `after` in place of `before`, which this gateway wrote last.
+    """Replace `before`, which this gateway wrote last, by `after`.
 
-    Returns what takes back the spend that another gateway recorded for `before`, because it saw no renewal for so
-    long that it believed this one dead; nothing as a rule.
+    Returns what reverses the spend that another gateway recorded for `before`, if it took this gateway for dead;
+    otherwise nothing.
     """
     found = execute(_DROP_RESERVATIONS, (before.owner,))
     for key_id, held in sorted(after.by_key.items()):
@@ -188,19 +179,19 @@ def replace_claim(execute: Execute, before: Claim, after: Claim) -> dict[Slot, C
 
 
 def take_claim(execute: Execute, owner: str, renewed_ms: int) -> dict[Slot, Counts]:
-    """Remove a dead gateway's reservations and return them as spend; nothing when it has renewed them after all."""
+    """Remove a dead gateway's reservations and return them as spend; nothing if they have been renewed since."""
     rows = execute(_TAKE_RESERVATIONS, (owner, renewed_ms))
     by_key = {str(key): Reserved(str(name), int(requests), int(tokens)) for key, name, requests, tokens in rows}
     return Claim(owner=owner, renewed_ms=renewed_ms, by_key=by_key).counts()
 
 
 def other_claims(execute: Execute, owner: str) -> dict[str, int]:
-    """When every other gateway with reservations has last renewed them."""
+    """The other gateways with reservations, and when each last renewed them."""
     return {str(other): int(renewed_ms) for other, renewed_ms in execute(_OWNERS, (owner,))}
 
 
 def read_spent(execute: Execute, owner: str, since_minute: Mapping[str, int]) -> dict[str, Spent]:
-    """What keys have spent, and what other gateways than `owner` have reserved for them."""
+    """What each key has spent, and what gateways other than `owner` have reserved for it."""
     if not since_minute:
         return {}
     elsewhere = {str(key_id): int(tokens) for key_id, tokens in execute(_RESERVED_ELSEWHERE, (owner,))}
@@ -224,18 +215,8 @@ def read_usage(execute: Execute, group: GroupBy, bounds: tuple[int, int]) -> lis
 
 def _row(slot: Slot, counts: Counts) -> tuple[str | int, ...]:
     usage = counts.usage
-    return (
-        slot.minute,
-        slot.key_id,
-        slot.key_name,
-        slot.model,
-        slot.node,
-        counts.requests,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-        usage.reasoning_tokens,
-    )
+    tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens)
+    return (slot.minute, slot.key_id, slot.key_name, slot.model, slot.node, counts.requests, *tokens)
 
 
 def _counts(row: Sequence[Any]) -> Counts:

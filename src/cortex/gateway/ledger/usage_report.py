@@ -1,4 +1,4 @@
-"""What was used, for `cortex usage` and whoever bills by it."""
+"""Usage by key, model, node or day, for `cortex usage` and for billing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import datetime
 
 import msgspec
 
-from .store import Store
-from .tables import GroupBy
+from cortex.gateway.ledger.store import Store
+from cortex.gateway.ledger.tables import GroupBy
 
 HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total")
 

@@ -1,8 +1,9 @@
-"""What is kept of one inference request, and told of it when it is over: its bill, counters, span and log line."""
+"""Accounts for one inference request when it has ended: usage, counters, span and log line."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from functools import partial
 
 from cortex.gateway.dispatch.leases import Lease
@@ -18,106 +19,83 @@ log = logging.getLogger("cortex.access")
 STATUS_CODE = "http.response.status_code"
 BYTES_PER_TOKEN = 4
 BYTES_PER_STREAMED_TOKEN = 200
-"""An event that carries one token, with its envelope."""
+"""The size of an event with one token."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestAccounting:
-    """Written by the passage as it goes, closed by it exactly once."""
+    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
 
-    __slots__ = (
-        "_admitted",
-        "_id",
-        "_num_request_bytes",
-        "_route",
-        "_services",
-        "_span",
-        "_started_at",
-        "_stream",
-        "error_code",
-        "first_data_at",
-        "num_attempts",
-        "overhead_s",
-        "status",
-    )
+    services: Services
+    route: Route
+    admitted: AdmittedRequest
+    id: bytes
+    span: Span
+    num_request_bytes: int
+    stream: bool
+    started_at: float = field(init=False)
+    status: int = 0
+    """The HTTP status for the client; 0 before there is one."""
+    error_code: str | None = None
+    num_attempts: int = 0
+    """How often it was sent to a node."""
+    overhead_s: float | None = None
+    """The time that the gateway itself took until it first sent the request."""
+    first_data_at: float | None = None
 
-    def __init__(
-        self,
-        services: Services,
-        route: Route,
-        admitted: AdmittedRequest,
-        id: bytes,
-        span: Span,
-        *,
-        num_request_bytes: int,
-        stream: bool,
-    ) -> None:
-        self._services = services
-        self._route = route
-        self._admitted = admitted
-        self._id = id
-        self._span = span
-        self._num_request_bytes = num_request_bytes
-        self._stream = stream
-        self._started_at = services.clock()
-        self.status = 0
-        """As the client saw it, or would have; 0 before there is one."""
-        self.error_code: str | None = None
-        self.num_attempts = 0
-        """Nodes it was sent to."""
-        self.overhead_s: float | None = None
-        """What the gateway itself took to send it the first time."""
-        self.first_data_at: float | None = None
+    def __post_init__(self) -> None:
+        self.started_at = self.services.clock()
 
     def sent(self, lease: Lease) -> None:
-        """It goes to a node now."""
+        """The request is about to be sent to a node."""
         if self.overhead_s is None:
-            self.overhead_s = self._services.clock() - self._started_at - lease.waited_s
+            self.overhead_s = self.services.clock() - self.started_at - lease.waited_s
         self.num_attempts += 1
 
     def failed_at(self, lease: Lease) -> None:
-        """A node did not serve it; another may."""
-        self._services.metrics.retries.labels(self._admitted.model, lease.node).inc()
+        """A node did not serve the request; another one may."""
+        self.services.metrics.retries.labels(self.admitted.model, lease.node).inc()
 
-    def close(self, lease: Lease | None, outcome: Outcome, told: Usage | None, num_answer_bytes: int) -> None:
-        """The answer is over. `lease` is the last node's, `told` what the answer itself says it cost."""
-        services = self._services
+    def close(self, lease: Lease | None, outcome: Outcome, reported: Usage | None, num_response_bytes: int) -> None:
+        """The response has ended. `lease` is the last node's, `reported` the usage that the response reports."""
+        services = self.services
         now = services.clock()
         node = lease.node if lease is not None else ""
-        left = outcome is Outcome.CLIENT_LEFT
-        has_answer = self.first_data_at is not None and self.status < 400 and self._route.generates
-        guess = self._guess(num_answer_bytes) if has_answer else None
-        usage = told if has_answer else None
-        if left and usage is None and lease is not None and lease.has_lifecycle and self._route.generates:
-            services.disconnected_usage.ask(
-                services.nodes.get(node), self._id.decode(), guess, partial(self._settle, node)
+        disconnected = outcome is Outcome.CLIENT_DISCONNECTED
+        has_response = self.first_data_at is not None and self.status < 400 and self.route.generates
+        estimate = self._estimate(num_response_bytes) if has_response else None
+        usage = reported if has_response else None
+        if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.generates:
+            services.disconnected_usage.fetch(
+                services.nodes.get(node), self.id.decode(), estimate, partial(self._settle, node)
             )
         else:
-            usage = usage or guess
+            usage = usage or estimate
             self._settle(node, usage)
-        if left:
+        if disconnected:
             services.metrics.disconnects.labels(self._phase()).inc()
         if failure := self._failure():
-            services.metrics.errors.labels(self._admitted.model, node, failure).inc()
+            services.metrics.errors.labels(self.admitted.model, node, failure).inc()
         if node:
             self._count(node, now, usage)
-        if self._span is not UNTRACED:
+        if self.span is not UNTRACED:
             self._end_span(node, outcome, usage)
         if services.config.access_log:
             self._log(node, now, outcome, usage)
 
-    def _guess(self, num_answer_bytes: int) -> Usage:
-        """What an answer that does not say so cost, roughly, from its size: it is never free."""
+    def _estimate(self, num_response_bytes: int) -> Usage:
+        """A rough estimate by size, for a response that reports no usage: it must not be free."""
         return Usage(
-            prompt_tokens=self._num_request_bytes // BYTES_PER_TOKEN,
-            completion_tokens=num_answer_bytes // (BYTES_PER_STREAMED_TOKEN if self._stream else BYTES_PER_TOKEN),
+            prompt_tokens=self.num_request_bytes // BYTES_PER_TOKEN,
+            completion_tokens=num_response_bytes // (BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN),
         )
 
     def _settle(self, node: str, usage: Usage | None) -> None:
-        """Settle with what was used, as soon as that is known."""
-        model, hold = self._admitted.model, self._admitted.hold
-        hold.settle(usage, model=model, node=node, request_id=self._id.decode())
+        """Record the usage, once it is known."""
+        model, reservation = self.admitted.model, self.admitted.reservation
+        reservation.settle(usage, model=model, node=node)
         if usage is not None:
-            self._services.metrics.spend(model, hold.principal).add(usage)
+            self.services.metrics.spend(model, reservation.principal).add(usage)
 
     def _phase(self) -> str:
         if self.first_data_at is not None:
@@ -128,16 +106,16 @@ class RequestAccounting:
         return self.error_code or (f"status_{self.status}" if self.status >= 400 else None)
 
     def _count(self, node: str, now: float, usage: Usage | None) -> None:
-        metrics = self._services.metrics
-        traffic = metrics.traffic(self._admitted.model, node)
+        metrics = self.services.metrics
+        traffic = metrics.traffic(self.admitted.model, node)
         traffic.num_requests += 1
-        traffic.duration.observe(now - self._started_at)
+        traffic.duration.observe(now - self.started_at)
         if self.overhead_s is not None:
             metrics.overhead.observe(self.overhead_s)
-        # A whole answer's first byte is its last token's: only streams show when the first one came.
-        first = self.first_data_at if self._stream else None
+        # The first byte of a whole response comes with its last token: only streams show when the first token came.
+        first = self.first_data_at if self.stream else None
         if first is not None:
-            traffic.first_token.observe(first - self._started_at)
+            traffic.first_token.observe(first - self.started_at)
         if usage is not None:
             later_tokens = usage.completion_tokens - 1
             if first is not None and now > first and later_tokens > 0:
@@ -145,29 +123,29 @@ class RequestAccounting:
 
     def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
         attributes: dict[str, str | int | float] = {
-            "cortex.request_id": self._id.decode(),
-            "cortex.principal": self._admitted.hold.principal,
+            "cortex.request_id": self.id.decode(),
+            "cortex.principal": self.admitted.reservation.principal,
             "cortex.node": node,
             "cortex.outcome": outcome.value,
             "cortex.attempts": self.num_attempts,
-            "gen_ai.request.model": self._admitted.model,
+            "gen_ai.request.model": self.admitted.model,
             STATUS_CODE: self.status,
         }
         if usage is not None:
             attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
             attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
-        self._span.end(attributes, error=self._failure())
+        self.span.end(attributes, error=self._failure())
 
     def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
         fields = {
-            "request_id": self._id.decode(),
-            "principal": self._admitted.hold.principal,
-            "model": self._admitted.model,
+            "request_id": self.id.decode(),
+            "principal": self.admitted.reservation.principal,
+            "model": self.admitted.model,
             "node": node,
-            "route": self._route.path.decode(),
+            "route": self.route.path.decode(),
             "status": self.status,
             "outcome": outcome.value,
-            "duration_ms": round(1000 * (now - self._started_at), 1),
+            "duration_ms": round(1000 * (now - self.started_at), 1),
         }
         if usage is not None:
             fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}

@@ -1,7 +1,7 @@
-"""Where requests are admitted and get their nodes: the seam between the data path and the dispatcher.
+"""Admission: the interface between the data path and the dispatcher.
 
-The order of checks is the same in every process: the key first, from the headers alone; then the body; then the key's
-limits; and only then the model's name. What costs grows with what the caller has proved.
+Every process checks in the same order: the key, from the headers alone; then the body; then the key's limits; then the
+model's name. No check whose cost depends on the request runs before the key is known.
 """
 
 from __future__ import annotations
@@ -12,57 +12,58 @@ from typing import NamedTuple, Protocol
 from cortex.fleet.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.leases import Lease, Need, PendingRequest
-from cortex.gateway.ledger.meter import Estimate, Hold, Meter, Reservation
+from cortex.gateway.ledger.limits import Estimate
+from cortex.gateway.ledger.meter import LocalReservation, Meter, Reservation
 from cortex.gateway.proxy.envelope import Envelope
 from cortex.http.request import Request
 from cortex.wire.errors import CortexError
 
 
 class AdmittedRequest(NamedTuple):
-    """A request that may go on: what it is for, and who pays."""
+    """A request that passed all checks: its model, and the reservation that it is charged to."""
 
     model: str
     origin: Origin
-    hold: Hold
+    reservation: Reservation
     number: int = 0
-    """For the desk's own use."""
+    """Identifies the request to the admission controller that admitted it."""
 
 
 OnAdmitted = Callable[[AdmittedRequest | CortexError], None]
 
 
 class AdmissionController(Protocol):
-    """Called on the loop's thread; answers come through callbacks, at once or later."""
+    """Admits requests and gives them leases. Called on the loop's thread; callbacks get the results, now or later."""
 
     def authenticate(self, request: Request) -> str:
         """The principal of a request, from its headers alone. Raises InvalidAPIKey."""
 
     def admit(self, request: Request, envelope: Envelope, need: Need, on_admitted: OnAdmitted) -> None:
-        """Check the caller's limits and resolve the model: calls `on_admitted` exactly once."""
+        """Check the key's limits and resolve the model. Calls `on_admitted` exactly once."""
 
     def ask(self, pending: PendingRequest) -> None:
-        """Get a lease, or wait for one: the ticket is delivered exactly once."""
+        """Get a lease, or wait for one. Calls `pending.deliver` exactly once, unless it is cancelled."""
 
     def cancel(self, pending: PendingRequest) -> None:
-        """The client has left while it waited."""
+        """The client disconnected while its request waited."""
 
     def release(self, lease: Lease) -> None:
-        """The request has ended at its node, however it did."""
+        """The request has ended at its node, in whatever way."""
 
     def suspect(self, node: str, why: str) -> None:
-        """A request failed there."""
+        """A request to this node failed."""
 
     def gone(self, lease: Lease) -> None:
-        """The node denies having the model."""
+        """The node reports that it does not have the model."""
 
 
 class LocalAdmissionController:
-    """The desk of the process that owns the dispatcher and the ledger: everything is answered at once."""
+    """Admission in the process that owns the dispatcher and the ledger."""
 
     def __init__(self, dispatcher: Dispatcher, meter: Meter) -> None:
         self._dispatcher = dispatcher
         self.meter = meter
-        """Replaced by a reload; requests under way settle with the one that admitted them."""
+        """Replaced by a reload; running requests settle with the meter that admitted them."""
         self.cancel = dispatcher.cancel
         self.release = dispatcher.release
         self.suspect = dispatcher.suspect
@@ -80,16 +81,18 @@ class LocalAdmissionController:
             result = error
         on_admitted(result)
 
-    def authorize(self, request: Request, name: str, estimate: Estimate) -> tuple[AdmittedRequest, Reservation]:
-        """Admit a request for the model that its client calls `name`. Raises what stands in the way."""
-        hold = self.meter.admit(request, estimate)
+    def authorize(self, request: Request, name: str, estimate: Estimate) -> tuple[AdmittedRequest, LocalReservation]:
+        """Admit a request for the model or alias `name`. Raises the `CortexError` that rejects it."""
+        reservation = self.meter.admit(request, estimate)
         try:
             resolution = self._dispatcher.resolve(name)
-            hold.check_model(resolution.model_id)
+            reservation.check_model(resolution.model_id)
         except CortexError:
-            hold.cancel()
+            reservation.cancel()
             raise
-        return AdmittedRequest(resolution.model_id, "background" if resolution.background else "request", hold), hold
+        return AdmittedRequest(
+            resolution.model_id, "background" if resolution.background else "request", reservation
+        ), reservation
 
     def ask(self, pending: PendingRequest) -> None:
         try:

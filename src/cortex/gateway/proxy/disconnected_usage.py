@@ -1,4 +1,4 @@
-"""Clients that left before the end of their answer pay for what was done until then: only the node knows."""
+"""Fetches the usage of requests whose clients disconnected before the end of the response: only the node knows it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ log = logging.getLogger(__name__)
 
 
 class DisconnectedUsage:
-    """Asks nodes what such answers had cost. Owns a task for each; `close` waits for them, seconds at most."""
+    """Owns one task per request. `close` waits for them; a node responds within seconds or the call fails."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def ask(
-        self, node: NodeClient | None, request_id: str, guess: Usage | None, settle: Callable[[Usage | None], None]
+    def fetch(
+        self, node: NodeClient | None, request_id: str, estimate: Usage | None, settle: Callable[[Usage | None], None]
     ) -> None:
-        """Call `settle` exactly once, with what the node says, or with `guess` when it does not, or is gone."""
+        """Call `settle` exactly once, with the usage from the node, or with `estimate` when the node has none."""
         if node is None:
-            settle(guess)
+            settle(estimate)
             return
-        task = asyncio.create_task(_ask(node, request_id, guess, settle), name=f"cost of {request_id}")
+        task = asyncio.create_task(_fetch(node, request_id, estimate, settle), name=f"usage of {request_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -35,10 +35,12 @@ class DisconnectedUsage:
         await asyncio.gather(*self._tasks)
 
 
-async def _ask(node: NodeClient, request_id: str, guess: Usage | None, settle: Callable[[Usage | None], None]) -> None:
+async def _fetch(
+    node: NodeClient, request_id: str, estimate: Usage | None, settle: Callable[[Usage | None], None]
+) -> None:
     try:
         usage: Usage | None = await node.request_usage(request_id)
     except (UpstreamFault, CortexError) as problem:
-        log.debug("what a client that left had used is a guess: %s", problem, extra={"request_id": request_id})
-        usage = guess
+        log.debug("usage estimated: node did not report it: %s", problem, extra={"request_id": request_id})
+        usage = estimate
     settle(usage)

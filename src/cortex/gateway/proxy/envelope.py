@@ -1,7 +1,7 @@
-"""The few fields of a request body that the gateway reads, and the model's name where an alias stood.
+"""The envelope of a request body: the few fields that the gateway reads, and replacing an alias by the model's name.
 
-Only the fields that routing and metering need are decoded; the rest stays bytes. Each dialect has an envelope with
-the limits that its own parser on the node honours, so that no field of another dialect can stand in for them.
+Only the fields that routing and metering need are decoded; the rest stays bytes. Each dialect has its own envelope,
+with the limits that the node's parser of that dialect honours, so that no field of another dialect is taken for one.
 Replacing the name leaves every other value byte for byte as the client wrote it.
 """
 
@@ -20,10 +20,10 @@ from cortex.wire.node import Dialect
 from cortex.wire.sampling import MAX_CHOICES
 
 PREFIX_BYTES = 4096
-"""How much of the conversation's start identifies it for prefix affinity."""
+"""How many bytes of a conversation's start identify it for prefix affinity."""
 MAX_COMPLETION_TOKENS = 2**31 - 1
 MAX_PROMPTS = 1024
-"""Prompts in the list of one completions request, which foreign servers take."""
+"""Prompts in one completions request; foreign servers accept lists of them."""
 
 ABSENT = Raw()
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
@@ -33,7 +33,7 @@ ChoiceCount = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What every inference body may carry, whatever its dialect. As it is: one that generates nothing."""
+    """The fields that every dialect shares. The base class is the envelope of requests that generate nothing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -45,7 +45,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
     @property
     def completion_limit(self) -> int | None:
-        """The most tokens that the client lets the model generate for one choice; None where it sets no limit."""
+        """The client's limit on generated tokens for one choice; None when it sets none."""
         return 0
 
     @property
@@ -54,7 +54,7 @@ class Envelope(msgspec.Struct, frozen=True):
         return 1
 
     def leading_bytes(self) -> bytes:
-        """The start of the conversation: what two requests of one session have in common."""
+        """The start of the conversation, which requests of one session have in common."""
         parts = (self.system, self.instructions, self.messages, self.prompt, self.input)
         return b"".join(bytes(part)[:PREFIX_BYTES] for part in parts)[:PREFIX_BYTES]
 
@@ -98,7 +98,7 @@ class _ChatEnvelope(_CompletionsEnvelope, frozen=True):
 
     @property
     def completion_limit(self) -> int | None:
-        """The larger of the two fields: a node prefers the newer one, a foreign server may know only the older."""
+        """The larger of the two fields: a node prefers the newer one, a foreign server may know only the older one."""
         given = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         return max(given) if given else super().completion_limit
 
@@ -110,7 +110,7 @@ class _ChatEnvelope(_CompletionsEnvelope, frozen=True):
 _Prompts = msgspec.defstruct(
     "_Prompts", [(f"prompt_{index}", Raw, ABSENT) for index in range(MAX_PROMPTS + 1)], array_like=True
 )
-"""The first items of an array. Unlike a list, decoding it costs no memory for the items beyond."""
+"""The first items of an array. Unlike a list, it takes no memory for further items."""
 
 _prompts_decoder = msgspec.json.Decoder(_Prompts)
 _plain_decoder = msgspec.json.Decoder(Envelope)
@@ -133,9 +133,7 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
     if not envelope.model:
-        raise MissingModel(
-            'The body names no model; add "model", one of those that GET /v1/models lists.', param="model"
-        )
+        raise MissingModel('The body names no model; add "model" with a name from GET /v1/models.', param="model")
     if len(envelope.model) > MAX_MODEL_NAME:
         raise InvalidValue(
             f"model: the name has {len(envelope.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
@@ -147,7 +145,7 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
 
 
 def _num_prompts(prompt: bytes) -> int:
-    """How many prompts `prompt` holds: one, unless it is an array of texts or of arrays of token ids."""
+    """How many prompts `prompt` contains: one, unless it is an array of texts or of arrays of token ids."""
     if not _LIST_OF_PROMPTS.match(prompt):
         return 1
     return sum(item is not ABSENT for item in msgspec.structs.astuple(_prompts_decoder.decode(prompt)))
@@ -162,7 +160,7 @@ def _invalid(problem: str) -> CortexError:
 
 
 def replace_model(body: bytes, model: str) -> bytes:
-    """`body` with another model name, everything else untouched."""
+    """`body` with another model name and everything else unchanged."""
     fields = _object_decoder.decode(body)
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)

@@ -1,4 +1,4 @@
-"""The entry of the inference routes. A request that is admitted becomes a `ProxyRequest`."""
+"""The handler of the inference routes. A request that is admitted becomes a `ProxyRequest`."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ _id_counter = itertools.count(1)
 
 
 def request_id_of(given: bytes | None) -> bytes:
-    """The client's own request id when it is harmless, else a new one."""
+    """The client's own request id when it is safe to pass on, else a new one."""
     if given is not None and _sane_id.fullmatch(given):
         return given
     return f"{_id_prefix}{next(_id_counter):06x}".encode()
 
 
 class Inference:
-    """Admits inference requests, or says why not."""
+    """Admits inference requests or rejects them."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
         self.closing = False
-        """Set at shutdown: nothing is admitted any more."""
+        """Set at shutdown: every request is rejected."""
 
     def begin(self, exchange: Exchange, route: Route) -> None:
-        """Take over an exchange: it will be answered, in the dialect of `route`, whatever happens."""
+        """Take over an exchange: it gets a response in the dialect of `route` in every case."""
         request = exchange.request
         id = request_id_of(request.header(b"x-request-id"))
         span = self.services.tracer.begin(route.span_name, request.header(b"traceparent"))
         try:
             if self.closing:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
-            # The key comes before the body: what a stranger sends costs nothing and learns nothing.
+            # The key comes before the body: a client without one costs nothing and learns nothing.
             self.services.admission.authenticate(request)
-            body = self._taken(request.body, route)
+            body = self._without_billing_header(request.body, route)
             envelope = envelopes.read(body, route.dialect, generates=route.generates)
         except CortexError as error:
-            self._refuse(exchange, route, id, span, error)
+            self._reject(exchange, route, id, span, error)
             return
 
         def on_admitted(result: AdmittedRequest | CortexError) -> None:
             if isinstance(result, CortexError):
-                self._refuse(exchange, route, id, span, result)
+                self._reject(exchange, route, id, span, result)
             else:
                 ProxyRequest(self.services, exchange, route, body, envelope, result, id, span).go()
 
         self.services.admission.admit(request, envelope, route.need, on_admitted)
 
-    def _taken(self, body: bytes, route: Route) -> bytes:
-        """The client's words as they go on from here: untouched, but for the billing line where that is switched on."""
+    def _without_billing_header(self, body: bytes, route: Route) -> bytes:
+        """`body` without Claude Code's billing line, where that is configured; otherwise unchanged."""
         if route.dialect != "anthropic_messages" or not self.services.config.strip_billing_header:
             return body
         stripped = strip_billing_header(body)
@@ -70,9 +70,9 @@ class Inference:
             self.services.metrics.stripped.inc()
         return stripped
 
-    def _refuse(self, exchange: Exchange, route: Route, id: bytes, span: Span, error: CortexError) -> None:
-        # Without a model: what a stranger calls one must not become a label.
+    def _reject(self, exchange: Exchange, route: Route, id: bytes, span: Span, error: CortexError) -> None:
+        # Without a model: a name that a client made up must not become a label.
         self.services.metrics.errors.labels("", "", error.code).inc()
-        answer = error_response(error, route.family)
-        span.end({"cortex.request_id": id.decode(), STATUS_CODE: answer.status}, error=error.code)
-        exchange.respond(answer.status, (*answer.headers, (b"x-request-id", id)), answer.body)
+        response = error_response(error, route.family)
+        span.end({"cortex.request_id": id.decode(), STATUS_CODE: response.status}, error=error.code)
+        exchange.respond(response.status, (*response.headers, (b"x-request-id", id)), response.body)

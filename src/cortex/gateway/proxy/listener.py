@@ -1,4 +1,4 @@
-"""The listener of the API, the same in every process: limits from the configuration, keys checked before bodies."""
+"""The API's HTTP server, the same in every process: configured limits, and keys checked before bodies are read."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError
 
 OPEN_PATHS = (b"/", b"/health")
-"""What needs no key."""
+"""Paths that need no key."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 
 Authenticate = Callable[[Request], object]
-"""Recognises the key of a request. Raises InvalidAPIKey."""
+"""Checks the key of a request. Raises InvalidAPIKey."""
 
 
 def client_limits(config: Config) -> ClientLimits:
-    """The configured limits as the data path takes them."""
+    """The configured limits, converted for the data path."""
     limits = config.limits
     return ClientLimits(
         num_connections=limits.max_connections,
@@ -40,7 +40,7 @@ def client_limits(config: Config) -> ClientLimits:
 def api_server(
     handler: Handler, config: Config, ticker: Ticker, metrics: Metrics, authenticate: Authenticate
 ) -> Server:
-    """A server of the API that reads no large body of a client whose key is not good, and counts what it rejects."""
+    """A server that reads no large body without a valid key, and counts what it rejects."""
     limits = client_limits(config)
 
     def admit_head(request: Request) -> int:

@@ -1,11 +1,12 @@
-"""One inference request on its way through: node after node until one answers.
+"""One inference request: sent to one node after the other until one responds.
 
-Callback-driven: a passage is the observer of its relay and owns nothing but its own progress. It costs no task,
-and while the answer flows it does nothing per chunk. What is told of it afterwards is its record's business.
+A `ProxyRequest` is the observer of its relay. It works in callbacks, so it needs no task, and it does nothing per chunk
+while the response is relayed. Its `RequestAccounting` records the result.
 """
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -20,125 +21,105 @@ from cortex.gateway.proxy.envelope import Envelope
 from cortex.gateway.proxy.routes import CHAT, Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
-from cortex.gateway.proxy.usage import usage_in
+from cortex.gateway.proxy.usage import reported_usage
 from cortex.http.relay import Keepalive, Outcome, Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.telemetry import Span
-from cortex.wire import openai_chat
+from cortex.wire import openai_chat, usage_report
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.headers import PRINCIPAL
+
+_PRINCIPAL_HEADER = PRINCIPAL.encode()
+_USAGE_HEADER = usage_report.HEADER.encode()
 
 MAX_ATTEMPTS = 3
-"""Nodes that one request may be sent to before it is given up."""
+"""How often one request may be sent before it is rejected."""
 
 
+@dataclass(slots=True, eq=False)
 class ProxyRequest:
-    """One admitted request. Observer of its relay; ends exactly once, in `on_done`."""
+    """One admitted request. Ends exactly once, in `on_done`."""
 
-    __slots__ = (
-        "_accounting",
-        "_admitted",
-        "_attempt",
-        "_body",
-        "_envelope",
-        "_excluded",
-        "_id",
-        "_lease",
-        "_model",
-        "_pending",
-        "_received",
-        "_relay",
-        "_route",
-        "_services",
-        "_span",
-        "_stream",
-        "_translation",
-    )
+    services: Services
+    exchange: InitVar[Exchange]
+    route: Route
+    received: bytes
+    envelope: Envelope
+    admitted: AdmittedRequest
+    id: bytes
+    span: Span
+    _accounting: RequestAccounting = field(init=False)
+    _relay: Relay | None = field(init=False)
+    """Cleared in `on_done`: request and relay refer to each other, and the cycle would outlive them."""
+    _attempt: Span | None = field(init=False, default=None)
+    _body: bytes | None = field(init=False, default=None)
+    _lease: Lease | None = field(init=False, default=None)
+    _pending: PendingRequest | None = field(init=False, default=None)
+    _excluded: frozenset[str] = field(init=False, default=NO_NODES)
+    _translation: ChatTranslation | None = field(init=False, default=None)
+    _usage_header: bytes | None = field(init=False, default=None)
 
-    def __init__(
-        self,
-        services: Services,
-        exchange: Exchange,
-        route: Route,
-        body: bytes,
-        envelope: Envelope,
-        admitted: AdmittedRequest,
-        id: bytes,
-        span: Span,
-    ) -> None:
-        self._services = services
-        self._route = route
-        self._envelope = envelope
-        self._admitted = admitted
-        self._model = admitted.model
-        self._id = id
-        self._stream = bool(envelope.stream) and route.generates
-        self._received = body
-        self._span = span
-        self._attempt: Span | None = None
-        self._body: bytes | None = None
-        self._lease: Lease | None = None
-        self._pending: PendingRequest | None = None
-        self._excluded = NO_NODES
-        self._translation: ChatTranslation | None = None
+    def __post_init__(self, exchange: Exchange) -> None:
+        services, route = self.services, self.route
+        is_stream = bool(self.envelope.stream) and route.generates
         self._accounting = RequestAccounting(
-            services, route, admitted, id, span, num_request_bytes=len(body), stream=self._stream
+            services, route, self.admitted, self.id, self.span, num_request_bytes=len(self.received), stream=is_stream
         )
         relay = Relay(
             exchange,
             self,
             services.ticker,
-            keepalive=Keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if self._stream else None,
-            extra_headers=((b"x-request-id", id),),
+            keepalive=Keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None,
+            extra_headers=((b"x-request-id", self.id),),
         )
-        # Gone once the answer is complete: passage and relay know each other, and a cycle would outlive them.
-        self._relay: Relay | None = None if relay.closed else relay
+        self._relay = None if relay.closed else relay
 
     def go(self) -> None:
-        """Find a node, or wait for one."""
+        """Get a lease for a node, or wait for one."""
         if self._relay is None:
             return
         pending = self._pending = PendingRequest(
-            self._model,
-            self._envelope.leading_bytes,
+            self.admitted.model,
+            self.envelope.leading_bytes,
             self._deliver,
-            self._services.clock(),
-            origin=self._admitted.origin,
-            need=self._route.need,
+            self.services.clock(),
+            origin=self.admitted.origin,
+            need=self.route.need,
             excluded=self._excluded,
-            number=self._admitted.number,
+            number=self.admitted.number,
         )
-        self._services.admission.ask(pending)
+        self.services.admission.ask(pending)
 
     def _deliver(self, result: Lease | CortexError) -> None:
-        """There is a node, or will be none."""
+        """There is a lease, or there will be none."""
         self._pending = None
         if isinstance(result, Lease):
             try:
                 self._send(result)
             except CortexError as error:
-                self._refuse(error)
+                self._reject(error)
         else:
-            self._refuse(result)
+            self._reject(result)
 
     def _send(self, lease: Lease) -> None:
-        assert self._relay is not None  # nobody sends after the end
+        assert self._relay is not None  # nothing is sent after the end
         self._lease = lease
-        services = self._services
+        services = self.services
         node = services.nodes[lease.node]
-        if self._route.dialect in lease.dialects or not self._route.generates:
-            target, body, self._translation = self._route.path, self._relayed_body(), None
+        if self.route.dialect in lease.dialects or not self.route.generates:
+            target, body, self._translation = self.route.path, self._relayed_body(), None
         else:
             target, body, self._translation = CHAT.path, *self._translated()
         headers: Headers = (
             *node.headers,
             (b"content-type", b"application/json"),
-            (b"accept", b"text/event-stream" if self._stream else b"application/json"),
-            (b"x-request-id", self._id),
-            (b"x-cortex-principal", _header_value(self._admitted.hold.principal)),
+            (b"accept", b"text/event-stream" if self._accounting.stream else b"application/json"),
+            (b"x-request-id", self.id),
+            (_PRINCIPAL_HEADER, _header_value(self.admitted.reservation.principal)),
         )
-        self._attempt = self._span.call(lease.node)
+        self._attempt = self.span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
             headers = (*headers, (b"traceparent", traceparent))
         self._accounting.sent(lease)
@@ -153,48 +134,49 @@ class ProxyRequest:
         )
 
     def _relayed_body(self) -> bytes:
-        """What was received, with the model's name where the client wrote an alias."""
+        """The client's body, with the model's name in place of an alias."""
         if self._body is None:
-            self._body = self._received
-            if self._envelope.model != self._model:
-                self._body = envelopes.replace_model(self._received, self._model)
+            self._body = self.received
+            if self.envelope.model != self.admitted.model:
+                self._body = envelopes.replace_model(self.received, self.admitted.model)
         return self._body
 
     def _translated(self) -> tuple[bytes, ChatTranslation]:
-        """The request in OpenAI chat, and what turns the answer back. Raises CortexError on a body it cannot read."""
-        request = self._route.codec.parse(self._relayed_body())
-        answer_id = self._route.codec.ID_PREFIX + self._id.decode().removeprefix("req_")
-        name = self._envelope.model or request.model
-        body = openai_chat.build(msgspec.structs.replace(request, model=self._model))
-        return body, ChatTranslation(self._route, request, id=answer_id, model=name)
+        """The request in OpenAI chat, and the translation of the response. Raises CortexError on an invalid body."""
+        request = self.route.codec.parse(self._relayed_body())
+        response_id = self.route.codec.ID_PREFIX + self.id.decode().removeprefix("req_")
+        name = self.envelope.model or request.model
+        body = openai_chat.build(msgspec.structs.replace(request, model=self.admitted.model))
+        return body, ChatTranslation(self.route, request, id=response_id, model=name)
 
     def _release(self, fault: str | None = None) -> None:
-        """The node has done what it will do for this request; `fault` is why it did not do all of it."""
+        """Return the lease; `fault` is why the node did not complete the request."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.end({STATUS_CODE: self._accounting.status} if self._accounting.status else {}, error=fault)
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._services.admission.release(lease)
+            self.services.admission.release(lease)
 
-    def _refuse(self, error: CortexError) -> None:
+    def _reject(self, error: CortexError) -> None:
         self._accounting.error_code = error.code
-        answer = error_response(error, self._route.family)
-        self._accounting.status = answer.status
+        response = error_response(error, self.route.family)
+        self._accounting.status = response.status
         if self._relay is not None:
-            self._relay.refuse(answer.status, answer.headers, answer.body, self._route.codec.stream_error(error))
+            self._relay.reject(*response, self.route.codec.stream_error(error))
 
-    # The relay's observer.
+    # --- the relay's callbacks
 
     def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
-        """A node that cannot take the request now is passed over while another can."""
+        """Try another node when this one cannot serve the request now and another may."""
         self._accounting.status = status
+        self._usage_header = next((value for name, value in headers if name == _USAGE_HEADER), None)
         lease = self._lease
-        if status < 400 or lease is None or not self._route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
+        if status < 400 or lease is None or not self.route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
         if status == 404 and lease.has_lifecycle:
-            # It was there at the last poll: somebody else unloaded it. Its node will load it again.
-            self._services.admission.gone(lease)
+            # The model was there at the last poll and has been unloaded since. Its node will load it again.
+            self.services.admission.gone(lease)
             self._excluded = NO_NODES
         elif status in (503, 529) and lease.has_alternatives:
             self._excluded |= {lease.node}
@@ -206,52 +188,57 @@ class ProxyRequest:
         return False
 
     def on_first_data(self, relay: Relay) -> None:  # noqa: ARG002
-        self._accounting.first_data_at = self._services.clock()
+        self._accounting.first_data_at = self.services.clock()
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002
-        """Nothing was sent to the client yet: another node may answer, or this one once it is back."""
+        """The client has nothing yet: try another node, or this one again once it is back."""
         assert self._lease is not None
         node = self._lease.node
-        self._services.admission.suspect(node, str(fault))
+        self.services.admission.suspect(node, str(fault))
         self._accounting.failed_at(self._lease)
         self._release(str(fault))
-        if self._accounting.num_attempts >= MAX_ATTEMPTS or not self._route.generates:
-            self._refuse(UpstreamUnavailable(f"Node {node} failed before it answered: {fault}"))
+        if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.generates:
+            self._reject(UpstreamUnavailable(f"Node {node} failed before it responded: {fault}"))
             return
         self._excluded |= {node}
         self.go()
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
-        """A refusal that came after the first keepalive is told inside the stream."""
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+        """Report an error that came after the first keepalive inside the stream."""
         node = self._lease.node if self._lease else ""
         error = foreign_error(status, body) if self._translation else error_from(node, status, body)
         self._accounting.error_code = error.code
-        return self._route.codec.stream_error(error)
+        return self.route.codec.stream_error(error)
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
-        """The node died after its first byte."""
+        """The node failed after its first byte."""
         node = self._lease.node if self._lease else ""
         if self._lease is not None:
-            self._services.admission.suspect(node, str(fault))
+            self.services.admission.suspect(node, str(fault))
         error = UpstreamInterrupted(
-            f"Node {node} broke off in the middle of its answer: {fault}. Send the request again."
+            f"Node {node} failed in the middle of its response: {fault}. Send the request again."
         )
         self._accounting.error_code = error.code
-        return self._route.codec.stream_error(error)
+        return self.route.codec.stream_error(error)
 
     def on_done(self, relay: Relay, outcome: Outcome) -> None:
-        """Give back what is held, and have the record closed."""
+        """Return the lease and account for the request."""
         self._relay = None
         if self._pending is not None:
-            self._services.admission.cancel(self._pending)
+            self.services.admission.cancel(self._pending)
             self._pending = None
         lease = self._lease
         self._release(self._accounting.error_code)
-        told = (self._translation.usage if self._translation else None) or usage_in(relay.tail)
-        self._accounting.close(lease, outcome, told, relay.num_answer_bytes)
+        tail = relay.tail
+        if self._translation is not None:
+            usage = self._translation.usage
+        else:
+            is_foreign = lease is not None and not lease.has_lifecycle
+            usage = reported_usage(self._usage_header, bytes(tail), is_foreign=is_foreign)
+        self._accounting.close(lease, outcome, usage, tail.num_bytes)
 
 
 @lru_cache(maxsize=4096)
 def _header_value(text: str) -> bytes:
-    """`text`, which may be any name an operator gave, as one safe header value."""
+    """`text`, any name that an operator chose, as a safe header value."""
     return quote(text, safe=" @._-").encode()

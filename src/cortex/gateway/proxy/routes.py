@@ -1,4 +1,4 @@
-"""The inference routes: which dialect each speaks, and how it says that it waits or that something went wrong."""
+"""The inference routes with their dialects, and how errors are encoded for their clients."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Route:
     path: bytes
     dialect: DialectName
     need: Need = "answer"
-    """What it wants of a node; an answer may be streamed and may have to wait for a load."""
+    """What it needs of a node. Only a response ("answer") may be streamed and may wait for a load."""
     span_name: str = field(init=False)
-    """How traces call a request to it."""
+    """The span name of its requests."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
@@ -56,22 +56,22 @@ ROUTES: dict[bytes, Route] = {
 
 
 def family_of(path: bytes) -> Family:
-    """The shape in which clients of `path` read errors."""
+    """The error format for clients of `path`."""
     return family(path.decode("latin-1"))
 
 
 def rejection_response(error: CortexError, path: bytes) -> Response:
-    """The answer to a request for `path` that never became one."""
+    """The response to a request for `path` that was rejected before it was complete."""
     return error_response(error, family_of(path))
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """A whole response that carries `value`."""
+    """A response with `value` as its JSON body."""
     return Response(status, JSON_HEADERS, msgspec.json.encode(value))
 
 
 def error_response(error: CortexError, family: Family) -> Response:
-    """The whole response that tells `error` to clients of `family`."""
+    """The response for `error`, in the format of `family`."""
     extra = tuple((name.encode(), value.encode()) for name, value in errors.headers(error).items())
     body = msgspec.json.encode(errors.envelope(error, family))
     return Response(errors.status(error, family), (*JSON_HEADERS, *extra), body)

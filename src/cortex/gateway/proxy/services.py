@@ -1,4 +1,4 @@
-"""What one gateway process has for every request."""
+"""What all requests of one gateway process share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Serving any dialect from a node that speaks only OpenAI chat.
+"""Serves any dialect from a node that speaks only OpenAI chat.
 
-Its answer is decoded into our events and told in the client's dialect.
+The node's response is decoded into our events, which are encoded in the client's dialect.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _BY_STATUS: dict[int, type[CortexError]] = {
 
 
 def foreign_error(status: int, body: bytes) -> CortexError:
-    """What a foreign server's refusal means here. A refused key is our misconfiguration, not the client's."""
+    """A foreign server's error as ours. A rejected key is this gateway's misconfiguration, not the client's fault."""
     kind = _BY_STATUS.get(status, errors.UpstreamUnavailable)
-    return kind(error_message(body) or f"The node answered {status} without saying why.")
+    return kind(error_message(body) or f"The node responded with status {status} and no message.")
 
 
 class ChatTranslation:
-    """One answer of a chat-only node, on its way to a client of `route`. Used for one attempt, then thrown away."""
+    """Translates one response of a chat-only node for a client of `route`. Each attempt needs a new one."""
 
     def __init__(self, route: Route, request: GenerateRequest, *, id: str, model: str) -> None:
         self._route = route
@@ -54,25 +54,26 @@ class ChatTranslation:
 
     @property
     def usage(self) -> Usage | None:
-        """What the node said it used, once it did; None where it said nothing that can be believed."""
+        """The usage that the node reported; None when it reported none."""
         total = total_usage(self._finishes)
         return total if total.prompt_tokens or total.completion_tokens else None
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
-        """The head the client gets: our status for the node's, our content type."""
-        del headers  # a foreign server's headers speak of its own dialect
+        """The head for the client: our status for the node's, and our content type."""
+        del headers  # a foreign server's headers describe its own dialect
         self._status = status
         if status >= 400:
             return errors.status(foreign_error(status, b""), self._route.family), _JSON
-        dropped = self._request.dropped_tools
-        told: Headers = ((our_headers.DROPPED_TOOLS.encode(), our_headers.listed(dropped).encode()),) if dropped else ()
+        extra: Headers = ()
+        if dropped := self._request.dropped_tools:
+            extra = ((our_headers.DROPPED_TOOLS.encode(), our_headers.listed(dropped).encode()),)
         if self._request.stream:
             self._decoder = openai_chat.ResponseDecoder()
-            return 200, (*_EVENT_STREAM, *told)
-        return 200, (*_JSON, *told)
+            return 200, (*_EVENT_STREAM, *extra)
+        return 200, (*_JSON, *extra)
 
     def push(self, data: bytes) -> bytes:
-        """What the client gets for these bytes: nothing while a whole body is being collected."""
+        """Events for the client; nothing while a whole body is being collected."""
         if self._decoder is None:
             self._body += data
             return b""
@@ -82,7 +83,7 @@ class ChatTranslation:
             raise MalformedResponse(problem.message) from problem
 
     def finish(self) -> bytes:
-        """The rest of the answer. Raises `MalformedResponse` when the node's was not complete."""
+        """The end of the response. Raises `MalformedResponse` when the node's was not complete."""
         if self._status >= 400:
             error = foreign_error(self._status, bytes(self._body))
             return msgspec.json.encode(errors.envelope(error, self._route.family))
@@ -90,16 +91,16 @@ class ChatTranslation:
             if self._decoder is not None:
                 return self._encode(self._decoder.finish())
             events = openai_chat.unfold(bytes(self._body))
-            self._note(events)
+            self._collect_finishes(events)
             return self._route.codec.fold(events, self._request, id=self._id, created=self._created, model=self._model)
         except CortexError as problem:
             raise MalformedResponse(problem.message) from problem
 
     def _encode(self, events: list[AnyEvent]) -> bytes:
-        self._note(events)
+        self._collect_finishes(events)
         return b"".join(map(self._encoder.encode, events))
 
-    def _note(self, events: list[AnyEvent]) -> None:
+    def _collect_finishes(self, events: list[AnyEvent]) -> None:
         self._finishes += [event for event in events if isinstance(event, Finish)]
 
 

@@ -1,17 +1,28 @@
-"""What an answer cost, read from its last bytes: every dialect reports usage at the end.
+"""The usage of a response, from what its node sent.
 
-Nothing is decoded while a stream runs. A node that streams to a client which did not ask for usage says it
-in an SSE comment before the last event, `: usage {…}`, that clients ignore.
+Our own nodes send a typed report (`wire/usage_report.py`). Foreign servers report usage only in their dialect, at the
+end of the body; its last bytes are searched once the response is complete.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from cortex.wire import usage_report
 from cortex.wire.events import MAX_TOKENS, Tokens, Usage
 
-USAGE_COMMENT = b"\n: usage "
 _USAGE_KEY = b'"usage":'
+
+
+def reported_usage(header: bytes | None, tail: bytes, *, is_foreign: bool) -> Usage | None:
+    """The usage that a response reports; None when it reports none, or none that can be true.
+
+    `header` is the response's `usage_report.HEADER`, `tail` the end of its body.
+    """
+    if header is not None:
+        return usage_report.from_header(header)
+    usage = usage_report.from_stream(tail)
+    return usage_in_dialect(tail) if usage is None and is_foreign else usage
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -19,8 +30,8 @@ class _Details(msgspec.Struct, frozen=True):
     reasoning_tokens: Tokens | None = None
 
 
-class _Report(msgspec.Struct, frozen=True):
-    """What OpenAI and Anthropic call the same numbers."""
+class _Fields(msgspec.Struct, frozen=True):
+    """A usage object of OpenAI or Anthropic."""
 
     prompt_tokens: Tokens | None = None
     input_tokens: Tokens | None = None
@@ -34,18 +45,17 @@ class _Report(msgspec.Struct, frozen=True):
     output_tokens_details: _Details | None = None
 
 
-_decoder = msgspec.json.Decoder(_Report)
+_decoder = msgspec.json.Decoder(_Fields)
 _NO_DETAILS = _Details()
 
 
-def usage_in(tail: bytes) -> Usage | None:
-    """The last usage report in `tail`, or None when there is none that can be believed: its cost is then estimated.
+def usage_in_dialect(tail: bytes) -> Usage | None:
+    """The last usage object in `tail`, in the fields of OpenAI or Anthropic; None when there is none that can be true.
 
-    A quote inside generated text is escaped, so it cannot be a report.
+    Generated text cannot pass for one, because quotes in it are escaped.
     """
-    tail = b"\n" + tail  # a comment may be the first thing that a stream says
     end = len(tail)
-    while (at := max(tail.rfind(_USAGE_KEY, 0, end), tail.rfind(USAGE_COMMENT, 0, end))) >= 0:
+    while (at := tail.rfind(_USAGE_KEY, 0, end)) >= 0:
         brace = tail.find(b"{", at, at + 16)
         if brace >= 0:
             try:
@@ -57,7 +67,7 @@ def usage_in(tail: bytes) -> Usage | None:
 
 
 def _object_at(text: bytes, start: int) -> bytes:
-    """The JSON object that begins at `start`; its strings hold no braces. Shorter than whole when it is cut off."""
+    """The JSON object that begins at `start`, whose strings contain no braces; the rest of `text` if it is cut off."""
     end = start
     while (end := text.find(b"}", end) + 1) > 0:
         if text.count(b"{", start, end) == text.count(b"}", start, end):
@@ -65,17 +75,20 @@ def _object_at(text: bytes, start: int) -> bytes:
     return text[start:]
 
 
-def _usage(report: _Report) -> Usage | None:
-    """OpenAI counts cached tokens inside the prompt, Anthropic beside it. No response is made of no tokens at all."""
-    prompt_details = report.prompt_tokens_details or report.input_tokens_details or _NO_DETAILS
-    completion_details = report.completion_tokens_details or report.output_tokens_details or _NO_DETAILS
-    beside = (report.cache_read_input_tokens or 0) + (report.cache_creation_input_tokens or 0)
-    prompt_tokens = (report.prompt_tokens or report.input_tokens or 0) + beside
-    if prompt_tokens > MAX_TOKENS or not (prompt_tokens or report.completion_tokens or report.output_tokens):
+def _usage(fields: _Fields) -> Usage | None:
+    """`fields` as `Usage`; None when no response can have used that: nothing, or more than `MAX_TOKENS`.
+
+    OpenAI counts cached tokens as part of the prompt, Anthropic counts them separately.
+    """
+    prompt_details = fields.prompt_tokens_details or fields.input_tokens_details or _NO_DETAILS
+    completion_details = fields.completion_tokens_details or fields.output_tokens_details or _NO_DETAILS
+    separate = (fields.cache_read_input_tokens or 0) + (fields.cache_creation_input_tokens or 0)
+    prompt_tokens = (fields.prompt_tokens or fields.input_tokens or 0) + separate
+    if prompt_tokens > MAX_TOKENS or not (prompt_tokens or fields.completion_tokens or fields.output_tokens):
         return None
     return Usage(
         prompt_tokens=prompt_tokens,
-        cached_tokens=prompt_details.cached_tokens or report.cache_read_input_tokens or 0,
-        completion_tokens=report.completion_tokens or report.output_tokens or 0,
+        cached_tokens=prompt_details.cached_tokens or fields.cache_read_input_tokens or 0,
+        completion_tokens=fields.completion_tokens or fields.output_tokens or 0,
         reasoning_tokens=completion_details.reasoning_tokens or 0,
     )

@@ -34,9 +34,9 @@ class Forward:
 
     def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002
         error = UpstreamUnavailable("The gateway's main process does not respond; try again in a moment.")
-        relay.refuse(*error_response(error, family_of(relay.exchange.request.path)), b"")
+        relay.reject(*error_response(error, family_of(relay.exchange.request.path)), b"")
 
-    def late_answer(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         return b""
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002

@@ -9,7 +9,7 @@ import msgspec
 
 from cortex.fleet.decision import Origin
 from cortex.gateway.dispatch.leases import Need
-from cortex.gateway.ledger.meter import Estimate
+from cortex.gateway.ledger.limits import Estimate
 from cortex.wire.errors import BY_CODE, CortexError
 from cortex.wire.events import Usage
 from cortex.wire.node import Dialect
@@ -79,7 +79,6 @@ class Settle(WorkerMessage, frozen=True):
     usage: Usage | None
     model: str
     node: str
-    request_id: str
 
 
 class MetricsSnapshot(WorkerMessage, frozen=True):

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from cortex.gateway.dispatch.leases import Lease, Need, PendingRequest
-from cortex.gateway.ledger import Keyring, KeySection
-from cortex.gateway.ledger.keyed_meter import recognise
-from cortex.gateway.ledger.meter import ANONYMOUS, Estimate
+from cortex.gateway.ledger.keys import Keyring, KeySection
+from cortex.gateway.ledger.limits import Estimate
+from cortex.gateway.ledger.meter import ANONYMOUS, recognise
 from cortex.gateway.proxy.admission import AdmittedRequest, OnAdmitted
 from cortex.gateway.proxy.envelope import Envelope
 from cortex.gateway.workers import messages
@@ -36,8 +36,8 @@ class RemoteLease(Lease):
         self.number = granted.number
 
 
-class RemoteHold:
-    """A reservation in the ledger of the main process."""
+class RemoteReservation:
+    """A reservation in the main process's ledger."""
 
     __slots__ = ("_admission", "_number", "principal")
 
@@ -46,8 +46,8 @@ class RemoteHold:
         self._number = number
         self.principal = principal
 
-    def settle(self, usage: Usage | None, *, model: str, node: str, request_id: str) -> None:
-        self._admission.settle(messages.Settle(self._number, usage, model, node, request_id))
+    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
+        self._admission.settle(messages.Settle(self._number, usage, model, node))
 
 
 class RemoteAdmissionController:
@@ -116,8 +116,8 @@ class RemoteAdmissionController:
 
     def on_admitted(self, message: messages.Admitted) -> None:
         self._first_lease.add(message.number)
-        hold = RemoteHold(self, message.number, message.principal)
-        self._admitting.pop(message.number)(AdmittedRequest(message.model, message.origin, hold, message.number))
+        reservation = RemoteReservation(self, message.number, message.principal)
+        self._admitting.pop(message.number)(AdmittedRequest(message.model, message.origin, reservation, message.number))
 
     def rejected(self, message: messages.Rejected) -> None:
         on_admitted = self._admitting.pop(message.number, None)

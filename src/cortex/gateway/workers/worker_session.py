@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, Need, PendingRequest
-from cortex.gateway.ledger.meter import Reservation
+from cortex.gateway.ledger.meter import LocalReservation
 from cortex.gateway.proxy.admission import AdmittedRequest, LocalAdmissionController
 from cortex.gateway.workers.messages import (
     Admit,
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _WorkerRequest:
     admitted: AdmittedRequest
-    reservation: Reservation
+    reservation: LocalReservation
     need: Need
     prompt: bytes
     pending: PendingRequest | None = None
@@ -76,7 +76,7 @@ class WorkerSession:
             case Release(number=number):
                 self._release(self._worker_requests[number])
             case Settle():
-                self._settle(message.number, message.usage, message.model, message.node, message.request_id)
+                self._settle(message.number, message.usage, message.model, message.node)
             case RequestLease(number=number, excluded=excluded):
                 self._request_lease(number, self._worker_requests[number], frozenset(excluded))
             case CancelLease(number=number):
@@ -101,7 +101,7 @@ class WorkerSession:
         worker_request = self._worker_requests[message.number] = _WorkerRequest(
             admitted, reservation, message.need, message.prompt
         )
-        self.send(Admitted(message.number, admitted.model, admitted.origin, admitted.hold.principal))
+        self.send(Admitted(message.number, admitted.model, admitted.origin, admitted.reservation.principal))
         self._request_lease(message.number, worker_request, NO_NODES)
 
     def _request_lease(self, number: int, worker_request: _WorkerRequest, excluded: frozenset[str]) -> None:
@@ -145,10 +145,10 @@ class WorkerSession:
         if lease is not None:
             self._admission.release(lease)
 
-    def _settle(self, number: int, usage: Usage | None, model: str, node: str, request_id: str) -> None:
+    def _settle(self, number: int, usage: Usage | None, model: str, node: str) -> None:
         worker_request = self._worker_requests.pop(number)
         self._cancel(worker_request)
-        worker_request.reservation.settle(usage, model=model, node=node, request_id=request_id)
+        worker_request.reservation.settle(usage, model=model, node=node)
 
     def _channel_closed(self, reason: str) -> None:
         if self._worker_requests:
@@ -159,6 +159,6 @@ class WorkerSession:
             if lease is not None:  # a node worked on it, and the worker can no longer ask for its usage
                 worker_request.reservation.settle_in_full(model=model, node=lease.node)
             else:
-                worker_request.reservation.settle(None, model=model, node="", request_id="")
+                worker_request.reservation.settle(None, model=model, node="")
         self._worker_requests.clear()
         self._on_ended(self)

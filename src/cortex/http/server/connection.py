@@ -1,4 +1,4 @@
-"""A client's connection: bytes in, one exchange at a time out."""
+"""A client's connection: parses bytes into requests and serves them one at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _NEVER = float("inf")
 _BACKLOG_BYTES = 64 * 1024
-"""Bytes a client may send ahead of its turn before we stop reading."""
+"""Bytes that a client may send ahead of its turn before the connection stops reading."""
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere a reset is noticed and an orderly close is not
 
 
@@ -33,21 +33,20 @@ class Response(NamedTuple):
 
 
 Handler = Callable[[Exchange], None]
-"""Called synchronously, on the loop's thread, when a request's body is complete; it may start a task.
+"""Called synchronously, on the loop's thread, when a request is complete; it may start a task.
 
-An exception that leaves it is logged and becomes `Reject`'s answer to a `CortexError`, or an abort if an answer had
-started.
+An exception that it raises is logged. The client gets an error from `Reject`, or an abort if a response had started.
 """
 
 Reject = Callable[[CortexError, bytes], Response]
-"""Words the answer to a request that never became an exchange: (what was wrong, its path or `b""`) -> answer."""
+"""Makes the response to a request that never became an exchange, from the error and the path (`b""` if unknown)."""
 
 
 class ServerContext(Protocol):
-    """What a connection needs of the server it belongs to."""
+    """What a connection needs of its server."""
 
     handler: Handler
-    refuse: Reject
+    reject: Reject
     admit_head: AdmitHead | None
     limits: ClientLimits
     ticker: Ticker
@@ -55,17 +54,17 @@ class ServerContext(Protocol):
     num_exchanges: int
 
     def enter(self, connection: ClientConnection) -> CortexError | None:
-        """Count a new connection; or why it must not stay, and then it is not counted."""
+        """Count a new connection, or return why it is rejected and not counted."""
 
     def leave(self, connection: ClientConnection) -> None:
-        """Count it no more; harmless for one that was not counted."""
+        """Stop counting the connection, if it was counted."""
 
 
 class ClientConnection(asyncio.Protocol):
-    """Answers requests serially, and rejects what the parser does not accept.
+    """Serves requests one after the other, and rejects what the parser does not accept.
 
-    Reading goes on while an exchange runs, so that a disconnected client is noticed; what it sends ahead is kept for
-    later, up to a bound. No request is parsed or served while the client leaves earlier responses unread.
+    It goes on reading while an exchange runs, to notice a disconnect. What the client sends ahead is kept, up to a
+    bound. No request is parsed or served while the client leaves earlier responses unread.
     """
 
     def __init__(self, server: ServerContext, loop: asyncio.AbstractEventLoop) -> None:
@@ -81,7 +80,7 @@ class ClientConnection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._backlog = b""
         self._closing = False
-        """Nothing more is read from this client; what is written still goes out."""
+        """Nothing more is read from this client; what was written is still sent."""
         self._retiring = False
         self._writing_paused = False
 
@@ -101,12 +100,12 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._closing = True
             self._write_rejection(rejection)
-            self.transport.close()  # at once: waiting for this client to read would be what the limit is to prevent
+            self.transport.close()  # at once: the limit exists so that such a client holds nothing
 
     def data_received(self, data: bytes) -> None:
         if self._exchange is not None or self._backlog or self._parser.ready or self._writing_paused:
-            # Not its turn yet, even if the running exchange has just ended.
-            self._keep(self._backlog + data)
+            # Not yet its turn, even if the running exchange has just ended.
+            self._set_backlog(self._backlog + data)
         elif not self._closing:
             self._parse(data)
             self._advance()
@@ -121,11 +120,11 @@ class ClientConnection(asyncio.Protocol):
         self._server.leave(self)
         self._server.ticker.discard(self)
         self._closing = True
-        self._keep(b"")
+        self._set_backlog(b"")
         exchange = self._exchange
         if exchange is not None:
             self._release(exchange)
-            exchange.client_left()
+            exchange.client_disconnected()
         self._parser.close()
 
     def pause_writing(self) -> None:
@@ -143,10 +142,10 @@ class ClientConnection(asyncio.Protocol):
             self._deadline = self._loop.time() + self._limits.idle_s
             self._advance()
 
-    # --- what happens
+    # --- parsing and serving
 
-    def _keep(self, backlog: bytes) -> None:
-        """Hold these bytes, and no others, until it is their turn; read on only while they are few."""
+    def _set_backlog(self, backlog: bytes) -> None:
+        """Hold these bytes until it is their turn. Above the bound nothing more is read."""
         self._server.buffered.num_bytes += len(backlog) - len(self._backlog)
         self._backlog = backlog
         if len(backlog) > _BACKLOG_BYTES:
@@ -159,10 +158,10 @@ class ClientConnection(asyncio.Protocol):
         now = self._loop.time()
         if not parser.in_message:
             head_deadline = now + self._limits.head_s
-            if head_deadline < self._deadline:  # later bytes do not extend it
+            if head_deadline < self._deadline:  # later bytes do not postpone it
                 self._deadline = head_deadline
         if rest := parser.feed(data):
-            self._keep(rest)
+            self._set_backlog(rest)
         if parser.in_message and not parser.in_head:
             limits = self._limits
             self._body_began_at = min(self._body_began_at, now)
@@ -170,13 +169,13 @@ class ClientConnection(asyncio.Protocol):
             self._deadline = min(now + limits.body_s, self._body_began_at + slowest_s)
 
     def _advance(self) -> None:
-        """Serve the next request that is complete, or reject, or read on: whichever is due."""
+        """Serve the next complete request, or reject the connection, or ask for the body: whichever is due."""
         if self._exchange is not None or self._closing or self._writing_paused:
             return
         parser = self._parser
         if self._backlog and not parser.ready and parser.rejection is None:
             backlog = self._backlog
-            self._keep(b"")
+            self._set_backlog(b"")
             self._parse(backlog)
         if parser.ready:
             self._serve(parser.ready.popleft())
@@ -194,16 +193,16 @@ class ClientConnection(asyncio.Protocol):
         self._server.num_exchanges += 1
         try:
             self._server.handler(exchange)
-        except Exception:  # whatever a handler forgot must not leave a client waiting
-            log.exception("the handler failed on %s %s", loggable(request.method), loggable(request.path))
+        except Exception:  # a bug in a handler must not leave its client waiting
+            log.exception("handler failed for %s %s", loggable(request.method), loggable(request.path))
             if exchange.started:
                 exchange.abort()
             else:
-                error = CortexError("the gateway failed on this request; its log has the details")
-                exchange.respond(*self._server.refuse(error, request.path))
+                error = CortexError("the gateway failed on this request; see its log for the details")
+                exchange.respond(*self._server.reject(error, request.path))
 
     def exchange_ended(self, *, keep_alive: bool) -> None:
-        """The answer is complete; go on to the next request, or close once everything is sent."""
+        """The response is complete: serve the next request, or close once everything is sent."""
         exchange = self._exchange
         assert exchange is not None  # only a running exchange calls this
         self._release(exchange)
@@ -211,7 +210,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         if self._writing_paused:
-            return  # goes on when the client has read, or ends with the deadline that `pause_writing` has set
+            return  # `resume_writing` goes on, or the deadline that `pause_writing` set ends the connection
         self._deadline = self._loop.time() + self._limits.idle_s
         parser = self._parser
         if parser.ready or self._backlog or parser.rejection is not None or parser.owes_continue:
@@ -227,20 +226,21 @@ class ClientConnection(asyncio.Protocol):
         """Take no further request: close now if idle, else after the running exchange."""
         self._retiring = True
         if self._exchange is not None:
-            self._exchange.be_the_last()
+            self._exchange.disable_keep_alive()
         elif not self._parser.ready and not self._closing:
             self._close()
 
     def _close(self) -> None:
-        """Close when everything written has been sent, but wait no longer than for a stalled client."""
+        """Close when everything written has been sent, or when the client has read nothing for `stall_s`."""
         self._closing = True
         self._deadline = self._loop.time() + self._limits.stall_s
         self.transport.close()
 
     def _reject(self, error: CortexError) -> None:
-        """Answer and close, but go on reading for a moment: closing on unread bytes would destroy the answer."""
+        """Send an error and close, but read on for `linger_s`: closing with unread bytes would reset the connection
+        before the client has read the error."""
         self._closing = True
-        self._keep(b"")
+        self._set_backlog(b"")
         self.transport.resume_reading()
         self._write_rejection(error)
         self._deadline = self._loop.time() + self._limits.linger_s
@@ -250,27 +250,27 @@ class ClientConnection(asyncio.Protocol):
             self.transport.close()
 
     def _write_rejection(self, error: CortexError) -> None:
-        log.debug("rejected a request from %s: %s", self.client or "a Unix socket", error.message)
-        status, headers, body = self._server.refuse(error, self._parser.path)
+        log.debug("request rejected: client=%s error=%s", self.client or "unix socket", error.message)
+        status, headers, body = self._server.reject(error, self._parser.path)
         framing = date_line() + b"content-length: %d\r\nconnection: close\r\n" % len(body)
         self.transport.write(encode_head(status_line(status), headers, framing))
         if self._parser.method != b"HEAD":
             self.transport.write(body)
 
     def on_tick(self, now: float) -> None:
-        """Close what has waited too long, and notice a disconnect that is hidden behind unread bytes."""
+        """Enforce the deadline, and notice a disconnect that unread bytes hide."""
         if now < self._deadline:
             if len(self._backlog) > _BACKLOG_BYTES and _is_disconnected(self.transport):
                 self.transport.abort()
             return
         if self._parser.in_message and not self._closing and not self._writing_paused:
-            self._reject(RequestTimeout("the request did not arrive in time; send it again, faster"))
+            self._reject(RequestTimeout("the request did not arrive in time; send it again, without pauses"))
         else:
             self.transport.abort()
 
 
 def _is_disconnected(transport: asyncio.Transport) -> bool:
-    """The peer has closed or reset the connection, as the kernel knows without our reading on."""
+    """Whether the peer has closed or reset the connection; asks the kernel, without reading."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _PEER_CLOSED)  # errors are reported in any case
     return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""One request on a client connection, and the answer to it."""
+"""One request on a client connection, and the response to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cortex.http.request import Headers, Request
 
 
 class _Body(Enum):
-    """How the end of an answer is marked."""
+    """How the end of a response is marked."""
 
     LENGTH = "length"
     CHUNKED = "chunked"
@@ -21,29 +21,28 @@ class _Body(Enum):
     NONE = "none"
 
 
-# Looking a member up in its class takes longer than all that is done with it here.
+# A module global is looked up faster than a member of its class.
 _LENGTH, _CHUNKED, _CLOSE, _NONE = _Body
 
 
 class ExchangeConnection(Protocol):
-    """What an exchange needs of the connection it lives on."""
+    """What an exchange needs of its connection."""
 
     @property
     def transport(self) -> asyncio.WriteTransport:
-        """Where the answer goes."""
+        """The transport to the client."""
 
     def exchange_ended(self, *, keep_alive: bool) -> None:
-        """The answer is complete; go on to the next request, or close once everything is sent."""
+        """The response is complete: serve the next request, or close once everything is sent."""
 
 
 class Exchange:
-    """Gives one request its answer: either `respond`, or `start`, any number of `write`, `finish`.
+    """Responds to one request: with `respond`, or with `start`, any number of `write`, and `finish`.
 
-    Made by the server, handed to its handler, used on the loop's thread only. Once the client has left, every method
-    is a no-op, so callers need not check before each write; calling out of order (two starts, a write before start)
-    is a programming error and raises `RuntimeError`. Header names and values are checked: one that carries a line
-    break raises `ValueError` and nothing is sent. `content-length`, `transfer-encoding`, `connection` and `date` are
-    written here and must not be passed.
+    The server creates it and passes it to its handler. Used on the loop's thread only. After the client has
+    disconnected every method is a no-op, so callers need not check before each write. Calls out of order (two starts, a
+    write before start) raise `RuntimeError`. A header with a line break raises `ValueError`, and nothing is sent. The
+    exchange writes `content-length`, `transfer-encoding`, `connection` and `date`; callers must not pass them.
     """
 
     __slots__ = (
@@ -52,11 +51,11 @@ class Exchange:
         "_http_10",
         "_keep_alive",
         "_num_bytes_due",
-        "_on_close",
+        "_on_disconnect",
         "_on_pause",
         "_on_resume",
         "closed",
-        "left",
+        "disconnected",
         "paused",
         "request",
         "started",
@@ -65,36 +64,36 @@ class Exchange:
     def __init__(self, request: Request, connection: ExchangeConnection, *, keep_alive: bool, http_10: bool) -> None:
         self.request = request
         self.started = False
-        """The head of the answer is on its way to the client."""
+        """The head of the response has been written."""
         self.closed = False
-        """Over: the answer is complete, was aborted, or the client left."""
-        self.left = False
-        """The client left before the answer was complete."""
+        """The response is complete or was aborted, or the client disconnected."""
+        self.disconnected = False
+        """The client disconnected before the response was complete."""
         self.paused = False
-        """The client reads slower than we write: hold back until `resume`."""
+        """The client reads more slowly than we write: write no more until `resume` is called."""
         self._connection = connection
         self._keep_alive = keep_alive
         self._http_10 = http_10
         self._body = _NONE
         self._num_bytes_due = 0
-        self._on_close: Callable[[], None] | None = None
+        self._on_disconnect: Callable[[], None] | None = None
         self._on_pause: Callable[[], None] | None = None
         self._on_resume: Callable[[], None] | None = None
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """The whole answer at once, with its Content-Length. For HEAD the body is counted but not sent."""
+        """Send a whole response with its Content-Length. For HEAD the body is counted but not sent."""
         self.start(status, headers, len(body), first=body)
         self.finish()
 
     def start(self, status: int, headers: Headers, content_length: int | None = None, *, first: bytes = b"") -> None:
-        """Begin an answer of a known length, or (None) one whose end is marked by chunking or by closing.
+        """Begin a response of a known length, or (None) one whose end is marked by chunking or by closing.
 
-        `first` is written behind the head, in one packet with it.
+        `first` is written together with the head, in one packet.
         """
         if self.closed:
             return
         if self.started:
-            raise RuntimeError("the answer has already been started")
+            raise RuntimeError("the response has already been started")
         body, framing = self._frame(status, content_length)
         keep_alive = self._keep_alive and body is not _CLOSE
         if not keep_alive:
@@ -121,23 +120,23 @@ class Exchange:
         return _CHUNKED, b"transfer-encoding: chunked\r\n"
 
     def write(self, data: bytes) -> None:
-        """Send a piece of the body now. Never blocks; see `paused` and `on_flow` for the client's pace."""
+        """Send a part of the body. Never blocks; `paused` and `on_flow` report whether the client keeps up."""
         if self.closed or not data:
             return
         if not self.started:
-            raise RuntimeError("start the answer before writing to it")
+            raise RuntimeError("start the response before writing to it")
         if framed := self._framed(data):
             self._connection.transport.write(framed)
 
     def chunk_writer(self) -> Callable[[bytes], None] | None:
-        """What sends a piece of the body that is framed already, by `chunks.frame`; None where the body has no chunks.
+        """Sends parts of the body that `chunks.frame` has framed; None when the body is not chunked.
 
-        The shortest way, which checks nothing: to be forgotten before the exchange is closed.
+        It checks nothing, so it must not be called after the exchange has closed.
         """
         return self._connection.transport.write if self._body is _CHUNKED and not self.closed else None
 
     def _framed(self, data: bytes) -> bytes:
-        """A piece of the body as it goes on the wire."""
+        """A part of the body with its framing."""
         body = self._body
         if body is _CHUNKED:
             return chunks.frame(data)
@@ -145,18 +144,19 @@ class Exchange:
             self._num_bytes_due -= len(data)
             if self._num_bytes_due < 0:
                 self.abort()
-                raise RuntimeError("more bytes were written than the answer's Content-Length announced")
+                raise RuntimeError("more bytes were written than the response's Content-Length announced")
         return data if body is not _NONE else b""
 
     def finish(self, *, keep_alive: bool = True) -> None:
-        """End the answer. The connection serves the next request unless `keep_alive` is False or a side asked to close.
+        """End the response. The connection then serves the next request, unless `keep_alive` is False or a side asked
+        to close.
 
-        An answer shorter than its Content-Length is cut off instead, so that the client cannot take it for whole.
+        A response shorter than its Content-Length is aborted instead, so that the client cannot take it for complete.
         """
         if self.closed:
             return
         if not self.started:
-            raise RuntimeError("start the answer before finishing it")
+            raise RuntimeError("start the response before finishing it")
         if self._body is _CHUNKED:
             self._connection.transport.write(chunks.LAST)
         elif self._body is _LENGTH and self._num_bytes_due:
@@ -166,19 +166,19 @@ class Exchange:
         self._connection.exchange_ended(keep_alive=keep_alive and self._keep_alive)
 
     def abort(self) -> None:
-        """Cut the connection so that the client sees a broken answer, not a short one."""
+        """Close the connection at once, so that the client sees a broken response, not a short one."""
         if not self.closed:
             self._end()
             self._connection.transport.abort()
 
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once if the client leaves before the answer is complete, in any phase, within a loop turn.
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once if the client disconnects before the response is complete, within one loop turn.
 
-        The last one set counts; called immediately when the client has already left. Never called after `finish`,
-        `respond` or `abort`. A client that closes its sending side counts as having left.
+        A later callback replaces an earlier one. It is called immediately when the client has already disconnected, and
+        never after `finish`, `respond` or `abort`. A client that closes its sending side counts as disconnected.
         """
-        self._on_close = callback
-        if self.left:
+        self._on_disconnect = callback
+        if self.disconnected:
             callback()
 
     def on_flow(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
@@ -186,16 +186,16 @@ class Exchange:
         self._on_pause = pause
         self._on_resume = resume
 
-    def be_the_last(self) -> None:
-        """For the connection: it takes no further request after this one."""
+    def disable_keep_alive(self) -> None:
+        """For the connection: it serves no further request after this one."""
         self._keep_alive = False
 
-    def client_left(self) -> None:
-        """For the connection: the client is gone."""
+    def client_disconnected(self) -> None:
+        """For the connection: the client has disconnected."""
         if not self.closed:
-            callback = self._on_close
+            callback = self._on_disconnect
             self._end()
-            self.left = True
+            self.disconnected = True
             if callback is not None:
                 callback()
 
@@ -213,4 +213,4 @@ class Exchange:
 
     def _end(self) -> None:
         self.closed = True
-        self._on_close = self._on_pause = self._on_resume = None
+        self._on_disconnect = self._on_pause = self._on_resume = None

@@ -1,7 +1,7 @@
-"""Judges the head of a request: what this gateway refuses to guess about.
+"""Checks the head of a request for what could be read in two ways.
 
-The parser already rejects most of what smuggling is made of (both lengths, repeated or signed lengths, folded lines,
-bare line feeds, spaces before colons, broken chunks). This module adds what it lets through.
+The parser already rejects most of what request smuggling relies on: both lengths, repeated or signed lengths, folded
+lines, bare line feeds, spaces before colons, broken chunks. This module rejects what the parser lets through.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _NOTABLE = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect
 def check_head(
     method: bytes, version: str, headers: Headers, limits: ClientLimits
 ) -> tuple[CortexError | None, bool, int]:
-    """Why a request that the parser accepted must not be served, if so; whether it awaits a go-ahead; and the length
-    it announces, 0 without one."""
+    """Why a request that the parser accepted is rejected, or None; whether the client waits for `100 Continue`; and the
+    announced Content-Length, 0 without one."""
     num_hosts = 0
     content_length: int | None = None
     transfer_encoding: bytes | None = None
@@ -32,32 +32,32 @@ def check_head(
                 transfer_encoding = value
             else:
                 expect = value
-    refusal = _refusal(method, version, num_hosts, transfer_encoding, expect)
-    if refusal is None and len(headers) > limits.num_headers:
-        refusal = HeadersTooLarge(f"{len(headers)} headers; at most {limits.num_headers} are accepted")
-    if refusal is None and content_length is not None and content_length > limits.body_bytes:
-        refusal = body_too_large(limits)
-    return refusal, expect is not None and version == "1.1", content_length or 0
+    rejection = _rejection(method, version, num_hosts, transfer_encoding, expect)
+    if rejection is None and len(headers) > limits.num_headers:
+        rejection = HeadersTooLarge(f"{len(headers)} headers; at most {limits.num_headers} are accepted")
+    if rejection is None and content_length is not None and content_length > limits.body_bytes:
+        rejection = body_too_large(limits)
+    return rejection, expect is not None and version == "1.1", content_length or 0
 
 
-def _refusal(
+def _rejection(
     method: bytes, version: str, num_hosts: int, transfer_encoding: bytes | None, expect: bytes | None
 ) -> CortexError | None:
     if version not in ("1.1", "1.0"):
-        return MalformedHTTP(f"HTTP/{version} is not spoken here; use HTTP/1.1")
+        return MalformedHTTP(f"HTTP/{version} is not supported; use HTTP/1.1")
     if method == b"CONNECT":
-        return MalformedHTTP("this is not a proxy: send requests to its own paths instead of CONNECT")
+        return MalformedHTTP("this server is not a proxy; send requests to its own paths instead of CONNECT")
     if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
-        return MalformedHTTP("a request must carry exactly one Host header")
+        return MalformedHTTP("a request must have exactly one Host header")
     if transfer_encoding is not None and (version == "1.0" or transfer_encoding.lower() != b"chunked"):
         return MalformedHTTP("the only Transfer-Encoding accepted is chunked, in HTTP/1.1; or send Content-Length")
     if expect is not None and expect.lower() != b"100-continue":
-        return MalformedHTTP("the only Expect accepted is 100-continue; leave the header out")
+        return MalformedHTTP("the only Expect accepted is 100-continue; omit the header")
     return None
 
 
 def body_too_large(limits: ClientLimits) -> BodyTooLarge:
-    """The refusal of a body over the limit."""
+    """The error for a body over the limit."""
     return BodyTooLarge(
         f"the request body is over the limit of {limits.body_bytes / (1 << 20):g} MiB; send less, or raise max_body_mb"
     )

@@ -1,4 +1,4 @@
-"""Turns a client's bytes into requests, within limits; decides what is rejected before it is a request."""
+"""Parses a client's bytes into requests, and rejects what is malformed or over a limit."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from cortex.http.server.framing import body_too_large, check_head, split_target
 from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP, Overloaded
 
 _SLICE_BYTES = 4096
-"""The parser cannot stop behind a request, so it gets bytes that may hold several of them in slices of this size."""
+"""httptools cannot stop after a request, so bytes that may contain several of them are fed in slices of this size."""
 _HEAD_END = b"\r\n\r\n"
 _CHUNKING_OVERHEAD = 8
-"""Wire bytes allowed per body byte: one-byte chunks cost six, so more is chunk extensions without end."""
+"""Wire bytes allowed per body byte: one-byte chunks need six, so more means endless chunk extensions."""
 _NUM_SMALL_PIECES = 256
-"""Body pieces kept apart before they are joined: one object for each tiny chunk takes twenty times its bytes."""
+"""Body pieces kept before they are joined: an object for each tiny chunk takes twenty times the chunk's bytes."""
 
 AdmitHead = Callable[[Request], int]
-"""Decides on a request whose body is still on its way: returns how many body bytes may come, or raises CortexError.
+"""Admits a request whose body has not arrived yet: returns the most body bytes it may have, or raises CortexError.
 
-Called on the loop's thread with the head and an empty body. Not called for a request that arrives whole within a few
-kilobytes: the handler sees that one at once.
+Called on the loop's thread with the head and an empty body. Not called for a request that arrives complete within a few
+kilobytes, which goes straight to the handler.
 """
 
 
 class ParsedRequest(NamedTuple):
-    """A complete request that waits for its turn."""
+    """A complete request."""
 
     request: Request
     keep_alive: bool
@@ -38,38 +38,11 @@ class ParsedRequest(NamedTuple):
 
 
 class RequestParser:
-    """The parser of one connection. Stops behind a complete request, and for good at the first that is rejected.
+    """The parser of one connection. Stops after a complete request, and for good at the first rejected one.
 
-    Counts the bytes of bodies into `buffered` as they arrive; `release` takes them out again. The callbacks of
-    httptools only record; everything that acts runs after `feed_data` returned.
+    Adds the bytes of bodies to `buffered` as they arrive; `release` subtracts them. The callbacks of httptools only
+    record; decisions are made after `feed_data` has returned.
     """
-
-    __slots__ = (
-        "_admit_head",
-        "_admitted",
-        "_body",
-        "_body_limit",
-        "_buffered",
-        "_client",
-        "_content_length",
-        "_declines_upgrade",
-        "_headers",
-        "_http_10",
-        "_keeps_head",
-        "_limits",
-        "_num_held_bytes",
-        "_num_joined_pieces",
-        "_num_message_bytes",
-        "_parser",
-        "_target",
-        "in_head",
-        "in_message",
-        "method",
-        "num_body_bytes",
-        "owes_continue",
-        "ready",
-        "rejection",
-    )
 
     def __init__(self, limits: ClientLimits, buffered: Buffered, admit_head: AdmitHead | None, client: str) -> None:
         self._limits = limits
@@ -78,18 +51,18 @@ class RequestParser:
         self._client = client
         self._parser = httptools.HttpRequestParser(self)
         self.ready: deque[ParsedRequest] = deque()
-        """Complete requests, to be taken by the connection: one, or the few that came in one slice."""
+        """Complete requests for the connection to serve: one, or the few that came in one slice."""
         self.rejection: CortexError | None = None
-        """Why nothing behind `ready` will be served."""
+        """Why nothing after `ready` will be served."""
         self.in_message = False
         """A request has begun and is not complete."""
         self.in_head = False
         self.owes_continue = False
-        """The client waits for a go-ahead before it sends the body; cleared by the connection that gives it."""
+        """The client waits for `100 Continue` before it sends the body; cleared by the connection that sends it."""
         self.method = b""
         """Of the request parsed last."""
         self.num_body_bytes = 0
-        """Of the body that is arriving."""
+        """Of the body that is arriving, so far."""
         self._num_held_bytes = 0
         # The message being parsed:
         self._admitted = False
@@ -113,7 +86,7 @@ class RequestParser:
         return parts[0] if parts is not None else b""
 
     def feed(self, data: bytes) -> bytes:
-        """Parse up to the end of a request or the reason to reject it; returns what was not looked at."""
+        """Parse up to the end of a request or the reason to reject it; returns the bytes that were not parsed."""
         num_bytes = len(data)
         if num_bytes <= _SLICE_BYTES or num_bytes <= self._num_due_bytes():
             self._feed(data)
@@ -123,7 +96,7 @@ class RequestParser:
         while position < num_bytes and not self.ready and self.rejection is None:
             end = position + max(_SLICE_BYTES, self._num_due_bytes())
             if not self.in_message and (head_end := data.find(_HEAD_END, position, end)) >= 0:
-                end = head_end + len(_HEAD_END)  # so that a body that follows is one piece
+                end = head_end + len(_HEAD_END)  # so that the body that follows is one piece
             self._feed(view[position:end])
             position = end
         return data[position:] if self.rejection is None else b""
@@ -134,13 +107,13 @@ class RequestParser:
         self._buffered.num_bytes -= num_bytes
 
     def close(self) -> None:
-        """Drop everything that is held; nothing can be parsed afterwards."""
+        """Drop all bytes held; nothing can be parsed afterwards."""
         self.release(self._num_held_bytes)
         self.ready.clear()
         self._body.clear()
         self._headers.clear()
         self.in_message = False
-        del self._parser  # it refers back to us
+        del self._parser  # a reference cycle
 
     # --- the callbacks of httptools
 
@@ -214,7 +187,7 @@ class RequestParser:
         self.in_message = False
         self.owes_continue = False
 
-    # --- what happens
+    # --- between the callbacks
 
     def _feed(self, data: bytes | memoryview) -> None:
         if not self.in_message:
@@ -227,16 +200,16 @@ class RequestParser:
                 self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             if self.rejection is None:
-                self.rejection = MalformedHTTP(f"not a request that can be read safely: {error}")
+                self.rejection = MalformedHTTP(f"the request is malformed: {error}")
         if self.in_message and self.rejection is None:
             self._check_progress()
         if self.rejection is not None:
             self._drop_body()
 
     def _decline_upgrade(self, rest: bytes | memoryview) -> None:
-        """Read on as if there were no `Upgrade`: some clients offer HTTP/2 with every request, body and all.
+        """Go on as if there were no `Upgrade` header: some clients offer HTTP/2 with every request, with a body.
 
-        The parser gives up at such a head, so another one, told only how the body is framed, reads the body.
+        httptools stops at such a head, so a second parser, given only the framing, reads the body.
         """
         self._declines_upgrade = False
         self._keeps_head = True
@@ -245,7 +218,7 @@ class RequestParser:
         self._feed(_body_head(framing) + rest)
 
     def _check_progress(self) -> None:
-        """Reject a request that is not complete and must not go on."""
+        """Reject an incomplete request that exceeds a limit or is not admitted."""
         limits = self._limits
         if self.in_head:
             if self._num_message_bytes > limits.head_bytes or len(self._headers) > limits.num_headers:
@@ -253,15 +226,15 @@ class RequestParser:
             return
         if not self._admitted:
             self._admitted = True
-            self.rejection = self._judge_head()
+            self.rejection = self._check_admission()
         elif self._num_message_bytes > 2 * limits.head_bytes + _CHUNKING_OVERHEAD * self.num_body_bytes:
             self.rejection = MalformedHTTP("the chunked body is mostly chunk extensions; send plain chunks")
         if len(self._body) - self._num_joined_pieces > _NUM_SMALL_PIECES:
             self._body[self._num_joined_pieces :] = [b"".join(self._body[self._num_joined_pieces :])]
             self._num_joined_pieces += 1
 
-    def _judge_head(self) -> CortexError | None:
-        """Why the rest of the body must not be sent, if so."""
+    def _check_admission(self) -> CortexError | None:
+        """Why the request is rejected before the rest of its body arrives, or None."""
         parts = split_target(self._target)
         if parts is None:
             return _bad_target()
@@ -277,19 +250,19 @@ class RequestParser:
         return _no_room() if num_bytes > self._limits.buffered_bytes else None
 
     def _num_due_bytes(self) -> int:
-        """What is certain to belong to the body that is arriving: 0 in a head, between requests and for chunks."""
+        """Bytes that the Content-Length of the arriving body still announces; 0 in a head and for chunks."""
         return max(0, self._content_length - self.num_body_bytes) if self.in_message and not self.in_head else 0
 
     def _drop_body(self) -> None:
-        """Hold nothing more of the rejected request; those in `ready` are still served."""
+        """Drop the body of the rejected request; requests in `ready` are still served."""
         self._body.clear()
         self.release(self.num_body_bytes)
         self.num_body_bytes = 0
 
     def _head_too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(
-            f"the head of the request is over {self._limits.head_bytes} bytes or {self._limits.num_headers} headers;"
-            " send less"
+            f"the head of the request is over the limit of {self._limits.head_bytes} bytes or"
+            f" {self._limits.num_headers} headers; send less"
         )
 
     def _body_too_large(self) -> BodyTooLarge:
@@ -307,5 +280,5 @@ def _no_room() -> Overloaded:
 
 
 def _body_head(framing: Headers) -> bytes:
-    """The head of a request of which only the body matters."""
+    """The head of a request that only frames its body."""
     return b"POST / HTTP/1.1\r\n" + b"".join(b"%b: %b\r\n" % pair for pair in framing) + b"\r\n"

@@ -1,4 +1,4 @@
-"""Accepts client connections and hands out their requests."""
+"""Accepts client connections and passes their requests to a handler."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _DRAIN_CHECK_S = 0.02
 
 
 class Server:
-    """The listener. Serial per connection: pipelined requests are answered one after the other."""
+    """Listens on any number of addresses. Pipelined requests of one connection are served one after the other."""
 
     def __init__(
         self,
         handler: Handler,
-        refuse: Reject,
+        reject: Reject,
         ticker: Ticker,
         limits: ClientLimits | None = None,
         admit_head: AdmitHead | None = None,
     ) -> None:
         self.handler = handler
-        self.refuse = refuse
+        self.reject = reject
         self.ticker = ticker
         self.limits = limits or ClientLimits()
         self.admit_head = admit_head
-        """None: every head is admitted, with a body up to the limit."""
+        """None admits every head, with a body up to the limit."""
         self.connections: set[ClientConnection] = set()
         self.buffered = Buffered()
-        """Kept by the connections themselves."""
+        """Updated by the connections."""
         self.num_exchanges = 0
-        """Requests being answered now; kept by the connections."""
+        """Requests being served now; updated by the connections."""
         self._listeners: list[asyncio.Server] = []
         self._num_remote = 0
-        """Connections that have an address, in all and by `_network`."""
+        """Connections that have an address, in total and by `_network`."""
         self._num_by_network: dict[str, int] = {}
 
     @property
@@ -65,7 +65,7 @@ class Server:
         return str(address[0]), int(address[1])
 
     async def listen_unix(self, path: Path) -> None:
-        """Accept on a Unix socket, for programs of our own."""
+        """Accept on a Unix socket, for our own programs."""
         loop = asyncio.get_running_loop()
         factory = functools.partial(ClientConnection, self, loop)
         self._listeners.append(await loop.create_unix_server(factory, str(path), backlog=_BACKLOG))
@@ -73,23 +73,23 @@ class Server:
     # --- for the connections
 
     def enter(self, connection: ClientConnection) -> CortexError | None:
-        """Count a new connection; or why it must not stay, and then it is not counted."""
+        """Count a new connection, or return why it is rejected and not counted."""
         if connection.client:
             network = _network(connection.client)
-            num_from_there = self._num_by_network.get(network, 0)
+            num_from_client = self._num_by_network.get(network, 0)
             if self._num_remote >= self.limits.num_connections:
                 return Overloaded(f"{self._num_remote} connections are open, which is the limit; try again in a moment")
-            if num_from_there >= self.limits.num_connections_per_client:
+            if num_from_client >= self.limits.num_connections_per_client:
                 return RateLimitExceeded(
-                    f"{num_from_there} connections are open from your address, which is the limit; use fewer"
+                    f"{num_from_client} connections are open from your address, which is the limit; use fewer"
                 )
             self._num_remote += 1
-            self._num_by_network[network] = num_from_there + 1
+            self._num_by_network[network] = num_from_client + 1
         self.connections.add(connection)
         return None
 
     def leave(self, connection: ClientConnection) -> None:
-        """Count it no more; harmless for one that was not counted."""
+        """Stop counting the connection, if it was counted."""
         if connection not in self.connections:
             return
         self.connections.remove(connection)
@@ -100,10 +100,10 @@ class Server:
             if not self._num_by_network[network]:
                 del self._num_by_network[network]
 
-    # --- the end
+    # --- shutdown
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Stop accepting, close idle connections, let running exchanges end within `grace_s`, then cut the rest."""
+        """Stop accepting, close idle connections, let running exchanges end within `grace_s`, then abort the others."""
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -116,11 +116,11 @@ class Server:
         for connection in tuple(self.connections):
             connection.transport.abort()
         while self.connections:
-            await asyncio.sleep(0)  # an aborted connection is gone within a few turns
+            await asyncio.sleep(0)  # an aborted connection closes within a few loop turns
 
 
 def _network(address: str) -> str:
-    """What counts as one client: an IPv4 address, or the /64 of an IPv6 address, which one host may use as it likes."""
+    """What counts as one client: an IPv4 address, or the /64 of an IPv6 address, as one host may use all of it."""
     if ":" not in address:
         return address
     parsed = ipaddress.IPv6Address(address)

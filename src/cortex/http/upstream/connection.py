@@ -1,4 +1,4 @@
-"""A connection to a node: one call at a time, then kept for the next."""
+"""A connection to a node. It carries one call at a time and is kept for the next."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Protocol, cast
 import httptools
 
 from cortex.http.chunks import ends_with_chunk
-from cortex.http.head import NOT_FOR_CLIENTS, passing
+from cortex.http.head import NOT_FOR_CLIENTS, end_to_end
 from cortex.http.limits import UpstreamLimits
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
 
 _JOIN_BYTES = 64 * 1024
-"""Bodies up to this are copied behind their head so that both leave in one packet."""
+"""Bodies up to this size are joined with their head, so that both leave in one packet."""
 
 
 class PoolContext(Protocol):
-    """What a connection needs of the pool it belongs to."""
+    """What a connection needs of its pool."""
 
     origin: str
     limits: UpstreamLimits
@@ -31,30 +31,31 @@ class PoolContext(Protocol):
         """The connection is free for another call."""
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """The connection is gone."""
+        """The connection has closed."""
 
-    def send_anew(self, call: UpstreamCall) -> None:
-        """Send `call` on a new connection: the kept one was dead."""
+    def send_on_new_connection(self, call: UpstreamCall) -> None:
+        """Send `call` again: the reused connection was dead."""
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Sends a call's request and feeds the answer to its sink. The parser's callbacks only record."""
+    """Sends a call's request and delivers the response to its sink. The parser's callbacks only record."""
 
     def __init__(self, pool: PoolContext) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self.transport: asyncio.Transport = cast(asyncio.Transport, None)  # until connection_made
         self._call: UpstreamCall | None = None
-        self.kept = False
-        """Has lain unused, so the node may have closed it without our knowing; set by the pool."""
-        self._on_chunk: Callable[[bytes], bool] | None = None
-        """The sink's, while the parser has seen whole chunks only: another whole one would leave it where it is."""
+        self.is_reused = False
+        """It was idle before, so the node may have closed it unnoticed; set by the pool."""
+        self._take_chunk: Callable[[bytes], bool] | None = None
+        """The sink's chunk receiver, set while the parser is between two chunks: it need not see another whole one."""
         self._reading_paused = False
-        self._heard = True
-        """Since the last tick; cheaper to note for each event than the time."""
-        self._heard_at = 0.0
-        # The answer being parsed:
-        self._received = False
+        self._has_received = True
+        """Since the last tick; a flag is cheaper to set for each event than the time."""
+        self._received_at = 0.0
+        # The response being parsed:
+        self._has_begun = False
+        """The node has sent something since the request."""
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._num_head_bytes = 0
@@ -67,16 +68,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._complete = False
         self._keep_alive = False
         self._surplus = False
-        """More came than one answer."""
+        """Bytes followed the response."""
         self._malformed: str | None = None
 
     # --- for the pool and the call
 
     def carry(self, call: UpstreamCall) -> None:
-        """Send the call's request; the answer goes to its sink. Only on a free connection."""
+        """Send the call's request; the response goes to its sink. Only on a free connection."""
         self._call = call
-        self._heard = True
-        self._received = self._complete = self._surplus = self._head_due = False
+        self._has_received = True
+        self._has_begun = self._complete = self._surplus = self._head_due = False
         self._status = 0
         self._malformed = None
         body = call.body
@@ -84,21 +85,21 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.write(call.head + body)
         else:
             self.transport.writelines((call.head, body))
-        call.carried_by(self)
+        call.assign(self)
 
     def set_reading(self, wanted: bool) -> None:
-        """Pause or resume the node. Time spent paused does not count as its silence."""
+        """Pause or resume reading from the node. Time spent paused does not count as its silence."""
         if wanted and self._reading_paused:
             self._reading_paused = False
-            self._heard = True
+            self._has_received = True
             self.transport.resume_reading()
         elif not wanted and not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
 
     def cut(self) -> None:
-        """Close at once, without a word to anybody."""
-        self._call = self._on_chunk = None
+        """Close at once, without calling the sink."""
+        self._call = self._take_chunk = None
         self.transport.abort()
 
     # --- the transport's callbacks
@@ -109,39 +110,30 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.ticker.add(self)
 
     def data_received(self, data: bytes) -> None:
-        self._heard = True
-        on_chunk = self._on_chunk
-        if on_chunk is not None and on_chunk(data):
+        self._has_received = True
+        take_chunk = self._take_chunk
+        if take_chunk is not None and take_chunk(data):
             return
         call = self._call
         if call is None:
-            self.transport.abort()  # nobody asked: whatever this is, it must not become somebody's answer
+            self.transport.abort()  # unsolicited bytes must not become the response to the next request
             return
-        self._received = True
-        if self._in_head:
-            self._num_head_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._malformed = "it switched protocols without being asked"
-        except httptools.HttpParserError as error:
-            self._malformed = str(error)
-        if self._in_head and self._num_head_bytes > self._pool.limits.head_bytes:
-            self._malformed = f"its head is over {self._pool.limits.head_bytes} bytes"
+        self._has_begun = True
+        self._parse(data)
         between_chunks = self._chunked and bool(self._body) and ends_with_chunk(data, self._body[-1])
         self._deliver(call)
-        self._on_chunk = call.sink.on_chunk if between_chunks and self._call is call else None
+        self._take_chunk = call.sink.chunk_receiver() if between_chunks and self._call is call else None
 
     def eof_received(self) -> None:
-        self._over(None)
+        self._closed_by_node(None)
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.connections.discard(self)
         self._pool.ticker.discard(self)
         self._pool.forget(self)
-        self._over(exc)
-        del self._parser  # it refers back to us
+        self._closed_by_node(exc)
+        del self._parser  # a reference cycle
 
     # --- the parser's callbacks
 
@@ -187,14 +179,26 @@ class UpstreamConnection(asyncio.Protocol):
             self._complete = True
             self._keep_alive = self._parser.should_keep_alive()  # the parser knows only at this moment
 
-    # --- what happens
+    # --- parsing and delivery
+
+    def _parse(self, data: bytes) -> None:
+        if self._in_head:
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._malformed = "it switched protocols unasked"
+        except httptools.HttpParserError as error:
+            self._malformed = str(error)
+        if self._in_head and self._num_head_bytes > self._pool.limits.head_bytes:
+            self._malformed = f"its head is over {self._pool.limits.head_bytes} bytes"
 
     def _deliver(self, call: UpstreamCall) -> None:
-        """Give the sink what this read brought. The sink may abort the call at any point."""
+        """Deliver what this read contained. The sink may abort the call at any point."""
         if self._head_due and self._malformed is None:
             self._head_due = False
-            call.body = b""  # past the point where it could be sent again
-            call.sink.on_head(self._status, passing(self._headers, NOT_FOR_CLIENTS), self._content_length)
+            call.body = b""  # it will not be sent again
+            call.sink.on_head(self._status, end_to_end(self._headers, NOT_FOR_CLIENTS), self._content_length)
         if self._body:
             data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body = []
@@ -205,7 +209,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._complete:
             self._finish(call)
         elif self._malformed is not None:
-            self._fail(MalformedResponse(f"{self._pool.origin} sent an answer that cannot be read: {self._malformed}"))
+            self._fail(MalformedResponse(f"{self._pool.origin} sent a malformed response: {self._malformed}"))
 
     def _finish(self, call: UpstreamCall) -> None:
         self._call = None
@@ -225,8 +229,8 @@ class UpstreamConnection(asyncio.Protocol):
         call.settle()
         call.sink.on_end()
 
-    def _over(self, exc: Exception | None) -> None:
-        """The node closed its side. That ends an answer without a length; it breaks any other."""
+    def _closed_by_node(self, exc: Exception | None) -> None:
+        """The node closed the connection. That completes a response without a length, and breaks any other."""
         call = self._call
         if call is None:
             return
@@ -235,13 +239,13 @@ class UpstreamConnection(asyncio.Protocol):
             self.cut()
             call.settle()
             call.sink.on_end()
-        elif self.kept and not self._received and not call.is_second_try:
+        elif self.is_reused and not self._has_begun and not call.is_retry:
             self.cut()
-            call.is_second_try = True
-            self._pool.send_anew(call)
+            call.is_retry = True
+            self._pool.send_on_new_connection(call)
         else:
             why = f": {exc}" if exc is not None else ""
-            when = "in the middle of its answer" if self._received else "before answering"
+            when = "in the middle of its response" if self._has_begun else "before responding"
             self._fail(ConnectionLost(f"{self._pool.origin} closed the connection {when}{why}"))
 
     def _fail(self, fault: UpstreamFault) -> None:
@@ -251,11 +255,11 @@ class UpstreamConnection(asyncio.Protocol):
             call.fail(fault)
 
     def on_tick(self, now: float) -> None:
-        """Give up a silent node; close a connection that nobody needed for a while."""
-        if self._heard:
-            self._heard = False
-            self._heard_at = now
-        silence_s = now - self._heard_at
+        """Fail the call of a silent node; close a connection that was idle for too long."""
+        if self._has_received:
+            self._has_received = False
+            self._received_at = now
+        silence_s = now - self._received_at
         call = self._call
         if call is None:
             if silence_s >= self._pool.limits.keep_s:

@@ -1,10 +1,10 @@
-"""How talking to a node can fail. The caller decides what a client is told."""
+"""How a call to a node can fail. The caller decides what the client gets."""
 
 from __future__ import annotations
 
 
 class UpstreamFault(Exception):
-    """The node did not answer, or not to the end. The text says what happened and names the origin."""
+    """The node did not respond, or not completely. The message says what happened and names the origin."""
 
 
 class ConnectFailed(UpstreamFault):
@@ -12,12 +12,12 @@ class ConnectFailed(UpstreamFault):
 
 
 class ConnectionLost(UpstreamFault):
-    """The node closed or reset the connection before its answer was complete."""
+    """The node closed or reset the connection before its response was complete."""
 
 
 class UpstreamSilent(UpstreamFault):
-    """The node sent nothing for `silence_s` while an answer was due."""
+    """The node sent nothing for `silence_s` while a response was due."""
 
 
 class MalformedResponse(UpstreamFault):
-    """What came back is not HTTP, is framed ambiguously, or has a head over the limit."""
+    """The response is not HTTP, is framed ambiguously, or has a head over the limit."""

@@ -1,4 +1,4 @@
-"""Connections to one node: kept, reused, watched."""
+"""The connections to one node, kept open and reused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from cortex.http.head import NOT_FOR_NODES, encode_head, passing
+from cortex.http.head import NOT_FOR_NODES, encode_head, end_to_end
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
@@ -20,7 +20,7 @@ __all__ = ["Pool", "Sink", "UpstreamCall", "UpstreamResponse"]
 
 
 class UpstreamResponse(NamedTuple):
-    """A whole answer from a node, collected by `Pool.fetch`."""
+    """A whole response from a node, collected by `Pool.fetch`."""
 
     status: int
     headers: Headers
@@ -28,7 +28,7 @@ class UpstreamResponse(NamedTuple):
 
 
 class Pool:
-    """The connections to one origin, such as `http://beast:13131` or `https://api.example/base/path`."""
+    """The connections to one origin, such as `http://node:13131` or `https://api.example/base/path`."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Pool:
         *,
         unix_socket: Path | None = None,
     ) -> None:
-        """Raises ValueError when `origin` is not an http(s) URL. Connects nowhere yet.
+        """Raises ValueError when `origin` is not an http(s) URL. Does not connect yet.
 
-        With `unix_socket` that is where connections go, whatever host `origin` names.
+        With `unix_socket` connections go there, whatever host `origin` names.
         """
         parts = urlsplit(origin)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
@@ -49,9 +49,9 @@ class Pool:
         self.ticker = ticker
         self.limits = limits or UpstreamLimits()
         self.num_calls = 0
-        """Calls under way now, connecting ones included; kept by the calls."""
+        """Running calls, including those that are connecting; updated by the calls."""
         self.connections: set[UpstreamConnection] = set()
-        """All that are open; kept by the connections."""
+        """Open connections; updated by themselves."""
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -77,40 +77,40 @@ class Pool:
         *,
         silence_s: float | None = None,
     ) -> UpstreamCall:
-        """Send a request on a kept connection (the most recently used) or a new one. HEAD is not supported.
+        """Send a request on the most recently used idle connection, or on a new one. HEAD is not supported.
 
-        `host`, `content-length`, `accept-encoding` and hop-by-hop headers end here and are left out of what is sent.
-        When a reused connection turns out to be dead before a byte came back, the request is sent once more on a new
-        one. `silence_s` overrides the limit for this call. Raises ValueError when the request cannot be written.
+        `host`, `content-length`, `accept-encoding` and hop-by-hop headers are not passed on. When a reused connection
+        turns out to be dead before a byte came back, the request is sent once more on a new one. `silence_s` overrides
+        the limit for this call. Raises ValueError when the request cannot be encoded.
         """
         if method == b"HEAD" or b" " in method or b" " in target:
             raise ValueError(f"cannot send {method!r} {target!r} to a node")
         framing = b"%bcontent-length: %d\r\n" % (self._host_line, len(body))
         start_line = b"%b %b%b HTTP/1.1" % (method, self._base_path, target)
-        head = encode_head(start_line, passing(headers, NOT_FOR_NODES), framing)
+        head = encode_head(start_line, end_to_end(headers, NOT_FOR_NODES), framing)
         call = UpstreamCall(head, body, sink, self.limits.silence_s if silence_s is None else silence_s, self)
         if self._idle:
             self._idle.pop().carry(call)
         else:
-            self.send_anew(call)
+            self.send_on_new_connection(call)
         return call
 
     async def fetch(
         self, method: bytes, target: bytes, headers: Headers = (), body: bytes = b"", *, timeout_s: float
     ) -> UpstreamResponse:
-        """A whole answer within `timeout_s`, for control traffic. Raises `UpstreamFault`; cancelling aborts it."""
+        """A whole response within `timeout_s`, for control traffic. Raises `UpstreamFault`; cancelling aborts it."""
         collector = _Collector(self.origin, self.limits.fetch_body_bytes)
         call = self.send(method, target, headers, body, collector, silence_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 return await collector.response
         except TimeoutError:
-            raise UpstreamSilent(f"{self.origin} did not answer {target.decode()} within {timeout_s:g} s") from None
+            raise UpstreamSilent(f"{self.origin} did not respond to {target.decode()} within {timeout_s:g} s") from None
         finally:
             call.abort()
 
     def close(self) -> None:
-        """Close the unused connections and keep none from now on; calls under way run to their end."""
+        """Close the idle connections and keep none from now on; running calls go on to their end."""
         self._closed = True
         for connection in self._idle:
             connection.transport.abort()
@@ -123,15 +123,15 @@ class Pool:
         if self._closed or len(self._idle) >= self.limits.num_kept:
             connection.transport.abort()
         else:
-            connection.kept = True
+            connection.is_reused = True
             self._idle.append(connection)
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """The connection is gone."""
+        """The connection has closed."""
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def send_anew(self, call: UpstreamCall) -> None:
+    def send_on_new_connection(self, call: UpstreamCall) -> None:
         """Send `call` on a new connection."""
         task = asyncio.get_running_loop().create_task(self._connect(call))
         self._connecting.add(task)
@@ -151,7 +151,7 @@ class Pool:
                     )
         except TimeoutError:
             call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             call.fail(ConnectFailed(f"no connection to {self.origin}: {error}"))
         else:
             if call.done:
@@ -161,7 +161,7 @@ class Pool:
 
 
 class _Collector:
-    """The sink of `fetch`: a future of the whole answer."""
+    """The sink of `fetch`: collects the whole response in a future."""
 
     def __init__(self, origin: str, max_body_bytes: int) -> None:
         self.response: asyncio.Future[UpstreamResponse] = asyncio.get_running_loop().create_future()
@@ -171,12 +171,12 @@ class _Collector:
         self._headers: Headers = ()
         self._body = bytearray()
 
-    def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:  # noqa: ARG002 - Sink's shape
+    def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:  # noqa: ARG002 - as Sink has it
         self._status = status
         self._headers = headers
 
-    def on_chunk(self, wire: bytes) -> bool:  # noqa: ARG002 - Sink's shape
-        return False
+    def chunk_receiver(self) -> None:
+        """Every read is parsed."""
 
     def on_data(self, data: bytes) -> None:
         self._body += data

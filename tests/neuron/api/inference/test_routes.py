@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from cortex.neuron.api import bodies
+from cortex.wire import usage_report
 from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node import ModelState
@@ -132,36 +133,53 @@ async def test_applies_ignore_eos_and_max_tokens(api: Any, chat_body: Any) -> No
     assert api.node.submitted[0].stop_token_ids == ()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_metered_stream_reports_usage_in_a_comment_before_the_end(api: Any, path: str) -> None:
+def several_choices(path: str) -> dict[str, Any]:
+    """Two choices, in dialects that know more than one."""
+    return {"n": 2} if path in ("/v1/chat/completions", "/v1/completions") else {}
+
+
+FROM_GATEWAY = {"x-cortex-principal": "alice"}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}], ids=["unasked", "asked"])
+async def test_reports_usage_to_a_gateway_in_a_header_or_behind_the_last_event(
+    api: Any, path: str, options: dict[str, Any]
+) -> None:
     api.node.script.cached = 2
-    request = body(path, stream=True, n=2)
-    _, whole, _ = await api.post(path, body(path, n=2))
-
-    async def read(**headers: str) -> bytes:
-        async with api.client.post(api.url + path, json=request, headers=headers) as response:
-            return await response.read()
-
-    data = await read(**{"x-cortex-principal": "alice"})
-    (comment,) = [line for line in data.split(b"\n") if line.startswith(b": usage ")]
-    assert json.loads(comment.removeprefix(b": usage ")) == whole["usage"]
-    assert data.index(comment) > data.rindex(b'"finish_reason":null')
-    assert data.index(comment) < data.index(b"data: [DONE]")
-    plain = await read()
-    assert b": usage" not in plain, "no principal is billed for it"
-    assert [frame.data for frame in Parser().feed(data)][-1] == "[DONE]"
-    request["stream_options"] = {"include_usage": True}
-    included = await read(**{"x-cortex-principal": "alice"})
-    assert b": usage" not in included, "the stream reports usage itself"
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_adds_no_usage_comment_where_the_dialect_reports_usage(api: Any, path: str) -> None:
-    headers = {"x-cortex-principal": "alice"}
-    async with api.client.post(api.url + path, json=body(path, stream=True), headers=headers) as response:
+    request = body(path, **several_choices(path))
+    async with api.client.post(api.url + path, json=request, headers=FROM_GATEWAY) as response:
+        usage = usage_report.from_header(response.headers[usage_report.HEADER].encode())
+    assert usage is not None
+    assert usage.prompt_tokens == len(api.node.submitted[0].prompt)
+    assert usage.cached_tokens == 2
+    assert usage.completion_tokens == 13 * request.get("n", 1)
+    async with api.client.post(
+        api.url + path, json={**request, **options, "stream": True}, headers=FROM_GATEWAY
+    ) as response:
         data = await response.read()
-    assert b": usage" not in data
-    assert b'"output_tokens"' in data
+    assert usage_report.from_stream(data) == usage
+    assert data.endswith(usage_report.comment(usage)), "however long the last event is"
+    assert data.count(usage_report.comment(usage)) == 1
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_reports_usage_to_a_gateway_when_a_stream_fails(api: Any, path: str) -> None:
+    api.node.play.fails_after = 3
+    api.node.play.error = Recovering("the device failed")
+    async with api.client.post(api.url + path, json=body(path, stream=True), headers=FROM_GATEWAY) as response:
+        usage = usage_report.from_stream(await response.read())
+    assert usage is not None
+    assert usage.prompt_tokens == len(api.node.submitted[0].prompt)
+    assert usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_reports_no_usage_to_other_clients(api: Any, path: str) -> None:
+    async with api.client.post(api.url + path, json=body(path)) as response:
+        assert usage_report.HEADER not in response.headers
+    async with api.client.post(api.url + path, json=body(path, stream=True)) as response:
+        assert b": usage" not in await response.read()
 
 
 async def test_passes_on_principal_and_request_id(api: Any, chat_body: Any) -> None:

@@ -23,6 +23,7 @@ from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.telemetry import Tracer
 from cortex.wire import headers as our_headers
+from cortex.wire import usage_report
 from cortex.wire.dialects import DIALECTS, Dialect, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.node import Dialect as DialectName
@@ -80,11 +81,13 @@ class Inference:
                     watch.observe(batch)
                     events += batch
             body = dialect.fold(events, request, id=id, created=created, model=request.model)
+            if principal:
+                headers[usage_report.HEADER] = usage_report.header_value(session.usage)
             return web.Response(body=body, content_type="application/json", headers=headers)
 
         encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
-        if principal and not request.include_usage:
-            encoder = MeteredEncoder(encoder, num_choices=request.sampling.n)
+        if principal:
+            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.sampling.n)
         async with EventStream(
             http, keepalive=dialect.KEEPALIVE, keepalive_s=self.keepalive_s, headers=headers
         ) as stream:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-import msgspec
 from aiohttp import web
 
 from cortex.neuron.api import responses
-from cortex.wire import sse
+from cortex.wire import usage_report
 from cortex.wire.dialects import EventEncoder
 from cortex.wire.errors import RouteNotFound, shorten
-from cortex.wire.events import AnyEvent, Finish, Usage
-from cortex.wire.openai_chat.stream import usage_body
-from cortex.wire.response import total_usage
+from cortex.wire.events import AnyEvent, Failure, Finish, Usage
 
 MAX_RECORDS = 1024
 WAIT_S = 2.0
@@ -21,24 +19,24 @@ WAIT_S = 2.0
 
 
 class MeteredEncoder:
-    """A dialect's encoder that adds `: usage {…}`, an SSE comment, before the last event. One per response.
+    """A dialect's encoder that appends the usage report to the last event. One per response.
 
-    Before, not after: a client that disconnects at `[DONE]` must not keep the usage from the gateway.
+    `usage` is read when the last choice has finished, or when the stream fails.
     """
 
-    def __init__(self, encoder: EventEncoder, *, num_choices: int) -> None:
+    def __init__(self, encoder: EventEncoder, usage: Callable[[], Usage], *, num_choices: int) -> None:
         self._encoder = encoder
-        self._num_choices = num_choices
-        self._finishes: list[Finish] = []
+        self._usage = usage
+        self._num_unfinished = num_choices
 
     def encode(self, event: AnyEvent) -> bytes:
         data = self._encoder.encode(event)
-        if not isinstance(event, Finish):
-            return data
-        self._finishes.append(event)
-        if len(self._finishes) < self._num_choices:
-            return data
-        return sse.comment(b"usage " + msgspec.json.encode(usage_body(total_usage(self._finishes)))) + data
+        if isinstance(event, Finish):
+            self._num_unfinished -= 1
+            is_last = self._num_unfinished == 0
+        else:
+            is_last = isinstance(event, Failure)
+        return data + usage_report.comment(self._usage()) if is_last else data
 
 
 class UsageRecords:

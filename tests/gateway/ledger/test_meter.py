@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from cortex.gateway.ledger import KeyedMeter, Keyring, Ledger, NewKey, Store, generate, open_store
-from cortex.gateway.ledger.ledger import LEASE_S
-from cortex.gateway.ledger.limits import Spent
-from cortex.gateway.ledger.meter import Estimate, Meter, Reservation
-from cortex.gateway.ledger.store import StoreError
+from cortex.gateway.ledger.keys import Keyring, NewKey, generate
+from cortex.gateway.ledger.ledger import LEASE_S, Ledger
+from cortex.gateway.ledger.limits import Estimate, Spent
+from cortex.gateway.ledger.meter import KeyedMeter, LocalReservation, Meter
+from cortex.gateway.ledger.store import Store, StoreError, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.gateway.ledger.usage_report import usage
 from cortex.http.request import Request
@@ -36,13 +36,13 @@ def bearer(key: NewKey) -> Request:
     return request((b"authorization", b"Bearer " + key.text.encode()))
 
 
-def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
+def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> LocalReservation:
     return meter.admit(bearer(key), Estimate(400, limit))
 
 
-def settle(hold: Reservation, prompt: int, completion: int) -> None:
+def settle(reservation: LocalReservation, prompt: int, completion: int) -> None:
     used = Usage(prompt_tokens=prompt, completion_tokens=completion)
-    hold.settle(used, model="m", node="n", request_id="r")
+    reservation.settle(used, model="m", node="n")
 
 
 async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tuple[Ledger, Meter]:
@@ -51,13 +51,13 @@ async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tu
     return ledger, KeyedMeter(ledger)
 
 
-async def test_a_request_reserves_settles_and_is_written(database: str) -> None:
+async def test_request_reserves_settles_and_is_written(database: str) -> None:
     key = generate("alice", balance_tokens=1000)
     ledger, meter = await opened(database, key)
-    hold = admit(meter, key)
-    assert hold.principal == "alice"
+    reservation = admit(meter, key)
+    assert reservation.principal == "alice"
     assert ledger.account(key.section).reserved_tokens == 200
-    settle(hold, 90, 30)
+    settle(reservation, 90, 30)
     assert (ledger.account(key.section).reserved_tokens, ledger.account(key.section).total_spent()) == (0, 120)
     await ledger.close()
     store = open_store(database)
@@ -91,7 +91,7 @@ async def test_gateways_on_one_database_see_each_others_spend(database: str) -> 
 
 
 @pytest.mark.parametrize("header", [b"authorization", b"x-api-key"])
-async def test_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
+async def test_accepts_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
     key = generate("alice")
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     text = key.text.encode()
@@ -110,7 +110,7 @@ async def test_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
         [(b"x-api-key", b"")],
     ],
 )
-async def test_without_a_good_key_nobody_gets_in(tmp_path: object, headers: list[tuple[bytes, bytes]]) -> None:
+async def test_rejects_requests_without_a_valid_key(tmp_path: object, headers: list[tuple[bytes, bytes]]) -> None:
     ledger, meter = await opened(f"{tmp_path}/spend.db", generate("alice"))
     with pytest.raises(InvalidAPIKey):
         meter.admit(request(*headers), Estimate(1, None))
@@ -119,7 +119,7 @@ async def test_without_a_good_key_nobody_gets_in(tmp_path: object, headers: list
     await ledger.close()
 
 
-async def test_refusals_take_nothing(tmp_path: object) -> None:
+async def test_rejections_reserve_nothing(tmp_path: object) -> None:
     key = generate("alice", models=("m",), requests_per_min=2, balance_tokens=10_000)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     admit(meter, key, limit=None)
@@ -130,14 +130,14 @@ async def test_refusals_take_nothing(tmp_path: object) -> None:
     await ledger.close()
 
 
-async def test_a_cancelled_reservation_is_given_back_and_not_recorded(tmp_path: object) -> None:
+async def test_cancelled_reservation_is_returned_and_not_recorded(tmp_path: object) -> None:
     key = generate("alice", models=("m",), balance_tokens=200)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
-    hold = admit(meter, key)
-    hold.check_model("m")
+    reservation = admit(meter, key)
+    reservation.check_model("m")
     with pytest.raises(ModelNotAllowed):
-        hold.check_model("other")
-    hold.cancel()
+        reservation.check_model("other")
+    reservation.cancel()
     assert ledger.account(key.section).reserved_tokens == 0
     await ledger.close()
     store = open_store(f"{tmp_path}/spend.db")
@@ -145,11 +145,11 @@ async def test_a_cancelled_reservation_is_given_back_and_not_recorded(tmp_path: 
     store.close()
 
 
-async def test_an_unanswered_request_costs_nothing_but_is_counted(tmp_path: object) -> None:
+async def test_request_without_a_response_counts_and_uses_no_tokens(tmp_path: object) -> None:
     key = generate("alice", balance_tokens=200)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     for _ in range(3):
-        admit(meter, key).settle(None, model="m", node="n", request_id="r")
+        admit(meter, key).settle(None, model="m", node="n")
     await ledger.close()
     store = open_store(f"{tmp_path}/spend.db")
     (row,) = usage(store, since=NOW - 60, until=NOW + 60)
@@ -160,12 +160,12 @@ async def test_an_unanswered_request_costs_nothing_but_is_counted(tmp_path: obje
 async def test_keys_change_while_requests_run(tmp_path: object) -> None:
     alice, bob = generate("alice", balance_tokens=300), generate("bob")
     ledger, meter = await opened(f"{tmp_path}/spend.db", alice)
-    hold = admit(meter, alice)
+    reservation = admit(meter, alice)
     await ledger.use(Keyring([bob.section]))
     assert meter.authenticate(bearer(bob)) == "bob"
     with pytest.raises(InvalidAPIKey):
         admit(meter, alice)
-    settle(hold, 100, 100)
+    settle(reservation, 100, 100)
     await ledger.flush()
     await ledger.use(Keyring([alice.section, bob.section]))
     await ledger.flush()
@@ -176,12 +176,12 @@ async def test_keys_change_while_requests_run(tmp_path: object) -> None:
 
 
 class Away:
-    """A store whose database can be away."""
+    """A store whose database can be unavailable."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.is_away = False
-        self.name = "the books"
+        self.name = "the database"
 
     def exchange(
         self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int], *, before: Claim, after: Claim
@@ -197,7 +197,7 @@ class Away:
         self.store.close()
 
 
-async def test_a_database_that_goes_away_loses_nothing(database: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_loses_nothing_while_the_database_is_unavailable(database: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     key, clock = generate("alice", balance_tokens=500), Clock()
     store = Away(open_store(database))
@@ -223,7 +223,7 @@ async def test_a_database_that_goes_away_loses_nothing(database: str, caplog: py
     again.close()
 
 
-async def test_spend_is_written_without_being_asked(tmp_path: object) -> None:
+async def test_writes_spend_regularly(tmp_path: object) -> None:
     key = generate("alice")
     store = open_store(f"{tmp_path}/spend.db")
     ledger = Ledger(store, Keyring([key.section]), flush_s=0.01)
@@ -240,15 +240,15 @@ async def test_spend_is_written_without_being_asked(tmp_path: object) -> None:
     await ledger.close()
 
 
-async def test_a_flush_in_the_middle_of_settling_counts_everything_once(tmp_path: object) -> None:
+async def test_flush_during_settling_counts_everything_once(tmp_path: object) -> None:
     key = generate("alice", balance_tokens=10**9)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
 
     async def spend() -> None:
         for _ in range(50):
-            hold = admit(meter, key)
+            reservation = admit(meter, key)
             await asyncio.sleep(0)
-            settle(hold, 1, 1)
+            settle(reservation, 1, 1)
 
     async def flush() -> None:
         for _ in range(20):
@@ -263,11 +263,11 @@ async def test_a_flush_in_the_middle_of_settling_counts_everything_once(tmp_path
 
 
 async def crash(ledger: Ledger) -> None:
-    """Write as the regular flush does, and never again: the gateway is killed here."""
+    """Write as the last regular flush before the gateway is killed."""
     await ledger.flush()
 
 
-async def test_what_a_killed_gateway_had_reserved_stays_charged(database: str) -> None:
+async def test_reservations_of_a_killed_gateway_stay_charged(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     dead, meter = await opened(database, key)
     admit(meter, key, limit=300)
@@ -278,12 +278,12 @@ async def test_what_a_killed_gateway_had_reserved_stays_charged(database: str) -
     await ledger.close()
 
 
-async def test_what_settled_before_the_crash_is_charged_as_used(database: str) -> None:
+async def test_usage_settled_before_a_crash_is_charged_as_used(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     dead, meter = await opened(database, key)
-    hold = admit(meter, key, limit=300)
+    reservation = admit(meter, key, limit=300)
     await dead.flush()
-    settle(hold, 10, 10)
+    settle(reservation, 10, 10)
     await crash(dead)
     ledger, meter = await opened(database, key)
     admit(meter, key, limit=380)
@@ -313,42 +313,42 @@ async def test_reservations_of_a_dead_gateway_become_usage_after_its_lease(datab
     store.close()
 
 
-async def test_a_living_gateway_keeps_its_reservations_however_long_its_requests_run(database: str) -> None:
+async def test_running_gateway_keeps_its_reservations(database: str) -> None:
     key, clock = generate("alice", balance_tokens=500), Clock()
     busy, meter = await opened(database, key, clock=clock)
     other, _ = await opened(database, key, clock=clock)
-    hold = admit(meter, key, limit=300)
+    reservation = admit(meter, key, limit=300)
     for _ in range(10):
         await busy.flush()
         await other.flush()
         clock.now += LEASE_S / 3
     assert other.account(key.section).total_spent() == 0
-    settle(hold, 5, 5)
+    settle(reservation, 5, 5)
     await busy.close()
     await other.flush()
     assert other.account(key.section).total_spent() == 10
     await other.close()
 
 
-async def test_a_gateway_that_was_only_paused_takes_back_what_was_charged_for_it(database: str) -> None:
+async def test_paused_gateway_reverses_what_was_charged_for_it(database: str) -> None:
     key, clock = generate("alice", balance_tokens=500), Clock()
     paused, meter = await opened(database, key, clock=clock)
     other, _ = await opened(database, key, clock=clock)
-    hold = admit(meter, key, limit=300)
+    reservation = admit(meter, key, limit=300)
     await paused.flush()
     for _ in range(4):
         await other.flush()
         clock.now += LEASE_S / 2
     await other.flush()
     assert other.account(key.section).total_spent() == 400
-    settle(hold, 5, 5)
+    settle(reservation, 5, 5)
     await paused.close()
     await other.flush()
     assert other.account(key.section).total_spent() == 10
     await other.close()
 
 
-async def test_a_request_that_ends_between_two_flushes_leaves_no_reservation(database: str) -> None:
+async def test_request_that_ends_between_two_flushes_leaves_no_reservation(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     ledger, meter = await opened(database, key)
     settle(admit(meter, key), 1, 1)
@@ -359,19 +359,19 @@ async def test_a_request_that_ends_between_two_flushes_leaves_no_reservation(dat
     await ledger.close()
 
 
-async def test_a_clean_shutdown_leaves_no_reservation(database: str) -> None:
+async def test_clean_shutdown_leaves_no_reservation(database: str) -> None:
     key = generate("alice", balance_tokens=500)
     ledger, meter = await opened(database, key)
-    hold = admit(meter, key)
+    reservation = admit(meter, key)
     await ledger.flush()
-    hold.settle(None, model="m", node="n", request_id="r")
+    reservation.settle(None, model="m", node="n")
     await ledger.close()
     reader = open_store(database)
     assert reader.other_claims("") == {}
     reader.close()
 
 
-async def test_a_request_whose_cost_nobody_can_report_is_charged_in_full(tmp_path: object) -> None:
+async def test_request_of_unknown_usage_is_charged_in_full(tmp_path: object) -> None:
     key = generate("alice", balance_tokens=500)
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     admit(meter, key).settle_in_full(model="m", node="n")

@@ -1,0 +1,92 @@
+"""The relay's fast path: chunks of an event stream that go to the client unparsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cortex.http.chunks import SIZE_LINES, payload
+from cortex.http.event_boundary import BLANK_LINES
+
+TAIL_BYTES = 2048
+_TRIM_BYTES = 4 * TAIL_BYTES
+"""The tail is cut to `TAIL_BYTES` only when it has grown to this, not at every push."""
+_NUM_TAIL_CHUNKS = 8
+"""Chunks that are kept for the tail: the last ones of a stream, where its usage is."""
+_MAX_HELD_CHUNKS = 4 * _NUM_TAIL_CHUNKS
+_FRAME_BYTES = 6
+"""Framing of a chunk of 16 to 255 bytes, which most events are; smaller ones have a byte less, larger ones one more."""
+_WHOLE_EVENTS = tuple(blank + b"\r\n" for blank in BLANK_LINES)
+"""How a chunk ends that leaves no event open."""
+
+
+class BodyTail:
+    """The end of a response body, where usage is reported, and the body's length. Chunk framing is not part of it."""
+
+    __slots__ = ("_kept", "num_bytes")
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+        self.num_bytes = 0
+        """Length of the body so far. Inexact by a byte for each small or large chunk that was passed through."""
+
+    def push(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self._kept += data[-TAIL_BYTES:]
+        if len(self._kept) > _TRIM_BYTES:
+            del self._kept[:-TAIL_BYTES]
+
+    def skip(self, num_bytes: int) -> None:
+        """Count bytes that are not kept: more of the body has already followed them."""
+        self.num_bytes += num_bytes
+        self._kept.clear()
+
+    def __bytes__(self) -> bytes:
+        """The last bytes of the body, at most `TAIL_BYTES`."""
+        return bytes(self._kept[-TAIL_BYTES:])
+
+
+class ChunkPassthrough:
+    """Sends chunks to the client as they came from the node. Used between two events of a stream, for nearly all of it.
+
+    `take` makes as few calls and objects as it can. A quiet stream finds the CPU caches cold at every event, so each of
+    them would cost a cache miss.
+    """
+
+    __slots__ = ("_chunks", "_tail", "_write", "is_active")
+
+    def __init__(self, write: Callable[[bytes], None], tail: BodyTail) -> None:
+        """`write` sends framed bytes to the client. `fold` adds the data that went through here to `tail`."""
+        self._write = write
+        self._tail = tail
+        self._chunks: list[bytes] = []
+        self.is_active = False
+        """Set when a chunk was sent; cleared by the reader."""
+
+    def take(self, wire: bytes) -> bool:
+        """Send `wire` if it is one whole chunk, framed as `chunks.frame` does, whose last event is complete.
+
+        Returns False, with nothing done, if it is anything else.
+        """
+        try:
+            is_whole = wire.startswith(SIZE_LINES[len(wire)]) and wire.endswith(_WHOLE_EVENTS)
+        except IndexError:  # longer than the table covers
+            return False
+        if is_whole:
+            self._write(wire)
+            self.is_active = True
+            chunks = self._chunks
+            chunks.append(wire)
+            if len(chunks) > _MAX_HELD_CHUNKS:
+                self._drop_oldest()
+        return is_whole
+
+    def _drop_oldest(self) -> None:
+        dropped = self._chunks[:-_NUM_TAIL_CHUNKS]
+        del self._chunks[:-_NUM_TAIL_CHUNKS]
+        self._tail.skip(sum(map(len, dropped)) - _FRAME_BYTES * len(dropped))
+
+    def fold(self) -> None:
+        """Add the chunks that were sent since the last call to the tail."""
+        if self._chunks:
+            self._tail.push(b"".join(map(payload, self._chunks)))
+            self._chunks.clear()

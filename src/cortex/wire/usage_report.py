@@ -1,0 +1,45 @@
+"""How a node reports the usage of a response to the gateway: one typed value, the same in every dialect.
+
+A whole response carries the report in a header, a stream in an SSE comment behind its last event. Clients ignore both.
+A node sends a report with every response to a request that came through a gateway (`headers.PRINCIPAL`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cortex.wire import sse
+from cortex.wire.events import Usage
+
+HEADER = "x-cortex-usage"
+
+_MARK = b"usage "
+_COMMENT = b"\n: " + _MARK
+_decoder = msgspec.json.Decoder(Usage)
+
+
+def header_value(usage: Usage) -> str:
+    """The value of `HEADER` for a whole response."""
+    return msgspec.json.encode(usage).decode()
+
+
+def comment(usage: Usage) -> bytes:
+    """The end of a stream. To be sent together with the last event, so that no client disconnects between the two."""
+    return sse.comment(_MARK + msgspec.json.encode(usage))
+
+
+def from_header(value: bytes) -> Usage | None:
+    """The report in a header; None when it is not one."""
+    try:
+        return _decoder.decode(value)
+    except msgspec.DecodeError:
+        return None
+
+
+def from_stream(tail: bytes) -> Usage | None:
+    """The report in the last bytes of a stream; None when there is none.
+
+    Generated text cannot pass for one: it is JSON inside an event, and JSON has no line breaks inside a string.
+    """
+    _, found, rest = tail.rpartition(_COMMENT)
+    return from_header(rest.partition(b"\n")[0]) if found else None

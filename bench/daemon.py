@@ -43,11 +43,9 @@ class Neuron:
 
     def park(self, model_id: str) -> None:
         """Returns when its weights are in host memory and nothing of it is on the device."""
-        told = self.call("/models/unload", {"model_id": model_id, "park": True})
+        told = self.call("/models/unload", {"model_id": model_id, "sleep": True})
         if told["state"] != "asleep":
-            sys.exit(
-                f"{model_id} is {told['state']} and not asleep; give it room, as in NEURON_LIMITS__PARKED_MB=40000"
-            )
+            sys.exit(f"{model_id} is {told['state']} and not asleep; give it room, as in NEURON_LIMITS__SLEEP_MB=40000")
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_device_temperature_celsius": ("Temperature of the device.", ("node", "device")),
     "cortex_model_loaded": ("1 where the model can answer at once, else 0.", ("model", "node")),
     "cortex_model_memory_bytes": ("Device memory the model takes, as measured.", ("model", "node")),
-    "cortex_model_parked_bytes": ("Host memory the model's weights take while it sleeps.", ("model", "node")),
+    "cortex_model_sleeping_bytes": ("Host memory the model's weights take while it sleeps.", ("model", "node")),
     "cortex_model_running_requests": ("Requests the model works on.", ("model", "node")),
     "cortex_model_waiting_requests": ("Requests queued in the model's engine.", ("model", "node")),
     "cortex_model_kv_used_ratio": ("Share of the model's KV pages in use, 0 to 1.", ("model", "node")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -47,13 +47,15 @@ class HarnessSettings(Section, frozen=True):
 class Limits(Section, frozen=True):
     """How much of the machine requests may use."""
 
+    renamed: ClassVar = {"parked_mb": "sleep_mb"}
+
     prefill_chunk_tokens: Count | None = None
     """Prompt tokens in one step; smaller keeps running streams smoother. Absent: what suits the device."""
     max_prompt_tokens: Count | None = None
     """Longer prompts are refused with 413 even where the model would take them."""
     min_free_vram_mb: Megabytes = 256
     """Device memory that stays free whatever happens."""
-    parked_mb: Megabytes | None = None
+    sleep_mb: Megabytes | None = None
     """Host memory for the weights of sleeping models; over it, the one unused for longest is unloaded. 0: none sleeps.
     Absent: half of what the host has left on a node with GPUs, 0 on one without, where sleep gains nothing."""
     max_num_seqs: Count = 256

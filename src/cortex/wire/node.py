@@ -6,6 +6,7 @@ Unknown fields are ignored on decode, so that nodes of different ages can share 
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -13,6 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from cortex.wire.body import MAX_MODEL_NAME
+
+log = logging.getLogger(__name__)
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
@@ -174,14 +177,30 @@ class LoadRequest(NodeValue, frozen=True):
     """A token to read and one to say, at the least."""
 
 
-class UnloadRequest(NodeValue, frozen=True):
+class SleepOption(NodeValue, frozen=True, kw_only=True):
+    """The part of an unload request that says whether the model may sleep."""
+
+    sleep: bool = False
+    """Keep the weights in host memory if there is room; the model is then `asleep`, else `cold`."""
+    park: bool | msgspec.UnsetType = msgspec.UNSET
+    """Former name of `sleep`. Accepted with a warning, and never sent."""
+
+    def __post_init__(self) -> None:
+        if self.park is msgspec.UNSET:
+            return
+        if self.sleep:
+            raise ValueError("`park` is the former name of `sleep`: send only `sleep`")
+        log.warning("the field `park` of an unload request is now called `sleep`: rename it")
+        msgspec.structs.force_setattr(self, "sleep", self.park)
+        msgspec.structs.force_setattr(self, "park", msgspec.UNSET)
+
+
+class UnloadRequest(SleepOption, frozen=True, kw_only=True):
     """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once. Idempotent."""
 
     model_id: ModelName
     force: bool = False
     drain_s: float | None = None
-    park: bool = False
-    """Keep the weights in host memory if there is room, the model being `asleep` then; else it is unloaded, `cold`."""
 
 
 class Recycled(NodeValue, frozen=True):

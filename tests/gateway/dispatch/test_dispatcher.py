@@ -59,7 +59,7 @@ class Bench:
 
     def unload(self, node, request, cause):
         self.unloads.append((node, request.model_id, cause))
-        self.parks.append(request.park)
+        self.parks.append(request.sleep)
 
     def recycle(self, node, devices):
         self.recycled.append((node, devices))
@@ -395,7 +395,7 @@ def test_who_makes_room_is_parked_and_wakes_when_asked_for():
         bench.now += 1
         bench.poll()
     kinds = [event["kind"] for event in events]
-    assert "model_parked" in kinds
+    assert "model_asleep" in kinds
     assert "model_unloaded" not in kinds
 
 
@@ -433,7 +433,7 @@ def test_an_operator_parks_or_unloads_a_sleeper():
     bench = Bench({"n": {"a": GB}})
     bench.ready["n"]["a"] = 900.0
     bench.poll()
-    assert bench.dispatcher.unload("a", park=True) == ("n",)
+    assert bench.dispatcher.unload("a", sleep=True) == ("n",)
     bench.finish_unload(asleep=True)
     assert bench.dispatcher.unload("a") == ("n",)
     assert bench.parks == [True, False]

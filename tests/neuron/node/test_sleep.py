@@ -26,7 +26,7 @@ def config(tmp_path, parked_mb=64, **behaviours):
             {"id": name, "source": str(write_model(tmp_path / name, **{"bytes": MEBIBYTE} | behaviour))}
             for name, behaviour in behaviours.items()
         ],
-        "limits": {} if parked_mb is None else {"parked_mb": parked_mb},
+        "limits": {} if parked_mb is None else {"sleep_mb": parked_mb},
     }
 
 
@@ -35,7 +35,7 @@ async def load(node, model_id="m", **wishes):
 
 
 async def park(node, model_id="m", **wishes):
-    return await node.unload(UnloadRequest(model_id=model_id, park=True, **wishes))
+    return await node.unload(UnloadRequest(model_id=model_id, sleep=True, **wishes))
 
 
 async def answer(node, model_id="m", name="r"):

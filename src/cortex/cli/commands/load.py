@@ -41,19 +41,30 @@ def load(model: str, node: str | None, wait: bool, gateway: GatewayClient, as_js
 @click.argument("model")
 @node_option
 @click.option("--force", is_flag=True, help="End its running answers instead of waiting for them.")
-@click.option("--park", is_flag=True, help="Keep its weights in host memory if the node has room: it is back sooner.")
+@click.option("--sleep", is_flag=True, help="Keep its weights in host memory if the node has room, to load it faster.")
+@click.option("--park", is_flag=True, hidden=True, help="Former name of --sleep.")
 @wait_option
 @gateway_options
 @json_option
 def unload(
-    model: str, node: str | None, force: bool, park: bool, wait: bool, gateway: GatewayClient, as_json: bool
+    model: str,
+    node: str | None,
+    force: bool,
+    sleep: bool,
+    park: bool,
+    wait: bool,
+    gateway: GatewayClient,
+    as_json: bool,
 ) -> None:
     """Free the device memory a model takes.
 
     Everywhere, or on one node; waits for running answers unless forced.
     """
-    answer = gateway.post(model_path(model, "unload"), _body(node=node, force=force, park=park or None))
-    asleep = _wait_gone(gateway, answer["model"], answer["nodes"], park) if wait else ()
+    if park:
+        click.echo("cortex: --park is now called --sleep", err=True)
+    may_sleep = sleep or park
+    answer = gateway.post(model_path(model, "unload"), _body(node=node, force=force, sleep=may_sleep or None))
+    asleep = _wait_gone(gateway, answer["model"], answer["nodes"], may_sleep) if wait else ()
     places = ", ".join(f"{name} (asleep)" if name in asleep else name for name in answer["nodes"])
     _report(answer, as_json, f"{answer['model']} unloaded: {places or 'nowhere: it was not loaded'}")
 
@@ -101,9 +112,9 @@ def _wait_ready(gateway: GatewayClient, model: str, node: str | None) -> None:
             time.sleep(POLL_S)
 
 
-def _wait_gone(gateway: GatewayClient, model: str, nodes: Collection[str], park: bool) -> Collection[str]:
+def _wait_gone(gateway: GatewayClient, model: str, nodes: Collection[str], may_sleep: bool) -> Collection[str]:
     """Wait until no device of `nodes` holds the model; the nodes where it sleeps then."""
-    absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if park else set())
+    absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if may_sleep else set())
     with console().status(f"unloading {model}"):
         while True:
             held = {place.name: status.state for place, status in fleet_view.look(gateway).places(model)}

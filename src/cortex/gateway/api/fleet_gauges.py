@@ -33,7 +33,7 @@ def samples(dispatcher: Dispatcher, device_health: dict[str, tuple[DeviceHealth,
             yield GaugeSample("cortex_model_loaded", float(held.state is ModelState.READY), **labels)
             on_device = 0 if held.state is ModelState.ASLEEP else held.status.measured_bytes or 0
             yield GaugeSample("cortex_model_memory_bytes", on_device, **labels)
-            yield GaugeSample("cortex_model_parked_bytes", held.status.host_bytes, **labels)
+            yield GaugeSample("cortex_model_sleeping_bytes", held.status.host_bytes, **labels)
             yield GaugeSample("cortex_model_running_requests", load.running, **labels)
             yield GaugeSample("cortex_model_waiting_requests", load.waiting, **labels)
             yield GaugeSample("cortex_model_kv_used_ratio", load.kv_used_fraction, **labels)

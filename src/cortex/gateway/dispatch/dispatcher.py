@@ -293,11 +293,11 @@ class Dispatcher:
         return decision
 
     def unload(
-        self, model: str, node: str | None = None, *, force: bool = False, park: bool = False
+        self, model: str, node: str | None = None, *, force: bool = False, sleep: bool = False
     ) -> tuple[str, ...]:
         """Unload by order of the operator, everywhere or on one node; returns where. Raises when it is nowhere.
 
-        `park`: keep the weights in the node's host memory if there is room.
+        `sleep`: keep the weights in the node's host memory if there is room.
         """
         places = [
             here.name
@@ -313,7 +313,7 @@ class Dispatcher:
             )
         for name in places:
             self._fleet_state.pins.discard((name, model))
-            self._model_jobs.unload(name, model, cause="operator", force=force, park=park)
+            self._model_jobs.unload(name, model, cause="operator", force=force, sleep=sleep)
         self._changed()
         return tuple(places)
 
@@ -347,7 +347,7 @@ class Dispatcher:
         for pending in self._queues.overdue(now):
             pending.deliver(self._waited_too_long(pending.model))
         for node, model in expired(self.fleet, now):
-            self._model_jobs.unload(node, model, cause="ttl", park=not self._fleet_state.is_asleep(node, model))
+            self._model_jobs.unload(node, model, cause="ttl", sleep=not self._fleet_state.is_asleep(node, model))
         self._changed()
         for here in self.fleet.nodes:
             if due_for_recycling(here, self._fleet_state.rules):

@@ -30,7 +30,7 @@ class Effects(Protocol):
 
     def unload(self, node: str, request: UnloadRequest, cause: str) -> None:
         """`cause` is `evicted`, `ttl` or `operator`. Ends in `unload_ended`, after a fresh poll of the node: with
-        `park` in the request the model may sleep there then."""
+        `sleep` in the request the model may sleep there then."""
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
@@ -74,7 +74,7 @@ class ModelJobs:
         )
         self._fleet_state.loads[node, model] = job
         for victim in decision.victims:
-            self.unload(node, victim, cause="evicted", for_model=model, park=True)
+            self.unload(node, victim, cause="evicted", for_model=model, sleep=True)
         if not job.victims:
             self._load(job)
 
@@ -86,14 +86,14 @@ class ModelJobs:
         cause: str,
         for_model: str | None = None,
         force: bool = False,
-        park: bool = False,
+        sleep: bool = False,
     ) -> None:
-        """Order an unload, unless one is under way. `park`: the node may keep the weights in host memory."""
+        """Order an unload, unless one is under way. `sleep`: the node may keep the weights in host memory."""
         if (node, model) in self._fleet_state.unloads:
             return
         self._fleet_state.unloads[node, model] = self._clock()
         self._event_log.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
-        self._effects.unload(node, UnloadRequest(model_id=model, force=force, park=park), cause)
+        self._effects.unload(node, UnloadRequest(model_id=model, force=force, sleep=sleep), cause)
 
     def load_ended(self, node: str, model: str, result: ModelStatus | CortexError) -> LoadJob | None:
         """Note how a load ended; the job it was, so that a failed one may be tried again."""
@@ -123,7 +123,7 @@ class ModelJobs:
         if error is None:
             self._fleet_state.forget_ready(node, model, self._clock())
             is_asleep = self._fleet_state.is_asleep(node, model)
-            self._event_log.happened("model_parked" if is_asleep else "model_unloaded", node=node, model=model)
+            self._event_log.happened("model_asleep" if is_asleep else "model_unloaded", node=node, model=model)
         else:
             self._event_log.happened("unload_failed", node=node, model=model, why=error.message)
         for job in [job for job in self._fleet_state.loads.values() if job.node == node and model in job.victims]:

@@ -184,11 +184,11 @@ class Node:
         return self.model(request.model_id)
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
-        """Returns when the memory is back, with `park` that of the device. Running requests get `drain_s`, or nothing
+        """Returns when the memory is back, with `sleep` that of the device. Running requests get `drain_s`, or nothing
         with `force`."""
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._controller(request.model_id)
-        take_down = controller.ensure_asleep if request.park else controller.ensure_gone
+        take_down = controller.ensure_asleep if request.sleep else controller.ensure_gone
         await take_down(0.0 if request.force else drain_s)
         await self._rest_text(request.model_id)
         return self.model(request.model_id)
@@ -265,7 +265,7 @@ class Node:
         ]
 
     def _parking_budget(self, held_bytes: int) -> int:
-        return budget_bytes(self._config.limits.parked_mb, self._devices, read_host_memory(), held_bytes)
+        return budget_bytes(self._config.limits.sleep_mb, self._devices, read_host_memory(), held_bytes)
 
     def _refuse_when_closing(self) -> None:
         if self._closing:

@@ -319,7 +319,7 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
     await until(lambda: api.drain_gate.inside == 0)
     async with api.client.get(api.url + "/metrics") as response:
         exposition = await response.text()
-    assert f'neuron_requests_abandoned_total{{model="org/tiny",phase="{phase}"}} 1.0' in exposition
+    assert f'neuron_client_disconnects_total{{model="org/tiny",phase="{phase}"}} 1.0' in exposition
 
 
 async def test_every_choice_is_cancelled_when_the_client_leaves(api: Any, chat_body: Any, until: Any) -> None:

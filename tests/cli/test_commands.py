@@ -1,4 +1,4 @@
-"""The commands that talk to a gateway: what they send, what they print, how they end."""
+"""Commands that use a gateway: their requests, output and exit codes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def delta(**fields: str) -> dict[str, Any]:
 
 
 def test_models_shows_nodes_that_hold_or_could_hold_each_model(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = MODELS
+    gateway.responses["GET", "/v1/models"] = MODELS
     shown = invoke("models").stdout
     assert "fast → small" in shown
     assert "8,192" in shown
@@ -53,7 +53,7 @@ def test_models_shows_nodes_that_hold_or_could_hold_each_model(gateway: CannedGa
 
 
 def test_models_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = MODELS
+    gateway.responses["GET", "/v1/models"] = MODELS
     assert json.loads(invoke("models", "--json").stdout) == MODELS["data"]
 
 
@@ -88,16 +88,16 @@ LOADING = {
 def test_lifecycle_commands_send_their_request(
     gateway: CannedGateway, invoke: Invoke, arguments: tuple[str, ...], path: str, body: dict[str, Any]
 ) -> None:
-    gateway.answers["POST", path] = {"model": "small", "node": "beast", "nodes": ["beast"]}
-    gateway.answers["GET", "/fleet/status"] = fleet(READY)
+    gateway.responses["POST", path] = {"model": "small", "node": "beast", "nodes": ["beast"]}
+    gateway.responses["GET", "/fleet/status"] = fleet(READY)
     assert invoke(*arguments).code is ExitCode.OK
     sent = [request for request in gateway.requests if request[0] == "POST"]
     assert [(path, body) for _method, path, body, _headers in sent] == [(path, body)]
 
 
 def test_failed_load_and_status_show_the_reason_once(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["POST", "/fleet/models/small/load"] = (202, {"model": "small", "node": "beast"})
-    gateway.answers["GET", "/fleet/status"] = fleet(FAILED)
+    gateway.responses["POST", "/fleet/models/small/load"] = (202, {"model": "small", "node": "beast"})
+    gateway.responses["GET", "/fleet/status"] = fleet(FAILED)
     outcome = invoke("load", "small")
     assert outcome.code is ExitCode.FAILED
     assert outcome.error.startswith("small could not be loaded: the file is truncated; ")
@@ -107,13 +107,13 @@ def test_failed_load_and_status_show_the_reason_once(gateway: CannedGateway, inv
 
 
 def test_unload_waits_until_the_model_is_unloaded(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["POST", "/fleet/models/small/unload"] = (202, {"model": "small", "nodes": ["beast"]})
-    gateway.answers["GET", "/fleet/status"] = fleet()
+    gateway.responses["POST", "/fleet/models/small/unload"] = (202, {"model": "small", "nodes": ["beast"]})
+    gateway.responses["GET", "/fleet/status"] = fleet()
     assert "beast" in invoke("unload", "small").stdout
 
 
 def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
+    gateway.responses["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
     outcome = invoke("status")
     assert outcome.code is ExitCode.OK
     for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 12 min", "~5.0 GiB", "50% read, 4 s"):
@@ -123,14 +123,14 @@ def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway
 
 
 def test_status_shows_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
+    gateway.responses["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
     outcome = invoke("status")
     assert outcome.code is ExitCode.FAILED
     assert "connection refused" in outcome.stdout
 
 
 def test_status_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/fleet/status"] = fleet(READY)
+    gateway.responses["GET", "/fleet/status"] = fleet(READY)
     assert json.loads(invoke("status", "--json").stdout) == fleet(READY)
 
 
@@ -145,8 +145,8 @@ def test_explain_shows_needed_and_available_memory(gateway: CannedGateway, invok
         "occupants": [{"model": "small", "bytes": 1 << 30, "may_leave": False, "reason": "pinned"}],
     }
     decision = {"model": "large", "at": 0, "node": None, "outcome": "large fits nowhere", "nodes": [node]}
-    gateway.answers["GET", "/fleet/explain/large"] = decision
-    gateway.answers["GET", "/fleet/decisions?model=large"] = {"decisions": [decision]}
+    gateway.responses["GET", "/fleet/explain/large"] = decision
+    gateway.responses["GET", "/fleet/decisions?model=large"] = {"decisions": [decision]}
     for arguments in (("explain", "large"), ("explain", "large", "--history")):
         shown = invoke(*arguments).stdout
         for part in (
@@ -163,7 +163,7 @@ def test_explain_shows_needed_and_available_memory(gateway: CannedGateway, invok
 
 
 def test_sends_the_key_as_bearer_token(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = {"data": []}
+    gateway.responses["GET", "/v1/models"] = {"data": []}
     invoke("models", env={"CORTEX_API_KEY": "sk-secret"})
     assert gateway.requests[-1][3]["authorization"] == "Bearer sk-secret"
 
@@ -181,15 +181,15 @@ def test_sends_the_key_as_bearer_token(gateway: CannedGateway, invoke: Invoke) -
 def test_rejection_gives_its_exit_code_and_reason(
     gateway: CannedGateway, invoke: Invoke, status: int, code: str, expected: ExitCode
 ) -> None:
-    gateway.answers["POST", "/fleet/models/small/load"] = (status, {"error": {"message": "because.", "code": code}})
+    gateway.responses["POST", "/fleet/models/small/load"] = (status, {"error": {"message": "because.", "code": code}})
     outcome = invoke("load", "small")
     assert outcome.code is expected
     assert outcome.error.startswith("because; ")
 
 
 def test_operator_only_rejection_explains_which_key_is_needed(gateway: CannedGateway, invoke: Invoke) -> None:
-    refusal = {"error": {"message": "The key `anna` may use models only.", "code": "operator_only"}}
-    gateway.answers["POST", "/fleet/models/small/load"] = (403, refusal)
+    rejection = {"error": {"message": "The key `anna` may use models only.", "code": "operator_only"}}
+    gateway.responses["POST", "/fleet/models/small/load"] = (403, rejection)
     outcome = invoke("load", "small", env={"CORTEX_API_KEY": "ck-anna"})
     assert outcome.code is ExitCode.DENIED
     assert "`anna`" in outcome.error
@@ -204,14 +204,14 @@ def test_unreachable_gateway_is_an_error_with_a_remedy(invoke: Invoke) -> None:
 
 
 def test_response_that_is_not_json_is_an_error(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = b"<html>hello</html>"
+    gateway.responses["GET", "/v1/models"] = b"<html>hello</html>"
     outcome = invoke("models")
     assert outcome.code is ExitCode.UNREACHABLE
     assert "not a cortex gateway" in outcome.error
 
 
 def test_chat_prints_the_response_to_a_prompt_without_reasoning(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["POST", "/v1/chat/completions"] = sse(
+    gateway.responses["POST", "/v1/chat/completions"] = sse(
         delta(role="assistant"),
         delta(reasoning_content="hm"),
         delta(content="Hel"),
@@ -226,8 +226,8 @@ def test_chat_prints_the_response_to_a_prompt_without_reasoning(gateway: CannedG
 
 
 def test_chat_joins_prompt_and_piped_input_and_uses_a_loaded_model(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = MODELS
-    gateway.answers["POST", "/v1/chat/completions"] = sse(delta(content="ok"))
+    gateway.responses["GET", "/v1/models"] = MODELS
+    gateway.responses["POST", "/v1/chat/completions"] = sse(delta(content="ok"))
     invoke("chat", "-", "Summarise:", stdin="a long text\n")
     sent = gateway.requests[-1][2]
     assert sent["model"] == "small"
@@ -240,7 +240,7 @@ def test_chat_without_a_prompt_is_a_usage_error(gateway: CannedGateway, invoke: 
 
 def test_chat_ends_with_the_error_inside_a_stream(gateway: CannedGateway, invoke: Invoke) -> None:
     failure = {"error": {"message": "the node went away", "code": "upstream_interrupted"}}
-    gateway.answers["POST", "/v1/chat/completions"] = sse(delta(content="Hel"), failure)
+    gateway.responses["POST", "/v1/chat/completions"] = sse(delta(content="Hel"), failure)
     outcome = invoke("chat", "small", "Hi")
     assert outcome.code is ExitCode.FAILED
     assert "the node went away" in outcome.error

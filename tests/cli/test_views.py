@@ -1,4 +1,4 @@
-"""What people see: sizes, bars, and models on their way."""
+"""Output for people: sizes, bars, states and progress."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def test_prints_one_line_per_step_without_a_terminal() -> None:
         for done in (1, 2, 3):
             view.update(loading(done))
         view.update(ModelStatus(id="m", state=ModelState.READY))
-        view.update(ModelStatus(id="somebody-else", state=ModelState.READY))
+        view.update(ModelStatus(id="another", state=ModelState.READY))
     assert out.getvalue().splitlines() == ["m: loading (read)", "m: ready"]

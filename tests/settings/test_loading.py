@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cortex.settings import Listen, Section, SettingsError, load, loads
 
 
-class Gateway(Section):
+class Gateway(Section, frozen=True):
     listen: Listen = Listen("127.0.0.1:31313")
     workers: Annotated[int, msgspec.Meta(ge=1)] = 1
     data_dir: Path | None = None
@@ -20,11 +20,11 @@ class Gateway(Section):
     timeout_s: float = 30.0
 
 
-class Eviction(Section):
+class Eviction(Section, frozen=True):
     strategy: Literal["lru", "priority"] = "lru"
 
 
-class Neuron(Section):
+class Neuron(Section, frozen=True):
     name: str
     endpoint: str
     tags: dict[str, int] = msgspec.field(default_factory=dict)
@@ -34,14 +34,14 @@ class Neuron(Section):
             raise ValueError("this name is reserved")
 
 
-class Timeouts(Section):
+class Timeouts(Section, frozen=True):
     renamed: ClassVar = {"patience_s": "idle_s", "token": "label"}
 
     idle_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     label: str = ""
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     gateway: Gateway = Gateway()
     eviction: Eviction = Eviction()
     neurons: tuple[Neuron, ...] = ()

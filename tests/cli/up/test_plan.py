@@ -1,9 +1,10 @@
-"""What `cortex up` decides and writes before it starts anything."""
+"""What `cortex up` decides and writes before it starts a process."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -18,13 +19,15 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.gateway.config import load as load_config
 from cortex.neuron.config import NeuronConfig
-from cortex.settings import SettingsError, load
+from cortex.settings import Section, SettingsError, load
+
+T = TypeVar("T", bound=Section)
 
 PORTS = Ports(gateway=1001, metrics=1002, neuron=1003)
-AWKWARD = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab')
+SPECIAL = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab')
 
 
-def reload(tmp_path: Path, text: str, kind: type, **env: str):
+def reload(tmp_path: Path, text: str, kind: type[T], **env: str) -> T:
     path = tmp_path / "written.toml"
     path.write_text(text, encoding="utf-8")
     return load(kind, path, env_prefix="CORTEX_", env=env)
@@ -37,14 +40,17 @@ def test_written_gateway_config_is_valid(tmp_path: Path) -> None:
 
 
 def test_written_catalogue_escapes_special_characters(tmp_path: Path) -> None:
-    catalogue = reload(tmp_path, run_files.catalogue([AWKWARD]), Catalogue)
-    assert (catalogue.models[0].id, catalogue.models[0].source) == (AWKWARD.id, AWKWARD.source)
+    catalogue = reload(tmp_path, run_files.catalogue([SPECIAL]), Catalogue)
+    assert (catalogue.models[0].id, catalogue.models[0].source) == (SPECIAL.id, SPECIAL.source)
 
 
 def test_written_neuron_config_loads_the_models_at_start(tmp_path: Path) -> None:
-    config = reload(tmp_path, run_files.neuron_config(PORTS, [AWKWARD]), NeuronConfig)
+    config = reload(tmp_path, run_files.neuron_config(PORTS, [SPECIAL]), NeuronConfig)
     assert config.address == "127.0.0.1:1003"
-    assert (config.default_models[0].model_id, config.default_models[0].source) == (AWKWARD.id, AWKWARD.source)
+    assert (config.default_models[0].model_id, config.default_models[0].source) == (
+        SPECIAL.id,
+        SPECIAL.source,
+    )
 
 
 OWN = """
@@ -110,7 +116,7 @@ def test_wildcard_listener_is_reachable_through_loopback() -> None:
 
 
 def test_rejects_two_files_of_one_name_but_not_a_repetition() -> None:
-    assert distinct([AWKWARD, AWKWARD]) == (AWKWARD,)
+    assert distinct([SPECIAL, SPECIAL]) == (SPECIAL,)
     with pytest.raises(CommandError, match="have the same name"):
         distinct([ModelSource("a", "/x/a.gguf"), ModelSource("a", "/y/a.gguf")])
 

@@ -33,7 +33,7 @@ class GatewayUnreachable(CommandError):
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
-            f"no gateway answers at {url} ({reason})",
+            f"no gateway at {url} ({reason})",
             "start one with `cortex up`, or name another with --url or CORTEX_URL",
             ExitCode.UNREACHABLE,
         )
@@ -120,7 +120,7 @@ class GatewayClient:
             return msgspec.json.decode(content)
         except msgspec.DecodeError as error:
             raise CommandError(
-                f"what answers at {self.url} is not a cortex gateway", "check --url", ExitCode.UNREACHABLE
+                f"the server at {self.url} is not a cortex gateway", "check --url", ExitCode.UNREACHABLE
             ) from error
 
 

@@ -21,14 +21,14 @@ def fraction_done(status: ModelStatus) -> float | None:
 
 def describe(status: ModelStatus) -> str:
     """State and progress: `loading: read 42%, 3 s left`."""
-    words = str(status.state)
+    text = str(status.state)
     if status.progress is not None and status.state in (ModelState.LOADING, ModelState.DOWNLOADING):
-        words += f": {status.progress.stage}"
+        text += f": {status.progress.stage}"
         if (fraction := fraction_done(status)) is not None:
-            words += f" {fraction:.0%}"
+            text += f" {fraction:.0%}"
         if status.progress.eta_s is not None:
-            words += f", {status.progress.eta_s:.0f} s left"
-    return words
+            text += f", {status.progress.eta_s:.0f} s left"
+    return text
 
 
 def reason_of(status: ModelStatus) -> str:

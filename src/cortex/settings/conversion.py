@@ -50,7 +50,7 @@ def dotted(path: Path) -> str:
 
 
 def convert(expected: inspect.Type, value: Any, source: Source, path: Path = ()) -> Any:
-    """`value`, which stands at `path`, as the type that `expected` describes. Raises `SettingsError`."""
+    """Convert `value`, found at `path`, to the type that `expected` describes. Raises `SettingsError`."""
     member = schema.alternative_for(expected, value)
     try:
         match member:

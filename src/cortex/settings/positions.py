@@ -1,4 +1,4 @@
-"""Where keys stand in a TOML text, so that an error can name the line. `tomllib` does not keep it.
+"""Line numbers of the keys in a TOML text, for error messages. `tomllib` does not keep them.
 
 The scan relies on `tomllib` having accepted the text: it only steps over values and does not check them.
 """

@@ -95,7 +95,7 @@ def satisfies(member: inspect.Type, value: Any) -> bool:
 
 
 def describe(expected: inspect.Type) -> str:
-    """The type in plain words: `number ≥ 0`, `true or false`, `"lru" or "priority"`."""
+    """The type for people: `number ≥ 0`, `true or false`, `"lru" or "priority"`."""
     return " or ".join(dict.fromkeys(_describe(member) for member in alternatives(expected)))
 
 

@@ -43,9 +43,9 @@ class Neuron:
 
     def put_to_sleep(self, model_id: str) -> None:
         """Returns when the model is asleep: its weights are in host memory, its device memory is free."""
-        status = self.call("/models/unload", {"model_id": model_id, "park": True})
+        status = self.call("/models/unload", {"model_id": model_id, "sleep": True})
         if status["state"] != "asleep":
-            sys.exit(f"{model_id} is {status['state']}, not asleep; allow host memory: NEURON_LIMITS__PARKED_MB=40000")
+            sys.exit(f"{model_id} is {status['state']}, not asleep; allow host memory: NEURON_LIMITS__SLEEP_MB=40000")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""What every test may rely on: no GPU test runs without a GPU, and no test meets the user's own settings.
+"""Fixtures and hooks for every test: GPU tests are skipped without a GPU, and the user's settings are removed.
 
-Also how the suite runs: which tests share a process when there are several, and which tests took too long.
+The hooks also decide which tests share a process, and report slow tests.
 """
 
 from __future__ import annotations
@@ -8,52 +8,53 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
+if TYPE_CHECKING:
+    from .telemetry.otlp_collector import Collector
+
 BUDGET_S = 20.0
-"""What one phase of one test may take on a machine of two slow cores; more is reported at the end of the run."""
+"""Time limit of one phase of a test on a machine with two slow cores. Slower tests are reported at the end."""
 
 hypothesis.settings.register_profile(
-    "patient",
-    deadline=None,  # examples are slow where the machine is busy
+    "no deadline",
+    deadline=None,  # examples are slow on a busy machine
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
-hypothesis.settings.load_profile("patient")
+hypothesis.settings.load_profile("no deadline")
 
-# Both are read when torch is imported, here and in the programs that tests start.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # what workers are given
+# torch reads both when it is imported, here and in the programs that tests start.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the workers have it
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process per core: more threads would wait for each other
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _plain_environment() -> None:
-    """Settings of the shell that runs the tests must not leak into them."""
+    """Remove settings of the shell from the environment of the tests."""
     for name in list(os.environ):
         if name.startswith(("CORTEX_", "NEURON_")) and name != "CORTEX_CACHE":
             del os.environ[name]
 
 
 @pytest.fixture
-def collector() -> Iterator[Any]:
-    """A collector of traces, listening."""
-    sys.path.insert(0, str(Path(__file__).parent / "telemetry"))
-    from otlp_collector import Collector
+def collector() -> Iterator[Collector]:
+    """A running collector of traces."""
+    from .telemetry.otlp_collector import Collector  # only its tests need the telemetry packages
 
     with Collector() as listening:
         yield listening
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests, and skip `gpu` tests with a reason where there is no CUDA device.
+    """Order the tests, and skip `gpu` tests without a CUDA device.
 
-    One process runs the quick tests first. Several processes begin with `e2e`, which takes longest since it is serial.
+    One process runs the fast tests first. Several processes begin with `e2e`, which is serial and takes longest.
     """
     is_parallel = hasattr(config, "workerinput")
     items.sort(key=lambda item: (item.get_closest_marker("e2e") is None) == is_parallel)
@@ -64,33 +65,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What imports made stays until the end: no later collection of garbage need search it."""
+    """Exclude the objects of imported modules from garbage collection: they live until the end."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """What stays frozen at exit is reported as leaked by extension modules."""
+    """Extension modules report objects as leaked that are still frozen at exit."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of a file share a process, and so do all of `tests/e2e`: they share one started stack."""
+    """Run the tests of a file in one process, and all of `tests/e2e` in one: they share running programs."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class OneStack(LoadFileScheduling):
+    class SharedPrograms(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
 
-    config.option.loadscopereorder = False  # the order of the collection is the order of the work
-    return OneStack(config, log)
+    config.option.loadscopereorder = False  # keep the order of the collection
+    return SharedPrograms(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Name the tests over budget. They do not fail: a slow machine proves as much as a fast one."""
+    """List the slow tests. They do not fail, because the machine may be slow."""
     reports = [
         each for each in itertools.chain(*terminalreporter.stats.values()) if isinstance(each, pytest.TestReport)
     ]

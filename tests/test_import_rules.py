@@ -1,7 +1,7 @@
-"""Imports go down only. The table below is the house's floor plan; a room may import the rooms listed for it.
+"""Import rules: each package may import only the packages that the table below lists for it.
 
 Two checks: the source of every module against the table, and fresh interpreters in which the forbidden packages
-cannot be imported, so that an indirect import is caught too.
+cannot be imported, which also detects indirect imports.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ GATEWAY = {"gateway", "exits", *GATEWAY_API, *GATEWAY_WORKERS}
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a room may import: rooms of this project, and third-party packages (None: any it declares)."""
+    """What a package may import: packages of this project, and third-party libraries (None: any)."""
 
-    rooms: set[str]
+    packages: set[str]
     libraries: frozenset[str] | None = None
     lazy_libraries: frozenset[str] = frozenset()
-    """Allowed inside functions only: absent on some hosts where the module itself must import."""
+    """Allowed inside functions only: not installed on some hosts where the module must import."""
 
 
 RULES: dict[str, Rule] = {
@@ -84,16 +84,16 @@ class Import:
     """Dotted and absolute."""
     line: int
     lazy: bool
-    """Inside a function, so it costs nothing until the function runs."""
+    """Inside a function, so that it runs only when the function does."""
 
 
-def room_of(module: str) -> str:
-    """`cortex.neuron.engine.memory.plan` lives in room `neuron.engine`."""
+def package_of(module: str) -> str:
+    """The key in `RULES` of a module: `neuron.engine` for `cortex.neuron.engine.memory.plan`."""
     parts = module.split(".")[1:]
     for depth in (2, 1):
-        room = ".".join(parts[:depth])
-        if room in RULES:
-            return room
+        package = ".".join(parts[:depth])
+        if package in RULES:
+            return package
     return ".".join(parts[:1])
 
 
@@ -131,19 +131,19 @@ def imports_in(
     yield from walk(tree, lazy=False)
 
 
-def fault(room: str, found: Import) -> str | None:
-    """Why this import is against the table, or None."""
-    rule = RULES[room]
+def violation(package: str, found: Import) -> str | None:
+    """Why this import breaks the rules, or None."""
+    rule = RULES[package]
     top = found.module.split(".")[0]
     if top == "cortex":
-        target = room_of(found.module)
-        allowed = target in rule.rooms or target == ""
-        return None if allowed else f"{room or 'cortex'} may not import {target}"
+        target = package_of(found.module)
+        allowed = target in rule.packages or target == ""
+        return None if allowed else f"{package or 'cortex'} may not import {target}"
     if top in sys.stdlib_module_names or rule.libraries is None or top in rule.libraries:
         return None
     if top in rule.lazy_libraries:
         return None if found.lazy else f"{top} must be imported inside the function that needs it"
-    return f"{room or 'cortex'} may not import {top}"
+    return f"{package or 'cortex'} may not import {top}"
 
 
 def violations(source: Path) -> list[str]:
@@ -153,52 +153,52 @@ def violations(source: Path) -> list[str]:
     found = []
     for path in paths:
         module = module_name(source, path)
-        room = room_of(module)
-        if room not in RULES:
-            found.append(f"{module}: room {room!r} is not in the floor plan; add it to RULES")
+        package = package_of(module)
+        if package not in RULES:
+            found.append(f"{module}: package {package!r} is not in the import rules; add it to RULES")
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         for entry in imports_in(tree, module, is_package=path.stem == "__init__", modules=modules):
-            if reason := fault(room, entry):
+            if reason := violation(package, entry):
                 found.append(f"{path.relative_to(source)}:{entry.line}: {reason}")
     return found
 
 
-def test_every_import_follows_the_floor_plan() -> None:
+def test_every_import_follows_the_rules() -> None:
     assert violations(SOURCE) == []
 
 
-def circles(source: Path) -> list[str]:
-    """Groups of modules that import each other, lazily or for types alone included; one line for each group."""
+def import_cycles(source: Path) -> list[str]:
+    """One line for each module of an import cycle. Lazy and type-only imports count."""
     paths = sorted((source / "cortex").rglob("*.py"))
     modules = {module_name(source, path) for path in paths}
-    waiting: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for path in paths:
         module = module_name(source, path)
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         found = imports_in(tree, module, is_package=path.stem == "__init__", modules=modules, for_types=True)
-        waiting[module] = {entry.module for entry in found if entry.module in modules} - {module}
+        imported[module] = {entry.module for entry in found if entry.module in modules} - {module}
     while True:
-        needed = set().union(*waiting.values())
-        kept = {module: needs & waiting.keys() for module, needs in waiting.items() if module in needed}
+        needed = set().union(*imported.values())
+        kept = {module: needs & imported.keys() for module, needs in imported.items() if module in needed}
         kept = {module: needs for module, needs in kept.items() if needs}
-        if kept == waiting:
+        if kept == imported:
             break
-        waiting = kept
-    return sorted(f"{module} → {', '.join(sorted(needs))}" for module, needs in waiting.items())
+        imported = kept
+    return sorted(f"{module} → {', '.join(sorted(needs))}" for module, needs in imported.items())
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert circles(SOURCE) == []
+def test_there_is_no_import_cycle() -> None:
+    assert import_cycles(SOURCE) == []
 
 
-def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+def test_detects_an_import_cycle(tmp_path: Path) -> None:
     package = tmp_path / "cortex" / "wire"
     package.mkdir(parents=True)
     (package / "a.py").write_text("def f():\n    from cortex.wire import b")
     (package / "b.py").write_text("from cortex.wire.a import f")
     (package / "c.py").write_text("from cortex.wire.a import f\nimport os")
-    assert circles(tmp_path) == ["cortex.wire.a → cortex.wire.b", "cortex.wire.b → cortex.wire.a"]
+    assert import_cycles(tmp_path) == ["cortex.wire.a → cortex.wire.b", "cortex.wire.b → cortex.wire.a"]
 
 
 @pytest.mark.parametrize(
@@ -220,17 +220,17 @@ def test_a_planted_circle_is_found(tmp_path: Path) -> None:
             "from cortex.gateway.proxy import request",
             "gateway.dispatch may not import gateway.proxy",
         ),
-        ("attic/x.py", "import os", "not in the floor plan"),
+        ("attic/x.py", "import os", "not in the import rules"),
     ],
 )
-def test_a_planted_violation_is_found(tmp_path: Path, file: str, code: str, expected: str) -> None:
-    for room in ("gateway", "fleet", "wire", "neuron/api", "neuron/models"):
-        package = tmp_path / "cortex" / room
+def test_detects_a_forbidden_import(tmp_path: Path, file: str, code: str, expected: str) -> None:
+    for name in ("gateway", "fleet", "wire", "neuron/api", "neuron/models"):
+        package = tmp_path / "cortex" / name
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
-    planted = tmp_path / "cortex" / file
-    planted.parent.mkdir(parents=True, exist_ok=True)
-    planted.write_text(code)
+    module = tmp_path / "cortex" / file
+    module.parent.mkdir(parents=True, exist_ok=True)
+    module.write_text(code)
     assert any(expected in line for line in violations(tmp_path)), violations(tmp_path)
 
 
@@ -243,9 +243,9 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, code: str, expe
         ("cli/x.py", "from cortex.neuron.api import app\nfrom cortex.gateway import config"),
     ],
 )
-def test_what_the_plan_allows_is_not_reported(tmp_path: Path, file: str, code: str) -> None:
-    for room in ("gateway", "fleet", "wire", "cli", "neuron/api", "neuron/engine"):
-        package = tmp_path / "cortex" / room
+def test_accepts_allowed_imports(tmp_path: Path, file: str, code: str) -> None:
+    for name in ("gateway", "fleet", "wire", "cli", "neuron/api", "neuron/engine"):
+        package = tmp_path / "cortex" / name
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
     (tmp_path / "cortex" / file).write_text(code)
@@ -255,7 +255,7 @@ def test_what_the_plan_allows_is_not_reported(tmp_path: Path, file: str, code: s
 BLOCKED_IMPORTS = """
 import importlib, importlib.abc, pkgutil, sys
 
-blocked, rooms = set(sys.argv[1].split(",")), sys.argv[2].split(",")
+blocked, packages = set(sys.argv[1].split(",")), sys.argv[2].split(",")
 
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -264,9 +264,9 @@ class Block(importlib.abc.MetaPathFinder):
         return None
 
 sys.meta_path.insert(0, Block())
-for room in rooms:
-    module = importlib.import_module(room)
-    for entry in pkgutil.walk_packages(getattr(module, "__path__", []), room + "."):
+for package in packages:
+    module = importlib.import_module(package)
+    for entry in pkgutil.walk_packages(getattr(module, "__path__", []), package + "."):
         if not entry.name.endswith("__main__"):
             importlib.import_module(entry.name)
 """
@@ -279,9 +279,9 @@ NOT_ON_A_GPU_HOST = frozenset(
 )
 
 
-def import_without(blocked: frozenset[str], *rooms: str, source: Path = SOURCE) -> subprocess.CompletedProcess[str]:
+def import_without(blocked: frozenset[str], *packages: str, source: Path = SOURCE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BLOCKED_IMPORTS, ",".join(sorted(blocked)), ",".join(rooms)],
+        [sys.executable, "-c", BLOCKED_IMPORTS, ",".join(sorted(blocked)), ",".join(packages)],
         env={"PYTHONPATH": str(source), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
@@ -291,7 +291,7 @@ def import_without(blocked: frozenset[str], *rooms: str, source: Path = SOURCE) 
 
 
 @pytest.mark.parametrize(
-    ("blocked", "rooms"),
+    ("blocked", "packages"),
     [
         pytest.param(
             GATEWAY_ONLY,
@@ -301,12 +301,12 @@ def import_without(blocked: frozenset[str], *rooms: str, source: Path = SOURCE) 
         pytest.param(
             frozenset({"torch", "triton", "transformers"}),
             ("cortex.neuron.text", "cortex.neuron.tokenizer_process.__main__"),
-            id="texts are read and encoded without torch",
+            id="prompts are parsed and encoded without torch",
         ),
         pytest.param(
             frozenset({"torch", "triton", "transformers", "tokenizers"}),
             ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.tokenizer_process", "cortex.ipc"),
-            id="a node's HTTP process runs without torch, and builds no tokenizer",
+            id="a node's HTTP process runs without torch and tokenizers",
         ),
         pytest.param(
             NOT_ON_A_GPU_HOST,
@@ -321,12 +321,12 @@ def import_without(blocked: frozenset[str], *rooms: str, source: Path = SOURCE) 
         ),
     ],
 )
-def test_rooms_import_where_a_package_is_missing(blocked: frozenset[str], rooms: tuple[str, ...]) -> None:
-    result = import_without(blocked, *rooms)
+def test_packages_import_without_optional_dependencies(blocked: frozenset[str], packages: tuple[str, ...]) -> None:
+    result = import_without(blocked, *packages)
     assert result.returncode == 0, result.stderr
 
 
-def test_an_indirect_import_of_a_blocked_package_is_found(tmp_path: Path) -> None:
+def test_detects_an_indirect_import_of_a_blocked_package(tmp_path: Path) -> None:
     package = tmp_path / "planted"
     package.mkdir()
     (package / "__init__.py").touch()

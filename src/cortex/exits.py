@@ -1,4 +1,4 @@
-"""How the programs and commands end: one table of exit codes for all of them."""
+"""Exit codes of all programs and commands."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a script may rely on."""
+    """Stable codes that scripts may rely on."""
 
     OK = 0
     FAILED = 1
-    """What was asked for did not work."""
+    """The command failed for a reason that has no code of its own."""
     USAGE = 2
-    """The command line is wrong."""
+    """The command line is invalid."""
     CONFIG = 3
-    """A configuration file is missing or wrong."""
+    """A configuration file is missing or invalid."""
     UNREACHABLE = 4
-    """The gateway, a node or the network did not answer."""
+    """The gateway, a node or the network did not respond."""
     NOT_FOUND = 5
     """No such model."""
     DENIED = 6
-    """The key is missing, wrong or not allowed."""
+    """The API key is missing, invalid or not allowed to do this."""
     NO_ROOM = 7
-    """A port, disk space or device memory is taken."""
+    """A port is taken, or disk space or device memory is not enough."""
     INTERRUPTED = 130

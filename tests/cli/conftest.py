@@ -1,4 +1,4 @@
-"""A gateway that says what a test tells it to, over real HTTP: the commands' own side is what is tested here."""
+"""A gateway with canned responses over real HTTP, to test the commands' side."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from cortex.cli.failures import ExitCode, exit_code_of
 
 
 class CannedGateway:
-    """Answers by `(method, path)`: a JSON value, `(status, value)`, or bytes sent as an event stream."""
+    """Responses by `(method, path)`: a JSON value, `(status, value)`, or bytes sent as an event stream."""
 
     def __init__(self) -> None:
-        self.answers: dict[tuple[str, str], Any] = {}
+        self.responses: dict[tuple[str, str], Any] = {}
         self.requests: list[tuple[str, str, Any, dict[str, str]]] = []
         canned = self
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_args: object) -> None:
-                """Tests stay quiet."""
+                """Log nothing."""
 
-            def _answer(self) -> None:
+            def _respond(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 sent = json.loads(body) if body else None
                 canned.requests.append((self.command, self.path, sent, {k.lower(): v for k, v in self.headers.items()}))
                 missing = (404, {"error": {"message": f"no route {self.path}", "code": "route_not_found"}})
-                answer = canned.answers.get((self.command, self.path), missing)
-                status, value = answer if isinstance(answer, tuple) else (200, answer)
+                response = canned.responses.get((self.command, self.path), missing)
+                status, value = response if isinstance(response, tuple) else (200, response)
                 content = value if isinstance(value, bytes) else json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_DELETE = _answer  # noqa: N815 - the names the base class looks for
+            do_GET = do_POST = do_DELETE = _respond  # noqa: N815 - the names the base class looks for
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -61,7 +61,7 @@ def gateway() -> Iterator[CannedGateway]:
 
 
 class Outcome:
-    """What a command printed and how it ended, as a shell would see it."""
+    """Output and exit code of a command."""
 
     def __init__(self, result: Result, code: int, error: str) -> None:
         self.stdout = result.stdout

@@ -1,4 +1,4 @@
-"""The commands that talk to a gateway: what they send, what they print, how they end."""
+"""Commands that use a gateway: their requests, output and exit codes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def delta(**fields: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields}]}
 
 
-def test_models_shows_where_each_is_or_could_be(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = MODELS
+def test_models_shows_nodes_that_hold_or_could_hold_each_model(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/v1/models"] = MODELS
     shown = invoke("models").stdout
     assert "fast → small" in shown
     assert "8,192" in shown
@@ -52,8 +52,8 @@ def test_models_shows_where_each_is_or_could_be(gateway: CannedGateway, invoke: 
     assert "fits nowhere" in shown
 
 
-def test_models_as_json_is_what_the_gateway_said(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = MODELS
+def test_models_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/v1/models"] = MODELS
     assert json.loads(invoke("models", "--json").stdout) == MODELS["data"]
 
 
@@ -64,7 +64,7 @@ def fleet(*models: dict[str, Any], **node: Any) -> dict[str, Any]:
 
 
 READY = {"id": "small", "state": "ready", "measured_bytes": 900 << 20, "context_tokens": 8192, "idle_s": 700}
-FAILED = {"id": "small", "state": "failed", "reason": "the file is truncated."}
+FAILED = {"id": "small", "state": "failed", "reason": "small: the file is truncated."}
 LOADING = {
     "id": "small",
     "state": "loading",
@@ -79,37 +79,41 @@ LOADING = {
         (("load", "small"), "/fleet/models/small/load", {}),
         (("load", "small", "--node", "beast"), "/fleet/models/small/load", {"node": "beast"}),
         (("unload", "small", "--no-wait", "--force"), "/fleet/models/small/unload", {"force": True}),
-        (("unload", "small", "--no-wait", "--park"), "/fleet/models/small/unload", {"force": False, "park": True}),
+        (("unload", "small", "--no-wait", "--sleep"), "/fleet/models/small/unload", {"force": False, "sleep": True}),
+        (("unload", "small", "--no-wait", "--park"), "/fleet/models/small/unload", {"force": False, "sleep": True}),
         (("pin", "owner/name"), "/fleet/models/owner%2Fname/pin", {}),
         (("unpin", "small"), "/fleet/models/small/unpin", {}),
     ],
 )
-def test_lifecycle_commands_ask_the_gateway(
+def test_lifecycle_commands_send_their_request(
     gateway: CannedGateway, invoke: Invoke, arguments: tuple[str, ...], path: str, body: dict[str, Any]
 ) -> None:
-    gateway.answers["POST", path] = {"model": "small", "node": "beast", "nodes": ["beast"]}
-    gateway.answers["GET", "/fleet/status"] = fleet(READY)
+    gateway.responses["POST", path] = {"model": "small", "node": "beast", "nodes": ["beast"]}
+    gateway.responses["GET", "/fleet/status"] = fleet(READY)
     assert invoke(*arguments).code is ExitCode.OK
     sent = [request for request in gateway.requests if request[0] == "POST"]
     assert [(path, body) for _method, path, body, _headers in sent] == [(path, body)]
 
 
-def test_a_load_that_fails_says_why(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["POST", "/fleet/models/small/load"] = (202, {"model": "small", "node": "beast"})
-    gateway.answers["GET", "/fleet/status"] = fleet(FAILED)
+def test_failed_load_and_status_show_the_reason_once(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["POST", "/fleet/models/small/load"] = (202, {"model": "small", "node": "beast"})
+    gateway.responses["GET", "/fleet/status"] = fleet(FAILED)
     outcome = invoke("load", "small")
     assert outcome.code is ExitCode.FAILED
-    assert "the file is truncated; " in outcome.error
+    assert outcome.error.startswith("small could not be loaded: the file is truncated; ")
+    shown = invoke("status").stdout
+    assert "small: the file is truncated." in shown
+    assert "small: small" not in shown
 
 
-def test_unload_waits_until_it_is_gone(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["POST", "/fleet/models/small/unload"] = (202, {"model": "small", "nodes": ["beast"]})
-    gateway.answers["GET", "/fleet/status"] = fleet()
+def test_unload_waits_until_the_model_is_unloaded(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["POST", "/fleet/models/small/unload"] = (202, {"model": "small", "nodes": ["beast"]})
+    gateway.responses["GET", "/fleet/status"] = fleet()
     assert "beast" in invoke("unload", "small").stdout
 
 
-def test_status_shows_devices_models_and_who_waits(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
+def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
     outcome = invoke("status")
     assert outcome.code is ExitCode.OK
     for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 12 min", "~5.0 GiB", "50% read, 4 s"):
@@ -118,19 +122,19 @@ def test_status_shows_devices_models_and_who_waits(gateway: CannedGateway, invok
     assert "2 waiting for large" in outcome.stdout
 
 
-def test_status_says_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
+def test_status_shows_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
     outcome = invoke("status")
     assert outcome.code is ExitCode.FAILED
     assert "connection refused" in outcome.stdout
 
 
-def test_status_as_json_is_what_the_gateway_said(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/fleet/status"] = fleet(READY)
+def test_status_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(READY)
     assert json.loads(invoke("status", "--json").stdout) == fleet(READY)
 
 
-def test_explain_lists_need_and_have(gateway: CannedGateway, invoke: Invoke) -> None:
+def test_explain_shows_needed_and_available_memory(gateway: CannedGateway, invoke: Invoke) -> None:
     device = {"index": 0, "name": "RTX 3060", "total_bytes": 12 << 30, "have_bytes": 1 << 30, "need_bytes": 5 << 30}
     node = {
         "node": "attic",
@@ -141,8 +145,8 @@ def test_explain_lists_need_and_have(gateway: CannedGateway, invoke: Invoke) -> 
         "occupants": [{"model": "small", "bytes": 1 << 30, "may_leave": False, "reason": "pinned"}],
     }
     decision = {"model": "large", "at": 0, "node": None, "outcome": "large fits nowhere", "nodes": [node]}
-    gateway.answers["GET", "/fleet/explain/large"] = decision
-    gateway.answers["GET", "/fleet/decisions?model=large"] = {"decisions": [decision]}
+    gateway.responses["GET", "/fleet/explain/large"] = decision
+    gateway.responses["GET", "/fleet/decisions?model=large"] = {"decisions": [decision]}
     for arguments in (("explain", "large"), ("explain", "large", "--history")):
         shown = invoke(*arguments).stdout
         for part in (
@@ -158,8 +162,8 @@ def test_explain_lists_need_and_have(gateway: CannedGateway, invoke: Invoke) -> 
             assert part in shown
 
 
-def test_the_key_is_sent_as_bearer(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = {"data": []}
+def test_sends_the_key_as_bearer_token(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/v1/models"] = {"data": []}
     invoke("models", env={"CORTEX_API_KEY": "sk-secret"})
     assert gateway.requests[-1][3]["authorization"] == "Bearer sk-secret"
 
@@ -174,18 +178,18 @@ def test_the_key_is_sent_as_bearer(gateway: CannedGateway, invoke: Invoke) -> No
         (502, "load_failed", ExitCode.FAILED),
     ],
 )
-def test_a_refusal_becomes_its_exit_code_and_keeps_the_reason(
+def test_rejection_gives_its_exit_code_and_reason(
     gateway: CannedGateway, invoke: Invoke, status: int, code: str, expected: ExitCode
 ) -> None:
-    gateway.answers["POST", "/fleet/models/small/load"] = (status, {"error": {"message": "because.", "code": code}})
+    gateway.responses["POST", "/fleet/models/small/load"] = (status, {"error": {"message": "because.", "code": code}})
     outcome = invoke("load", "small")
     assert outcome.code is expected
     assert outcome.error.startswith("because; ")
 
 
-def test_a_client_who_gives_orders_is_told_whose_key_it_takes(gateway: CannedGateway, invoke: Invoke) -> None:
-    refusal = {"error": {"message": "The key `anna` may use models only.", "code": "operator_only"}}
-    gateway.answers["POST", "/fleet/models/small/load"] = (403, refusal)
+def test_operator_only_rejection_explains_which_key_is_needed(gateway: CannedGateway, invoke: Invoke) -> None:
+    rejection = {"error": {"message": "The key `anna` may use models only.", "code": "operator_only"}}
+    gateway.responses["POST", "/fleet/models/small/load"] = (403, rejection)
     outcome = invoke("load", "small", env={"CORTEX_API_KEY": "ck-anna"})
     assert outcome.code is ExitCode.DENIED
     assert "`anna`" in outcome.error
@@ -193,21 +197,21 @@ def test_a_client_who_gives_orders_is_told_whose_key_it_takes(gateway: CannedGat
     assert "cortex keys add NAME --operator" in outcome.error
 
 
-def test_no_gateway_is_unreachable_with_the_remedy(invoke: Invoke) -> None:
+def test_unreachable_gateway_is_an_error_with_a_remedy(invoke: Invoke) -> None:
     outcome = invoke("models", "--url", "http://127.0.0.1:9")
     assert outcome.code is ExitCode.UNREACHABLE
     assert "cortex up" in outcome.error
 
 
-def test_something_that_is_no_gateway_is_named(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = b"<html>hello</html>"
+def test_response_that_is_not_json_is_an_error(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/v1/models"] = b"<html>hello</html>"
     outcome = invoke("models")
     assert outcome.code is ExitCode.UNREACHABLE
     assert "not a cortex gateway" in outcome.error
 
 
-def test_chat_answers_a_prompt_once_without_reasoning(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["POST", "/v1/chat/completions"] = sse(
+def test_chat_prints_the_response_to_a_prompt_without_reasoning(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["POST", "/v1/chat/completions"] = sse(
         delta(role="assistant"),
         delta(reasoning_content="hm"),
         delta(content="Hel"),
@@ -221,28 +225,28 @@ def test_chat_answers_a_prompt_once_without_reasoning(gateway: CannedGateway, in
     assert (sent["temperature"], sent["max_tokens"], sent["stream"]) == (0, 9, True)
 
 
-def test_chat_joins_prompt_and_piped_input_and_finds_a_loaded_model(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.answers["GET", "/v1/models"] = MODELS
-    gateway.answers["POST", "/v1/chat/completions"] = sse(delta(content="ok"))
+def test_chat_joins_prompt_and_piped_input_and_uses_a_loaded_model(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/v1/models"] = MODELS
+    gateway.responses["POST", "/v1/chat/completions"] = sse(delta(content="ok"))
     invoke("chat", "-", "Summarise:", stdin="a long text\n")
     sent = gateway.requests[-1][2]
     assert sent["model"] == "small"
     assert sent["messages"] == [{"role": "user", "content": "Summarise:\n\na long text"}]
 
 
-def test_chat_without_a_question_is_a_usage_error(gateway: CannedGateway, invoke: Invoke) -> None:
+def test_chat_without_a_prompt_is_a_usage_error(gateway: CannedGateway, invoke: Invoke) -> None:
     assert invoke("chat", "small", stdin="").code is ExitCode.USAGE
 
 
-def test_an_error_inside_the_stream_ends_the_chat_with_it(gateway: CannedGateway, invoke: Invoke) -> None:
+def test_chat_ends_with_the_error_inside_a_stream(gateway: CannedGateway, invoke: Invoke) -> None:
     failure = {"error": {"message": "the node went away", "code": "upstream_interrupted"}}
-    gateway.answers["POST", "/v1/chat/completions"] = sse(delta(content="Hel"), failure)
+    gateway.responses["POST", "/v1/chat/completions"] = sse(delta(content="Hel"), failure)
     outcome = invoke("chat", "small", "Hi")
     assert outcome.code is ExitCode.FAILED
     assert "the node went away" in outcome.error
 
 
-def test_doctor_reports_a_broken_config_as_a_problem(invoke: Invoke, tmp_path: Any) -> None:
+def test_doctor_reports_an_invalid_config_as_a_problem(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text("[gatewy]\n")
     outcome = invoke("doctor", "--json", "--config", str(config))
@@ -251,25 +255,25 @@ def test_doctor_reports_a_broken_config_as_a_problem(invoke: Invoke, tmp_path: A
     assert any("gatewy" in finding["what"] and finding["remedy"] for finding in problems)
 
 
-def test_doctor_reports_a_node_that_does_not_answer(invoke: Invoke, tmp_path: Any) -> None:
+def test_doctor_reports_a_node_that_does_not_respond(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text('[[neurons]]\nname = "beast"\nendpoint = "http://127.0.0.1:9"\n')
     outcome = invoke("doctor", "--config", str(config))
     assert outcome.code is ExitCode.FAILED
-    assert "beast: no answer" in outcome.stdout
+    assert "beast: no response" in outcome.stdout
     assert "neuron serve" in outcome.stdout
 
 
-def test_doctor_looks_for_the_gateway_where_the_config_says(invoke: Invoke, tmp_path: Any) -> None:
+def test_doctor_uses_the_gateway_address_of_the_config(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text('[gateway]\nlisten = "0.0.0.0:9"\nmetrics_listen = "127.0.0.1:7"\n')
     outcome = invoke("doctor", "--config", str(config), env={"CORTEX_URL": DEFAULT_URL})
-    assert "no gateway answers at http://127.0.0.1:9" in outcome.stdout
+    assert "no gateway at http://127.0.0.1:9" in outcome.stdout
     assert "127.0.0.1:7" in outcome.stdout
     assert "31313" not in outcome.stdout
 
 
-def test_an_operators_key_is_asked_for_by_name(invoke: Invoke, tmp_path: Any) -> None:
+def test_operator_key_is_added_and_listed(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text("")
     assert json.loads(invoke("keys", "add", "olga", "--operator", "--config", str(config), "--json").stdout)["operator"]
@@ -277,7 +281,28 @@ def test_an_operators_key_is_asked_for_by_name(invoke: Invoke, tmp_path: Any) ->
     assert "yes" in invoke("keys", "list", "--config", str(config)).stdout
 
 
-def test_every_command_explains_itself(invoke: Invoke) -> None:
+@pytest.mark.parametrize("arguments", [("-h",), ("status", "-h"), ("keys", "-h"), ("keys", "add", "-h")])
+def test_short_help_option_works_everywhere(invoke: Invoke, arguments: tuple[str, ...]) -> None:
+    assert invoke(*arguments).stdout.startswith("Usage: ")
+
+
+def test_doctor_counts_one_node_in_the_singular(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[[neurons]]\nname = "beast"\nendpoint = "http://127.0.0.1:9"\n')
+    shown = invoke("doctor", "--config", str(config)).stdout
+    assert "cortex.toml: 1 node\n" in shown
+    assert "1 problem to fix" in shown
+
+
+def test_doctor_names_the_address_of_an_unreachable_node_once(invoke: Invoke, tmp_path: Any) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[[neurons]]\nname = "beast"\nendpoint = "http://127.0.0.1:9"\n')
+    findings = json.loads(invoke("doctor", "--json", "--config", str(config)).stdout)
+    (finding,) = [finding for finding in findings if finding["topic"] == "nodes"]
+    assert finding["what"] == "beast: no response from http://127.0.0.1:9 (Connection refused)"
+
+
+def test_every_command_has_a_short_help(invoke: Invoke) -> None:
     from cortex.cli.cortex import cortex
 
     for name, command in cortex.commands.items():
@@ -285,7 +310,7 @@ def test_every_command_explains_itself(invoke: Invoke) -> None:
         assert not command.get_short_help_str(60).endswith("..."), f"the first line of {name}'s help is too long"
 
 
-def test_a_key_is_added_to_a_config_that_still_loads(invoke: Invoke, tmp_path: Any) -> None:
+def test_added_key_leaves_a_valid_config(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text('# mine\n[gateway]\nlisten = "127.0.0.1:1"\n')
     made = json.loads(invoke("keys", "add", 'an"na', "--model", "small*", "--config", str(config), "--json").stdout)
@@ -298,13 +323,13 @@ def test_a_key_is_added_to_a_config_that_still_loads(invoke: Invoke, tmp_path: A
     assert 'an"na' in invoke("keys", "list", "--config", str(config)).stdout
 
 
-def test_a_key_without_a_config_is_printed_with_what_to_paste(invoke: Invoke) -> None:
+def test_key_without_a_config_is_printed_as_toml(invoke: Invoke) -> None:
     shown = invoke("keys", "add", "anna").stdout
     assert "ck-" in shown
     assert "[[keys]]" in shown
 
 
-def test_a_key_is_not_added_to_a_broken_config(invoke: Invoke, tmp_path: Any) -> None:
+def test_key_is_not_added_to_an_invalid_config(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text("[gatewy]\n")
     assert invoke("keys", "add", "anna", "--config", str(config)).code is ExitCode.CONFIG
@@ -339,7 +364,7 @@ strategy = "priority"
 """.format("0" * 64)
 
 
-def test_a_key_is_removed_and_the_rest_of_the_file_stays(invoke: Invoke, tmp_path: Any) -> None:
+def test_removing_a_key_keeps_the_rest_of_the_file(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text(KEYED)
     assert "anna" in invoke("keys", "remove", "anna", "--config", str(config)).stdout
@@ -353,7 +378,7 @@ def test_a_key_is_removed_and_the_rest_of_the_file_stays(invoke: Invoke, tmp_pat
     assert config.read_text().endswith('[eviction]\nstrategy = "priority"\n')
 
 
-def test_a_key_that_is_not_there_or_not_the_only_one_is_not_removed(invoke: Invoke, tmp_path: Any) -> None:
+def test_unknown_or_ambiguous_key_is_not_removed(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text(KEYED)
     assert invoke("keys", "remove", "carl", "--config", str(config)).code is ExitCode.NOT_FOUND
@@ -364,7 +389,7 @@ def test_a_key_that_is_not_there_or_not_the_only_one_is_not_removed(invoke: Invo
     assert "by hand" in invoke("keys", "remove", "anna", "--config", str(config)).error
 
 
-def test_usage_shows_what_the_books_hold(invoke: Invoke, tmp_path: Any) -> None:
+def test_usage_shows_the_contents_of_the_ledger(invoke: Invoke, tmp_path: Any) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text('[ledger]\ndatabase = "books.db"\n')
     assert invoke("usage", "--config", str(config)).code is ExitCode.NOT_FOUND

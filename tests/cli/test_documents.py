@@ -1,4 +1,4 @@
-"""What we hand out works: examples load, the reference page matches the types, units and commands agree."""
+"""Examples are valid, the reference page matches the types, and units, containers and documents name real commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from cortex.cli.cortex import cortex
@@ -17,7 +16,7 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.loading.loader import MAX_DEVICES_PER_MODEL
-from cortex.settings import load
+from cortex.settings import Section, load
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("name", "kind"), [("cortex.toml", Config), ("models.toml", Catalogue), ("neuron.toml", NeuronConfig)]
 )
-def test_the_example_loads_and_sets_something(name: str, kind: type[msgspec.Struct]) -> None:
+def test_example_is_valid_and_sets_something(name: str, kind: type[Section]) -> None:
     loaded = load(kind, ROOT / "examples" / name, env_prefix="EXAMPLE_", env={})
     assert loaded != kind()
 
 
-def test_example_aliases_lead_to_example_models() -> None:
+def test_example_aliases_name_example_models() -> None:
     catalogue = load(Catalogue, ROOT / "examples" / "models.toml", env_prefix="EXAMPLE_", env={})
     assert catalogue.resolve("claude-3-5-haiku-latest").model_id == "small"
     assert catalogue.resolve("claude-3-5-haiku-latest").background
@@ -49,7 +48,7 @@ def test_no_example_model_spans_more_devices_than_a_neuron_supports() -> None:
     assert max(model.min_devices for model in catalogue.models) <= MAX_DEVICES_PER_MODEL
 
 
-def test_the_configuration_page_matches_the_types() -> None:
+def test_configuration_page_matches_the_types() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == configuration_page(), "run `make docs`"
 
@@ -62,7 +61,7 @@ def unit(name: str) -> configparser.RawConfigParser:
 
 
 @pytest.mark.parametrize(("name", "group"), [("cortex.service", cortex), ("neuron.service", neuron)])
-def test_the_unit_starts_a_command_that_exists(name: str, group: object) -> None:
+def test_systemd_unit_starts_an_existing_command(name: str, group: object) -> None:
     program, command, *options = shlex.split(unit(name)["Service"]["ExecStart"])
     assert program.endswith(f"/{group.name}")  # type: ignore[attr-defined]
     known = {text for parameter in group.commands[command].params for text in parameter.opts}  # type: ignore[attr-defined]
@@ -72,11 +71,11 @@ def test_the_unit_starts_a_command_that_exists(name: str, group: object) -> None
 @pytest.mark.parametrize(
     ("name", "drain_s"), [("cortex.service", Config().gateway.drain_s), ("neuron.service", NeuronConfig().drain_s)]
 )
-def test_the_unit_waits_longer_than_the_program_drains(name: str, drain_s: float) -> None:
+def test_systemd_unit_waits_longer_than_the_program_drains(name: str, drain_s: float) -> None:
     assert float(unit(name)["Service"]["TimeoutStopSec"]) > drain_s + 10
 
 
-def test_the_scrape_configuration_uses_the_default_ports() -> None:
+def test_prometheus_configuration_uses_the_default_ports() -> None:
     text = (ROOT / "packaging" / "prometheus" / "prometheus.yml").read_text()
     ports = {int(port) for port in re.findall(r":(\d+)\"", text)}
     metrics = Config().gateway.metrics_listen
@@ -88,9 +87,7 @@ def test_the_scrape_configuration_uses_the_default_ports() -> None:
     ("name", "ports"),
     [("Containerfile.cortex", [31313, 31314]), ("Containerfile.neuron", [NeuronConfig().address.port])],
 )
-def test_a_container_copies_what_is_there_and_is_asked_for_its_health_where_it_listens(
-    name: str, ports: list[int]
-) -> None:
+def test_containerfile_copies_existing_files_and_checks_health_on_the_right_port(name: str, ports: list[int]) -> None:
     text = (ROOT / "packaging" / "container" / name).read_text().replace("\\\n", " ")
     copied = [path for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for path in line.split()]
     assert copied
@@ -109,7 +106,7 @@ def test_every_command_in_the_readme_exists() -> None:
         assert command in groups[program].commands, f"{program} {command}"
 
 
-def test_links_in_the_documents_lead_somewhere() -> None:
+def test_links_in_the_documents_exist() -> None:
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"

@@ -1,4 +1,4 @@
-"""What people see: sizes, bars, and models on their way."""
+"""Output for people: sizes, bars, states and progress."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cortex.wire.node import ModelState, ModelStatus, Progress
     ("num_bytes", "text"),
     [(0, "0 B"), (2048, "2 KiB"), (98 << 20, "98 MiB"), (25_275_125_760, "23.5 GiB"), (150 << 30, "150 GiB")],
 )
-def test_sizes_read_well(num_bytes: int, text: str) -> None:
+def test_size_has_a_readable_unit(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3, "3 s"), (119, "119 s"), (600, "10 min"), (86400 * 3, "3 d")])
-def test_durations_read_well(seconds: float, text: str) -> None:
+def test_duration_has_a_readable_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
 @pytest.mark.parametrize("fraction", [-1.0, 0.0, 0.01, 0.5, 0.999, 1.0, 7.0])
-def test_a_bar_always_has_its_width(fraction: float) -> None:
+def test_bar_always_has_its_width(fraction: float) -> None:
     assert len(bar(fraction, width=12).plain) == 12
 
 
@@ -37,12 +37,12 @@ def loading(done: int) -> ModelStatus:
     return ModelStatus(id="m", state=ModelState.LOADING, progress=progress)
 
 
-def test_progress_is_said_in_a_few_words() -> None:
+def test_describes_state_and_progress() -> None:
     assert describe(loading(42)) == "loading: read 42%, 3 s left"
     assert describe(ModelStatus(id="m", state=ModelState.READY)) == "ready"
 
 
-def test_a_sleeper_is_shown_with_what_it_takes_of_the_host() -> None:
+def test_model_asleep_is_shown_with_its_host_memory() -> None:
     asleep = HeldModel(id="m", state=ModelState.ASLEEP, devices=(0,), measured_bytes=24 << 30, host_bytes=15 << 30)
     node = NodeView(name="beast", kind="neuron", up=True, models=(asleep,))
     out = io.StringIO()
@@ -53,12 +53,12 @@ def test_a_sleeper_is_shown_with_what_it_takes_of_the_host() -> None:
     assert "24" not in shown
 
 
-def test_without_a_terminal_each_step_is_one_line() -> None:
+def test_prints_one_line_per_step_without_a_terminal() -> None:
     out = io.StringIO()
     with LoadView(Console(file=out)) as view:
         view.starting(["m"])
         for done in (1, 2, 3):
             view.update(loading(done))
         view.update(ModelStatus(id="m", state=ModelState.READY))
-        view.update(ModelStatus(id="somebody-else", state=ModelState.READY))
+        view.update(ModelStatus(id="another", state=ModelState.READY))
     assert out.getvalue().splitlines() == ["m: loading (read)", "m: ready"]

@@ -82,7 +82,7 @@ def test_an_unknown_model_has_its_own_exit_code_and_a_near_miss(up: Run) -> None
 def test_doctor_finds_the_gateway_and_nothing_to_do(up: Run) -> None:
     checked = cortex(up, "doctor")
     assert checked.returncode == 0, checked.stdout
-    assert f"{up.url} answers" in checked.stdout
+    assert f"{up.url} responds" in checked.stdout
 
 
 def test_unload_load_and_pin_move_a_model(up: Run) -> None:
@@ -166,7 +166,7 @@ def test_an_interactive_chat_streams_remembers_and_leaves(chat: Terminal) -> Non
     chat.type("/stats\n")
     chat.wait_for(r"\d+ tokens, \d+ tok/s")
     chat.type("/nonsense\n")
-    chat.wait_for("/help says what can")
+    chat.wait_for("/help lists the commands")
     chat.type("/quit\n")
     assert chat.wait_end() == 0
 

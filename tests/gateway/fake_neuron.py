@@ -176,7 +176,7 @@ class FakeNeuron:
     async def _unload(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=UnloadRequest)
         self.unload_requests.append(wanted)
-        is_parked = wanted.park and self.parks and self.states.get(wanted.model_id) is not None
+        is_parked = wanted.sleep and self.parks and self.states.get(wanted.model_id) is not None
         self.states[wanted.model_id] = ModelState.ASLEEP if is_parked else ModelState.COLD
         return _json(self.status(wanted.model_id))
 

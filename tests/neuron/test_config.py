@@ -66,3 +66,10 @@ def test_accepts_every_name_of_the_engine(tmp_path, name):
 def test_rejects_a_mistake_with_a_hint(tmp_path, text, message):
     with pytest.raises(SettingsError, match=message):
         load(write(tmp_path, text), {})
+
+
+def test_accepts_the_former_name_of_sleep_mb_with_a_warning(tmp_path, caplog):
+    assert load(write(tmp_path, "[limits]\nparked_mb = 64"), {}).limits.sleep_mb == 64
+    assert "limits.parked_mb" in caplog.text
+    with pytest.raises(SettingsError, match="keep only `sleep_mb`"):
+        load(write(tmp_path, "[limits]\nparked_mb = 64\nsleep_mb = 64"), {})

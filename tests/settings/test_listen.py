@@ -17,7 +17,7 @@ from cortex.settings import Listen
         ("[::]:31313", "::", 31313, False),
     ],
 )
-def test_an_address_knows_host_port_and_reach(text: str, host: str, port: int, loopback: bool) -> None:
+def test_splits_an_address_into_host_and_port(text: str, host: str, port: int, loopback: bool) -> None:
     listen = Listen(text)
     assert (listen.host, listen.port, listen.is_loopback, str(listen)) == (host, port, loopback, text)
 
@@ -27,6 +27,6 @@ def test_an_address_knows_host_port_and_reach(text: str, host: str, port: int, l
     ["", "31313", ":31313", "host:", "host:x", "host:65536", "host:-1", "host:٣", "::1:80", "[::1]", "[nope]:1",
      "http://host:80", "a b:80", "host:80/path"],
 )  # fmt: skip
-def test_anything_else_is_refused(text: str) -> None:
+def test_rejects_malformed_address(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         Listen(text)

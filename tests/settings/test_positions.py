@@ -57,7 +57,7 @@ def test_every_statement_has_its_line() -> None:
     }
 
 
-def test_what_has_no_line_gets_that_of_what_contains_it() -> None:
+def test_key_inside_inline_value_gets_the_line_of_its_statement() -> None:
     known = positions(TEXT)
     assert line_of(("table", "inline", "b", 1), known) == 14
     assert line_of(("nowhere",), known) is None
@@ -66,7 +66,7 @@ def test_what_has_no_line_gets_that_of_what_contains_it() -> None:
 @given(
     st.lists(st.tuples(st.from_regex(r"[a-z]{1,8}", fullmatch=True), st.text(max_size=20)), unique_by=lambda p: p[0])
 )
-def test_the_scan_agrees_with_the_parser_on_any_strings(pairs: list[tuple[str, str]]) -> None:
+def test_scan_agrees_with_tomllib_on_arbitrary_strings(pairs: list[tuple[str, str]]) -> None:
     lines = [f'{key} = "{_escaped(value)}"' for key, value in pairs]
     text = "\n".join(lines)
     assert set(tomllib.loads(text)) == {key for key, _ in pairs}

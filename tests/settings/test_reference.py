@@ -7,26 +7,27 @@ import msgspec
 from cortex.settings import Listen, Section, reference
 
 
-class Timeouts(Section):
-    """How long things may take."""
+class Timeouts(Section, frozen=True):
+    """Timeouts of connections."""
 
-    connect_s: Annotated[float, msgspec.Meta(gt=0, description="To open a connection.")] = 2.0
+    connect_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    """To open a connection."""
 
 
-class Node(Section):
+class Node(Section, frozen=True):
     """A host of the fleet."""
 
     name: str
-    """What it is called, in logs
+    """The name in logs
     and tables."""
     kind: Literal["neuron", "openai"] = "neuron"
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """The gateway's file."""
 
     listen: Listen = Listen("127.0.0.1:1")
-    """Where it answers."""
+    """Where it listens."""
     tags: tuple[str, ...] = ("a",)
     title: str | None = None
     verbose: bool = False
@@ -38,13 +39,13 @@ class Config(Section):
     extra: dict[str, Timeouts] = msgspec.field(default_factory=dict)
 
 
-def test_the_page_is_written_from_the_types() -> None:
+def test_writes_one_table_for_each_section_of_the_types() -> None:
     assert reference(Config) == (
         "The gateway's file.\n"
         "\n"
         "| key | type | default | meaning |\n"
         "|---|---|---|---|\n"
-        '| `listen` | host:port | `"127.0.0.1:1"` | Where it answers. |\n'
+        '| `listen` | host:port | `"127.0.0.1:1"` | Where it listens. |\n'
         '| `tags` | list of text | `["a"]` |  |\n'
         "| `title` | text |  |  |\n"
         "| `verbose` | true or false | `false` |  |\n"
@@ -52,11 +53,11 @@ def test_the_page_is_written_from_the_types() -> None:
         "\n"
         "## `[timeouts]`\n"
         "\n"
-        "How long things may take.\n"
+        "Timeouts of connections.\n"
         "\n"
         "| key | type | default | meaning |\n"
         "|---|---|---|---|\n"
-        "| `connect_s` | number, > 0 | `2.0` | To open a connection. |\n"
+        "| `connect_s` | number > 0 | `2.0` | To open a connection. |\n"
         "\n"
         "## `[[nodes]]`\n"
         "\n"
@@ -66,7 +67,7 @@ def test_the_page_is_written_from_the_types() -> None:
         "\n"
         "| key | type | default | meaning |\n"
         "|---|---|---|---|\n"
-        "| `name` | text | required | What it is called, in logs and tables. |\n"
+        "| `name` | text | required | The name in logs and tables. |\n"
         '| `kind` | "neuron" or "openai" | `"neuron"` |  |\n'
         "\n"
         "## `[names.NAME]`\n"
@@ -75,14 +76,14 @@ def test_the_page_is_written_from_the_types() -> None:
         "\n"
         "| key | type | default | meaning |\n"
         "|---|---|---|---|\n"
-        "| `name` | text | required | What it is called, in logs and tables. |\n"
+        "| `name` | text | required | The name in logs and tables. |\n"
         '| `kind` | "neuron" or "openai" | `"neuron"` |  |\n'
         "\n"
         "## `[extra.NAME]`\n"
         "\n"
-        "How long things may take.\n"
+        "Timeouts of connections.\n"
         "\n"
         "| key | type | default | meaning |\n"
         "|---|---|---|---|\n"
-        "| `connect_s` | number, > 0 | `2.0` | To open a connection. |\n"
+        "| `connect_s` | number > 0 | `2.0` | To open a connection. |\n"
     )

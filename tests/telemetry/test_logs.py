@@ -1,5 +1,9 @@
+from __future__ import annotations
+
 import json
 import logging
+import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -8,7 +12,7 @@ from cortex.telemetry.logs import JsonFormatter, TextFormatter
 
 
 @pytest.fixture
-def restored():
+def restored_logging() -> Iterator[None]:
     root, ours = logging.getLogger(), logging.getLogger("cortex")
     before = root.handlers[:], root.level, ours.level
     yield
@@ -17,38 +21,43 @@ def restored():
     ours.setLevel(before[2])
 
 
-def record(**extra):
+def record(**extra: object) -> logging.LogRecord:
     return logging.getLogger("cortex.test").makeRecord(
         "cortex.test", logging.INFO, __file__, 1, "loaded %s", ("a/b",), None, extra=extra
     )
 
 
-def test_json_lines_carry_the_fields_of_the_event():
+def test_json_line_has_the_extra_fields_of_the_event() -> None:
     line = json.loads(JsonFormatter().format(record(node="beast", request_id="req_1")))
     assert line["message"] == "loaded a/b"
     assert line["level"] == "info"
     assert (line["node"], line["request_id"]) == ("beast", "req_1")
 
 
-def test_text_lines_append_the_fields():
-    assert TextFormatter().format(record(node="beast")).endswith("loaded a/b  node=beast")
+def test_text_line_has_date_time_level_message_and_fields() -> None:
+    line = TextFormatter().format(record(node="beast"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    loaded a/b  node=beast", line)
 
 
-def test_every_line_is_json_with_the_common_fields_whoever_logs_it(restored, capsys):
+@pytest.mark.usefixtures("restored_logging")
+def test_lines_of_every_logger_have_the_common_fields(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("json", "info", lambda: {"device": "cpu"})
-    logging.getLogger("cortex.some.room").info("loaded", extra={"model": "a"})
-    logging.getLogger("cortex.some.room").debug("not told")
+    logging.getLogger("cortex.some.module").info("loaded", extra={"model": "a"})
+    logging.getLogger("cortex.some.module").debug("below the level")
     logging.getLogger("a.library").warning("careful")
-    logging.getLogger("a.library").info("not told")
+    logging.getLogger("a.library").info("below the level")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [(line["message"], line["device"]) for line in lines] == [("loaded", "cpu"), ("careful", "cpu")]
 
 
-def test_configuring_again_replaces_the_format_and_keeps_strangers_handlers(restored, capsys, caplog):
+@pytest.mark.usefixtures("restored_logging")
+def test_configuring_again_replaces_only_our_own_handler(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     logs.configure("json", "info")
     assert logs.in_use() == ("json", "INFO")
     logs.configure("text", "warning")
     assert logs.in_use() == ("text", "WARNING")
-    logging.getLogger("cortex.some.room").warning("once")
+    logging.getLogger("cortex.some.module").warning("once")
     assert capsys.readouterr().err.count("once") == 1
     assert "once" in caplog.text

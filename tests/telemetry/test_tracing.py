@@ -1,4 +1,6 @@
-"""Traces as a collector gets them."""
+"""Traces as a collector receives them."""
+
+from __future__ import annotations
 
 import socket
 import sys
@@ -9,10 +11,12 @@ import pytest
 from cortex.settings import SettingsError
 from cortex.telemetry import UNTRACED, NoTracer, TelemetrySection, open_tracer
 
+from .otlp_collector import Collector
+
 PARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_a_trace_is_continued_and_handed_on(collector):
+def test_continues_a_trace_and_passes_it_on(collector: Collector) -> None:
     tracer = open_tracer(TelemetrySection(endpoint=collector.endpoint), "cortex")
     span = tracer.begin("POST /v1/messages", PARENT)
     call = span.call("beast")
@@ -33,7 +37,7 @@ def test_a_trace_is_continued_and_handed_on(collector):
 
 
 @pytest.mark.parametrize("traceparent", [None, b"nonsense", b"\xff\xff", b"00-0-0-01"])
-def test_without_a_trace_to_continue_a_new_one_begins(collector, traceparent):
+def test_begins_a_trace_without_traceparent(collector: Collector, traceparent: bytes | None) -> None:
     tracer = open_tracer(TelemetrySection(endpoint=collector.endpoint + "/v1/traces"), "cortex")
     tracer.begin("a", traceparent).end({})
     tracer.close()
@@ -41,18 +45,18 @@ def test_without_a_trace_to_continue_a_new_one_begins(collector, traceparent):
     assert span.parent_id == ""
 
 
-def test_the_client_decides_for_its_own_traces_and_the_ratio_for_the_rest(collector):
+def test_sampling_follows_the_client_else_the_ratio(collector: Collector) -> None:
     tracer = open_tracer(TelemetrySection(endpoint=collector.endpoint, sample_ratio=0.0), "cortex")
     unsampled = tracer.begin("not recorded", None)
     assert unsampled.traceparent is not None
-    assert int(unsampled.traceparent[-2:], 16) & 1 == 0, "nodes are told not to record it either"
+    assert int(unsampled.traceparent[-2:], 16) & 1 == 0, "nodes must not record it either"
     unsampled.end({})
     tracer.begin("recorded", PARENT).end({})
     tracer.close()
     assert [span.name for span in collector.spans] == ["recorded"]
 
 
-def test_without_an_endpoint_a_clients_trace_is_only_passed_on():
+def test_passes_traceparent_on_without_an_endpoint() -> None:
     tracer = open_tracer(TelemetrySection(), "cortex")
     assert isinstance(tracer, NoTracer)
     assert tracer.begin("a", None) is UNTRACED
@@ -63,18 +67,18 @@ def test_without_an_endpoint_a_clients_trace_is_only_passed_on():
     tracer.close()
 
 
-def test_a_missing_package_is_told_with_the_remedy(monkeypatch):
+def test_missing_package_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cortex.telemetry.otlp", None)
     with pytest.raises(SettingsError, match=r"pip install 'cortex\[telemetry\]'"):
         open_tracer(TelemetrySection(endpoint="http://127.0.0.1:1"), "cortex")
 
 
-def test_an_endpoint_that_is_none_is_refused():
+def test_rejects_an_endpoint_that_is_not_a_url() -> None:
     with pytest.raises(ValueError, match="http://collector:4318"):
         TelemetrySection(endpoint="collector:4318")
 
 
-def test_a_collector_that_hangs_does_not_hold_up_the_end():
+def test_hanging_collector_does_not_delay_the_exit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracer = open_tracer(TelemetrySection(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"), "cortex")
         tracer.begin("a", None).end({})

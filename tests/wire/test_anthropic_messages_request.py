@@ -31,7 +31,7 @@ def read(**fields: Any) -> GenerateRequest:
     return parse(body(**fields))
 
 
-def test_a_conversation_with_every_kind_of_block() -> None:
+def test_parses_a_conversation_with_every_kind_of_block() -> None:
     request = read(
         system=[
             {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}},
@@ -95,12 +95,12 @@ def test_a_conversation_with_every_kind_of_block() -> None:
     assert request.dropped_tools == ("server_tool_use",)
 
 
-def test_nothing_the_client_said_is_left_out_by_reading_it() -> None:
+def test_parsing_keeps_the_billing_line() -> None:
     system = [BILLING, {"type": "text", "text": "be brief"}]
     assert read(system=system).messages[0].parts == (Text(text=BILLING["text"]), Text(text="be brief"))
 
 
-def test_tools_and_choices() -> None:
+def test_parses_tools_and_tool_choice() -> None:
     weather = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
     request = read(
         tools=[weather, {"type": "bash_20250124", "name": "bash"}],
@@ -125,18 +125,18 @@ def test_tools_and_choices() -> None:
         ({"output_config": {"effort": "high"}}, Thinking(effort="high")),
     ],
 )
-def test_thinking(fields: dict[str, Any], thinking: Thinking) -> None:
+def test_parses_thinking(fields: dict[str, Any], thinking: Thinking) -> None:
     assert read(**fields).thinking == thinking
 
 
-def test_structured_output() -> None:
+def test_parses_output_format() -> None:
     output = {"type": "json_schema", "schema": {"a": 1}}
     expected = OutputFormat(kind="json_schema", schema={"a": 1})
     assert read(output_config={"format": output}).output == expected
     assert read(output_format=output).output == expected
 
 
-def test_sampling_and_identity() -> None:
+def test_parses_sampling_and_user() -> None:
     request = read(stop_sequences=["END"], temperature=1, top_k=5, metadata={"user_id": "u"}, service_tier="auto")
     assert (request.sampling.stop, request.sampling.max_tokens, request.user) == (("END",), 10, "u")
 
@@ -151,24 +151,24 @@ def test_sampling_and_identity() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
     ],
 )
-def test_a_value_that_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_rejects_invalid_value_and_names_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         read(**fields)
     assert caught.value.param == param
 
 
-def test_a_pdf_is_refused_rather_than_dropped() -> None:
+def test_rejects_pdf_instead_of_dropping_it() -> None:
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
     with pytest.raises(UnsupportedModality):
         read(messages=[{"role": "user", "content": [pdf]}])
 
 
-def test_counting_reads_the_same_conversation_without_max_tokens() -> None:
+def test_parses_token_count_request_without_max_tokens() -> None:
     counted = parse(msgspec.json.encode({"model": "m", "messages": HELLO}))
     assert counted.messages == read().messages
 
 
-def test_a_conversation_that_ends_with_the_assistant_is_continued() -> None:
+def test_continues_a_conversation_that_ends_with_the_assistant() -> None:
     prefilled = read(messages=[*HELLO, {"role": "assistant", "content": "The answer is"}])
     assert prefilled.template_args == {"continue_final_message": True}
     assert read().template_args == {}

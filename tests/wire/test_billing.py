@@ -1,4 +1,4 @@
-"""The billing line: removed where it stands alone in a system block, and nowhere else."""
+"""The billing line is removed if it is the only text of a system block, and nowhere else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def body(**fields: Any) -> bytes:
         ),
     ],
 )
-def test_the_line_goes_and_everything_else_stays(given: dict[str, Any], left: dict[str, Any]) -> None:
+def test_removes_only_the_billing_line(given: dict[str, Any], left: dict[str, Any]) -> None:
     assert msgspec.json.decode(strip_billing_header(body(**given))) == {"model": "m", **left}
 
 
@@ -59,5 +59,5 @@ def test_other_values_keep_their_bytes() -> None:
         b"\xffx-anthropic-billing-header",
     ],
 )
-def test_what_only_mentions_it_and_what_cannot_be_read_are_untouched(untouched: bytes) -> None:
+def test_body_that_mentions_the_line_or_is_malformed_is_unchanged(untouched: bytes) -> None:
     assert strip_billing_header(untouched) is untouched

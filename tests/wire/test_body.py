@@ -11,27 +11,27 @@ from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, Missing
 @pytest.mark.parametrize(
     "body", [b"", b"nope", b"[]", b"3", b"\xff", b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a":"\xff"}', b"[" * 200_000]
 )
-def test_what_is_not_a_json_object_is_malformed(body: bytes) -> None:
+def test_body_that_is_not_a_json_object_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedJSON):
         parse(body)
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"model": ""}', b'{"model": null}'])
-def test_a_missing_model_is_named(body: bytes) -> None:
+def test_missing_model_is_an_error_of_its_own(body: bytes) -> None:
     for dialect in DIALECTS.values():
         with pytest.raises(MissingModel) as caught:
             dialect.parse(body)
         assert caught.value.param == "model"
 
 
-def test_a_wrong_type_names_the_path_the_client_wrote() -> None:
+def test_error_of_a_wrong_type_names_its_path() -> None:
     (item,) = parse(b'{"a": [{"b": 3}]}').objects("a")
     with pytest.raises(InvalidValue, match=r"'a\[0\]\.b': expected a string, got an integer") as caught:
         item.text("b")
     assert caught.value.param == "a[0].b"
 
 
-def test_true_is_not_a_number_and_a_whole_float_is_an_integer() -> None:
+def test_rejects_bool_as_number_and_accepts_whole_float_as_integer() -> None:
     fields = parse(b'{"yes": true, "three": 3.0, "half": 0.5}')
     assert fields.integer("three", low=0, high=5) == 3
     for name in ("yes", "half"):
@@ -43,7 +43,7 @@ def test_true_is_not_a_number_and_a_whole_float_is_an_integer() -> None:
 
 @pytest.mark.parametrize("number", ["9" * 50, "-" + "9" * 50, "9" * 400, "1e300"])
 @pytest.mark.parametrize("field", ["temperature", "top_k", "repetition_window", "stop_token_ids", "logit_bias"])
-def test_a_number_that_no_engine_can_take_is_refused(field: str, number: str) -> None:
+def test_rejects_numbers_beyond_the_range_of_the_engine(field: str, number: str) -> None:
     value = {"stop_token_ids": f"[{number}]", "logit_bias": f'{{"{number}": 1}}'}.get(field, number)
     with pytest.raises(InvalidValue, match=field):
         DIALECTS["openai_completions"].parse(f'{{"model": "m", "prompt": "x", "{field}": {value}}}'.encode())
@@ -131,7 +131,7 @@ BODIES = st.dictionaries(st.sampled_from(FIELD_NAMES), JSON | OBJECTS | st.lists
 
 
 @given(BODIES)
-def test_whatever_the_body_parsing_ends_in_a_request_or_one_of_our_errors(body: dict[str, object]) -> None:
+def test_arbitrary_body_gives_a_request_or_one_of_our_errors(body: dict[str, object]) -> None:
     try:
         encoded = msgspec.json.encode(body)
     except (UnicodeEncodeError, OverflowError):

@@ -108,7 +108,7 @@ CODEX: dict[str, Any] = {
 }
 
 
-def test_claude_code() -> None:
+def test_parses_a_claude_code_request() -> None:
     request = anthropic_messages.parse(anthropic_messages.strip_billing_header(msgspec.json.encode(CLAUDE_CODE)))
     assert [message.role for message in request.messages] == ["system", "user", "assistant", "tool"]
     assert request.messages[0].parts == (Text(text="You are an agent."), Text(text="\nUse tools."))
@@ -123,7 +123,7 @@ def test_claude_code() -> None:
     assert not request.dropped_tools
 
 
-def test_codex() -> None:
+def test_parses_a_codex_request() -> None:
     request = openai_responses.parse(msgspec.json.encode(CODEX))
     assert [message.role for message in request.messages] == ["developer", "developer", "user", "assistant", "tool"]
     assert request.messages[3].parts == (
@@ -136,15 +136,15 @@ def test_codex() -> None:
     assert request.thinking == Thinking()
 
 
-def test_both_are_told_to_a_server_that_knows_only_chat() -> None:
+def test_both_can_be_sent_to_a_chat_only_server() -> None:
     for request in (
         anthropic_messages.parse(msgspec.json.encode(CLAUDE_CODE)),
         openai_responses.parse(msgspec.json.encode(CODEX)),
     ):
-        told = openai_chat.parse(openai_chat.build(request))
-        assert [message.role for message in told.messages] == [message.role for message in request.messages]
-        assert [tool.name for tool in told.tools] == [tool.name for tool in request.tools]
-        assert [part for part in told.messages[-2].parts if isinstance(part, ToolCall)] == [
+        sent = openai_chat.parse(openai_chat.build(request))
+        assert [message.role for message in sent.messages] == [message.role for message in request.messages]
+        assert [tool.name for tool in sent.tools] == [tool.name for tool in request.tools]
+        assert [part for part in sent.messages[-2].parts if isinstance(part, ToolCall)] == [
             part for part in request.messages[-2].parts if isinstance(part, ToolCall)
         ]
-        assert told.messages[-1] == request.messages[-1]
+        assert sent.messages[-1] == request.messages[-1]

@@ -1,26 +1,31 @@
+from __future__ import annotations
+
+from typing import Any
+
 import msgspec
 import pytest
 
 from cortex.wire import errors, headers
 from cortex.wire.dialects import DIALECTS
 from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, shorten
+from cortex.wire.node import Dialect
 
 LONG = "z" * 50_000
 
 
-def test_short_text_is_kept_and_long_text_is_cut_with_an_ellipsis():
+def test_shortens_only_long_text() -> None:
     assert shorten("a" * MAX_ECHO) == "a" * MAX_ECHO
     assert shorten("a" * (MAX_ECHO + 1)) == "a" * (MAX_ECHO - 1) + "…"
 
 
 @pytest.mark.parametrize("family", Family)
-def test_no_message_leaves_longer_than_the_cap(family):
+def test_message_is_never_longer_than_the_limit(family: Family) -> None:
     body = errors.envelope(InvalidValue(LONG, param=LONG), family)
     assert len(body["error"]["message"]) == MAX_MESSAGE
     assert len(body["error"].get("param") or "") <= MAX_ECHO
 
 
-HOSTILE = [
+HOSTILE: list[dict[str, Any]] = [
     {"model": LONG},
     {"logit_bias": {LONG: 1}},
     {"response_format": {"type": LONG}},
@@ -37,10 +42,17 @@ HOSTILE = [
 ]
 
 
-def rejection(dialect, fields):
-    """What a dialect has to say about a body with `fields` in it; None when it takes them."""
+def rejection(dialect: Dialect, fields: dict[str, Any]) -> CortexError | None:
+    """The error of a dialect for a body with `fields`; None when it accepts them."""
     turn = [{"role": "user", "content": "hi"}]
-    body = {"model": "m", "messages": turn, "input": turn, "max_tokens": 5, "tools": [{"name": "f"}], **fields}
+    body: dict[str, Any] = {
+        "model": "m",
+        "messages": turn,
+        "input": turn,
+        "max_tokens": 5,
+        "tools": [{"name": "f"}],
+        **fields,
+    }
     if dialect == "openai_completions":
         body["prompt"] = "hi"
     try:
@@ -51,7 +63,7 @@ def rejection(dialect, fields):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_no_dialect_echoes_more_than_a_little_of_what_a_client_wrote(dialect):
+def test_errors_repeat_little_of_the_request_in_every_dialect(dialect: Dialect) -> None:
     found = [error for fields in HOSTILE if (error := rejection(dialect, fields)) is not None]
     assert len(found) >= 2
     for error in found:
@@ -59,5 +71,5 @@ def test_no_dialect_echoes_more_than_a_little_of_what_a_client_wrote(dialect):
         assert (error.param or "").count("z") <= MAX_ECHO
 
 
-def test_a_header_repeats_little_of_what_a_client_wrote():
+def test_header_repeats_little_of_the_request() -> None:
     assert len(headers.listed([LONG, "web_search"])) == MAX_ECHO

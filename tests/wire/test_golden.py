@@ -1,7 +1,7 @@
-"""One answer as each dialect tells it, kept as files, and what the vendors' own SDKs make of those bytes.
+"""One response in each dialect, stored in files, and read by the vendors' SDKs.
 
-The files under `golden/` are the contract with clients: a change there is a change clients see. To accept one,
-delete the file and run this test, which writes it anew.
+The files under `golden/` are the contract with clients: clients see every change of them. To accept a change, delete
+the file and run this test, which writes it again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def folded(dialect: str, events: Iterable[AnyEvent]) -> bytes:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_the_bytes_clients_see_have_not_changed(dialect: str, name: str) -> None:
+def test_encoded_bytes_match_the_golden_files(dialect: str, name: str) -> None:
     path = GOLDEN / f"{dialect}.{name}.sse"
     data = streamed(dialect, TRANSCRIPTS[name])
     if not path.exists():
@@ -89,11 +89,11 @@ def test_the_bytes_clients_see_have_not_changed(dialect: str, name: str) -> None
 
 
 def transport(body: bytes, content_type: str, status_code: int = 200, extra: dict[str, str] | None = None) -> Any:
-    def answer(request: httpx2.Request) -> httpx2.Response:
+    def respond(request: httpx2.Request) -> httpx2.Response:
         assert request.url.path in ROUTES
         return httpx2.Response(status_code, content=body, headers={"content-type": content_type, **(extra or {})})
 
-    return httpx2.Client(transport=httpx2.MockTransport(answer))
+    return httpx2.Client(transport=httpx2.MockTransport(respond))
 
 
 def openai_client(body: bytes, content_type: str = "text/event-stream", *rest: Any) -> openai.OpenAI:
@@ -192,7 +192,9 @@ def test_openai_sdk_reads_a_response_stream() -> None:
         model="m", input="hello"
     )
     assert whole.output_text == response.output_text
-    assert [item.id for item in whole.output] == [item.id for item in response.output]
+    assert [getattr(item, "id", None) for item in whole.output] == [
+        getattr(item, "id", None) for item in response.output
+    ]
 
 
 def test_anthropic_sdk_reads_a_message_stream() -> None:
@@ -221,14 +223,14 @@ def test_anthropic_sdk_reads_a_message_stream() -> None:
     assert whole.usage.output_tokens == message.usage.output_tokens
 
 
-def test_anthropic_sdk_learns_which_stop_sequence_ended_it() -> None:
+def test_anthropic_sdk_reads_the_stop_sequence() -> None:
     client = anthropic_client(golden("anthropic_messages", "plain"))
     with client.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
         message = stream.get_final_message()
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
 
 
-def test_a_failure_inside_a_stream_reaches_the_caller() -> None:
+def test_failure_inside_a_stream_reaches_the_caller() -> None:
     with pytest.raises(openai.APIError, match="coming back"):
         list(openai_client(golden("openai_chat", "failed")).chat.completions.create(
             model="m", messages=HELLO, stream=True))  # fmt: skip
@@ -242,12 +244,12 @@ def test_a_failure_inside_a_stream_reaches_the_caller() -> None:
     assert events[-1].response.error.message == "the device is coming back"
 
 
-def test_errors_become_the_sdks_own_exceptions() -> None:
+def test_errors_become_exceptions_of_the_sdk() -> None:
     invalid = InvalidValue("temperature is too low", param="temperature")
     body = msgspec.json.encode(envelope(invalid, Family.OPENAI))
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as rejected:
         openai_client(body, "application/json", 400).chat.completions.create(model="m", messages=HELLO)
-    assert (refused.value.code, refused.value.param) == ("invalid_value", "temperature")
+    assert (rejected.value.code, rejected.value.param) == ("invalid_value", "temperature")
     full = Overloaded("try later", retry_after_s=3)
     body = msgspec.json.encode(envelope(full, Family.ANTHROPIC))
     with pytest.raises(anthropic.APIStatusError) as overloaded:

@@ -1,4 +1,4 @@
-"""What must hold for any event stream in every dialect."""
+"""Properties of arbitrary event streams in every dialect."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cortex.wire.events import (
     AnyEvent,
     Failure,
     Finish,
+    FinishReason,
     Logprobs,
     ReasoningDelta,
     Start,
@@ -90,11 +91,12 @@ def choice(draw: st.DrawFn, index: int = 0) -> list[AnyEvent]:
             calls += 1
         events += block
     usage = draw(USAGE)
-    reason = draw(st.sampled_from(["length", "tool_calls"] if calls else ["stop", "length", "content_filter"]))
+    reasons: list[FinishReason] = ["length", "tool_calls"] if calls else ["stop", "length", "content_filter"]
+    reason = draw(st.sampled_from(reasons))
     stop = draw(st.none() | TEXT) if reason == "stop" else None
     start = Start(id="id", model="m", created=7)
-    told = [start, *events, Finish(reason=reason, usage=usage, stop_sequence=stop)]
-    return [msgspec.structs.replace(event, index=index) for event in told]
+    all_events = [start, *events, Finish(reason=reason, usage=usage, stop_sequence=stop)]
+    return [msgspec.structs.replace(event, index=index) for event in all_events]
 
 
 @st.composite
@@ -127,18 +129,18 @@ def whole(dialect: Any, events: Iterable[AnyEvent], n: int = 1) -> dict[str, Any
 
 
 @given(several_choices())
-def test_a_streamed_chat_says_what_the_whole_one_says(events: list[AnyEvent]) -> None:
+def test_streamed_chat_equals_the_whole_one(events: list[AnyEvent]) -> None:
     n = len({event.index for event in events})
     chunks = payloads(stream(openai_chat, events, n))
     body = whole(openai_chat, events, n)
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"] == body["usage"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
-    for told in body["choices"]:
-        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == told["index"]]
+    for choice in body["choices"]:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
         deltas = [c["delta"] for c in mine]
         assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
-        message = told["message"]
+        message = choice["message"]
         assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
         reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
         assert reasoning == message.get("reasoning_content", "")
@@ -151,36 +153,36 @@ def test_a_streamed_chat_says_what_the_whole_one_says(events: list[AnyEvent]) ->
                 assert piece["index"] == len(calls) - 1, "calls never interleave"
                 calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
         assert [{k: v for k, v in call.items() if k != "index"} for call in calls] == message.get("tool_calls", [])
-        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [told["finish_reason"]]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
         tokens = [token for c in mine if c["logprobs"] for token in c["logprobs"]["content"]]
-        assert tokens == (told["logprobs"] or {"content": []})["content"]
+        assert tokens == (choice["logprobs"] or {"content": []})["content"]
 
 
 @given(several_choices())
-def test_a_streamed_completion_says_what_the_whole_one_says(events: list[AnyEvent]) -> None:
+def test_streamed_completion_equals_the_whole_one(events: list[AnyEvent]) -> None:
     n = len({event.index for event in events})
     chunks = payloads(stream(openai_completions, events, n))
     body = whole(openai_completions, events, n)
     assert chunks[-1]["usage"] == body["usage"]
-    for told in body["choices"]:
-        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == told["index"]]
-        assert "".join(c["text"] for c in mine) == told["text"]
-        assert mine[-1]["finish_reason"] == told["finish_reason"]
+    for choice in body["choices"]:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
         for name in ("tokens", "token_logprobs", "text_offset"):
             streamed = [value for c in mine if c["logprobs"] for value in c["logprobs"][name]]
-            assert streamed == (told["logprobs"] or {name: []})[name]
+            assert streamed == (choice["logprobs"] or {name: []})[name]
 
 
 @given(choice())
-def test_a_streamed_message_is_well_formed_and_says_what_the_whole_one_says(events: list[AnyEvent]) -> None:
-    told = payloads(stream(anthropic_messages, events))
+def test_streamed_message_is_well_formed_and_equals_the_whole_one(events: list[AnyEvent]) -> None:
+    streamed = payloads(stream(anthropic_messages, events))
     body = whole(anthropic_messages, events)
-    assert [event["type"] for event in told].count("message_start") == 1
-    assert told[0]["type"] == "message_start"
-    assert [event["type"] for event in told[-2:]] == ["message_delta", "message_stop"]
+    assert [event["type"] for event in streamed].count("message_start") == 1
+    assert streamed[0]["type"] == "message_start"
+    assert [event["type"] for event in streamed[-2:]] == ["message_delta", "message_stop"]
     blocks: list[dict[str, Any]] = []
     is_open = False
-    for event in told[1:-2]:
+    for event in streamed[1:-2]:
         if event["type"] == "content_block_start":
             assert not is_open, "blocks never interleave"
             assert event["index"] == len(blocks), "indices are dense"
@@ -208,24 +210,29 @@ def test_a_streamed_message_is_well_formed_and_says_what_the_whole_one_says(even
         if block["type"] == "tool_use":
             block["input"] = msgspec.json.decode(text)
     assert blocks == body["content"]
-    assert told[-2]["usage"] == body["usage"]
-    assert told[-2]["delta"] == {name: body[name] for name in ("stop_reason", "stop_sequence")}
-    assert {**told[0]["message"], "content": blocks, **told[-2]["delta"], "usage": told[-2]["usage"]} == body
+    assert streamed[-2]["usage"] == body["usage"]
+    assert streamed[-2]["delta"] == {name: body[name] for name in ("stop_reason", "stop_sequence")}
+    assert {
+        **streamed[0]["message"],
+        "content": blocks,
+        **streamed[-2]["delta"],
+        "usage": streamed[-2]["usage"],
+    } == body
 
 
 @given(choice())
-def test_a_streamed_response_is_well_formed_and_says_what_the_whole_one_says(events: list[AnyEvent]) -> None:
+def test_streamed_response_is_well_formed_and_equals_the_whole_one(events: list[AnyEvent]) -> None:
     data = stream(openai_responses, events)
-    told = payloads(data)
+    streamed = payloads(data)
     body = whole(openai_responses, events)
-    assert [frame.event for frame in Parser().feed(data)] == [event["type"] for event in told]
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    assert [event["type"] for event in told[:2]] == ["response.created", "response.in_progress"]
-    assert told[-1]["type"] == f"response.{body['status']}"
-    assert told[-1]["response"] == body
+    assert [frame.event for frame in Parser().feed(data)] == [event["type"] for event in streamed]
+    assert [event["sequence_number"] for event in streamed] == list(range(len(streamed)))
+    assert [event["type"] for event in streamed[:2]] == ["response.created", "response.in_progress"]
+    assert streamed[-1]["type"] == f"response.{body['status']}"
+    assert streamed[-1]["response"] == body
     items: list[dict[str, Any]] = []
     text = ""
-    for event in told[2:-1]:
+    for event in streamed[2:-1]:
         if event["type"] == "response.output_item.added":
             assert event["output_index"] == len(items)
             items.append(event["item"])
@@ -243,7 +250,7 @@ def test_a_streamed_response_is_well_formed_and_says_what_the_whole_one_says(eve
 
 
 @given(choice())
-def test_every_dialect_tells_the_same_blocks(events: list[AnyEvent]) -> None:
+def test_every_dialect_has_the_same_blocks(events: list[AnyEvent]) -> None:
     blocks = gather(events)[0].blocks
     content = whole(anthropic_messages, events)["content"]
     output = whole(openai_responses, events)["output"]
@@ -255,7 +262,7 @@ def test_every_dialect_tells_the_same_blocks(events: list[AnyEvent]) -> None:
 
 
 @given(choice(), st.lists(st.integers(0, 10_000), max_size=6))
-def test_decoding_what_was_encoded_gives_the_events_back_for_any_split(events: list[AnyEvent], cuts: list[int]) -> None:
+def test_decoding_an_encoded_stream_gives_its_events_for_any_split(events: list[AnyEvent], cuts: list[int]) -> None:
     data = stream(openai_chat, events)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     decoder = openai_chat.ResponseDecoder()
@@ -265,16 +272,14 @@ def test_decoding_what_was_encoded_gives_the_events_back_for_any_split(events: l
 
 
 @given(several_choices())
-def test_a_whole_body_unfolds_to_events_that_fold_to_it_again(events: list[AnyEvent]) -> None:
+def test_whole_body_unfolds_to_events_that_fold_to_it_again(events: list[AnyEvent]) -> None:
     n = len({event.index for event in events})
     body = openai_chat.fold(events, request(n), id="id", created=7, model="m")
     assert openai_chat.fold(openai_chat.unfold(body), request(n), id="id", created=7, model="m") == body
 
 
 @given(choice(), st.data())
-def test_a_failure_ends_every_stream_in_an_error_and_a_fold_in_its_exception(
-    events: list[AnyEvent], data: st.DataObject
-) -> None:
+def test_failure_ends_a_stream_with_an_error_and_raises_in_fold(events: list[AnyEvent], data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, len(events) - 1))
     failing: list[AnyEvent] = [*events[:cut], Failure(code="recovering", message="the device failed")]
     for dialect in DIALECTS.values():
@@ -284,20 +289,21 @@ def test_a_failure_ends_every_stream_in_an_error_and_a_fold_in_its_exception(
             whole(dialect, failing)
 
 
-def test_an_answer_without_an_end_is_not_folded() -> None:
+def test_incomplete_response_is_not_folded() -> None:
     for dialect in DIALECTS.values():
-        for events in ([], [Start(id="i", model="m", created=1), TextDelta(text="x")]):
+        incomplete: list[AnyEvent] = [Start(id="i", model="m", created=1), TextDelta(text="x")]
+        for events in ([], incomplete):
             with pytest.raises(UpstreamInterrupted):
                 whole(dialect, events)
 
 
-def test_errors_outside_an_encoder_are_frames_of_their_own() -> None:
+def test_stream_error_is_a_frame_of_its_own() -> None:
     for dialect in DIALECTS.values():
         (payload,) = payloads(dialect.stream_error(GenerationFailed("unhealthy numbers")))
         assert "unhealthy numbers" in msgspec.json.encode(payload).decode()
 
 
-def test_keepalives_say_nothing_but_stay_valid_sse() -> None:
+def test_keepalives_are_valid_sse_without_content() -> None:
     assert Parser().feed(openai_chat.KEEPALIVE) == []
     (ping,) = Parser().feed(anthropic_messages.KEEPALIVE)
     assert (ping.event, ping.data) == ("ping", '{"type":"ping"}')

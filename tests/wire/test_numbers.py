@@ -1,4 +1,4 @@
-"""Every numeric field of every dialect has a range, and what is outside of it is rejected by the field's name."""
+"""Every numeric field of every dialect has a range; the error for a value outside names the field."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from cortex.wire.body import LARGEST_COUNT, LARGEST_INTEGER, LARGEST_TOKEN, Fields
 from cortex.wire.dialects import DIALECTS
 from cortex.wire.errors import InvalidValue, MalformedJSON
+from cortex.wire.node import Dialect
 
-BODIES: dict[str, dict[str, Any]] = {
+BODIES: dict[Dialect, dict[str, Any]] = {
     "openai_chat": {"messages": [{"role": "user", "content": "hi"}], "logprobs": True},
     "openai_completions": {"prompt": "hi"},
     "openai_responses": {"input": "hi"},
@@ -31,7 +32,7 @@ SHARED = {
     "min_tokens": (0, LARGEST_COUNT),
     "n": (1, 128),
 }
-RANGES: dict[str, dict[str, tuple[float, float]]] = {
+RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
     "openai_chat": {**SHARED, "max_completion_tokens": (1, LARGEST_COUNT), "top_logprobs": (0, 20)},
     "openai_completions": {**SHARED, "logprobs": (0, 20), "best_of": (1, 1)},
     "openai_responses": {
@@ -55,17 +56,17 @@ RANGES: dict[str, dict[str, tuple[float, float]]] = {
 CASES = [(dialect, field, *ends) for dialect, fields in RANGES.items() for field, ends in fields.items()]
 
 
-def parse(dialect: str, **fields: Any) -> Any:
+def parse(dialect: Dialect, **fields: Any) -> Any:
     return DIALECTS[dialect].parse(json.dumps({"model": "m", **BODIES[dialect], **fields}).encode())
 
 
-def test_the_table_names_every_dialect() -> None:
+def test_table_covers_every_dialect() -> None:
     assert set(BODIES) == set(RANGES) == set(DIALECTS)
 
 
 @pytest.mark.parametrize(("dialect", "field", "low", "high"), CASES)
-def test_both_ends_of_a_range_are_taken_and_what_is_beyond_is_rejected_by_name(
-    dialect: str, field: str, low: float, high: float
+def test_accepts_both_ends_of_a_range_and_rejects_values_beyond(
+    dialect: Dialect, field: str, low: float, high: float
 ) -> None:
     for value in (low, high):
         parse(dialect, **{field: value})
@@ -79,7 +80,7 @@ def test_both_ends_of_a_range_are_taken_and_what_is_beyond_is_rejected_by_name(
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e999"])
 @pytest.mark.parametrize(("dialect", "field"), [case[:2] for case in CASES])
-def test_what_json_has_no_number_for_is_malformed(dialect: str, field: str, number: str) -> None:
+def test_number_that_json_cannot_write_is_malformed(dialect: Dialect, field: str, number: str) -> None:
     body = json.dumps({"model": "m", **BODIES[dialect], field: "here"}).replace('"here"', number)
     with pytest.raises((MalformedJSON, InvalidValue)):
         DIALECTS[dialect].parse(body.encode())
@@ -98,7 +99,7 @@ def test_what_json_has_no_number_for_is_malformed(dialect: str, field: str, numb
         ("logit_bias", {"-5": 1}, "logit_bias.-5"),
     ],
 )
-def test_numbers_in_lists_and_maps_have_a_range(dialect: str, field: str, value: Any, param: str) -> None:
+def test_numbers_in_arrays_and_objects_have_a_range(dialect: Dialect, field: str, value: Any, param: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         parse(dialect, **{field: value})
     assert caught.value.param == param
@@ -106,20 +107,20 @@ def test_numbers_in_lists_and_maps_have_a_range(dialect: str, field: str, value:
 
 
 @pytest.mark.parametrize("prompt", [[1, 2**31], [2**64], [-1], [[1, 10**400]]])
-def test_a_prompt_of_numbers_that_are_no_token_ids_is_rejected(prompt: list[Any]) -> None:
+def test_rejects_a_prompt_of_invalid_token_ids(prompt: list[Any]) -> None:
     with pytest.raises(InvalidValue) as caught:
         parse("openai_completions", prompt=prompt)
     assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("budget", [-1, 2**53, 2**63, 2**70])
-def test_a_thinking_budget_has_a_range(budget: int) -> None:
+def test_thinking_budget_has_a_range(budget: int) -> None:
     with pytest.raises(InvalidValue) as caught:
         parse("anthropic_messages", thinking={"type": "enabled", "budget_tokens": budget})
     assert caught.value.param == "thinking.budget_tokens"
 
 
-def test_not_a_number_is_in_no_range() -> None:
+def test_nan_is_in_no_range() -> None:
     with pytest.raises(InvalidValue):
         Fields({"x": float("nan")}).number("x", low=-1, high=1)
     with pytest.raises(InvalidValue):

@@ -27,7 +27,7 @@ def read(**body: Any) -> GenerateRequest:
     return parse(msgspec.json.encode({"model": "m", "messages": HELLO, **body}))
 
 
-def test_a_conversation_with_tools_reasoning_and_images() -> None:
+def test_parses_a_conversation_with_tools_reasoning_and_images() -> None:
     request = read(
         messages=[
             {"role": "system", "content": "be brief"},
@@ -82,7 +82,7 @@ def test_a_conversation_with_tools_reasoning_and_images() -> None:
     assert request.dropped_tools == ("web_search", "namespace")
 
 
-def test_sampling_fields_and_their_extensions() -> None:
+def test_parses_sampling_fields_and_extensions() -> None:
     sampling = read(
         temperature=0,
         top_p=0.9,
@@ -133,13 +133,13 @@ def test_sampling_fields_and_their_extensions() -> None:
         ("stream", "yes"),
     ],
 )
-def test_a_value_that_cannot_be_honoured_is_refused_by_name(field: str, value: Any) -> None:
+def test_rejects_invalid_value_and_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         read(**{field: value})
     assert caught.value.param == field
 
 
-def test_top_logprobs_without_logprobs_and_nested_params_are_named() -> None:
+def test_rejection_names_nested_fields() -> None:
     with pytest.raises(InvalidValue) as caught:
         read(top_logprobs=2)
     assert caught.value.param == "top_logprobs"
@@ -164,11 +164,11 @@ def test_top_logprobs_without_logprobs_and_nested_params_are_named() -> None:
         {"store": True, "metadata": {"a": "b"}, "prediction": {"x": 1}, "verbosity": "low", "service_tier": "flex"},
     ],
 )
-def test_what_clients_send_along_changes_nothing(extra: dict[str, Any]) -> None:
+def test_ignores_fields_without_meaning_here(extra: dict[str, Any]) -> None:
     assert read(**extra) == read()
 
 
-def test_audio_is_refused_rather_than_dropped() -> None:
+def test_rejects_audio_instead_of_dropping_it() -> None:
     with pytest.raises(UnsupportedModality) as caught:
         read(messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}])
     assert caught.value.param == "messages[0].content[0].type"
@@ -190,13 +190,13 @@ def test_audio_is_refused_rather_than_dropped() -> None:
         ({"structured_outputs": {"choice": ["a"]}}, OutputFormat(kind="choice", choices=("a",))),
     ],
 )
-def test_output_formats(body: dict[str, Any], expected: OutputFormat) -> None:
+def test_parses_output_formats(body: dict[str, Any], expected: OutputFormat) -> None:
     request = read(**body)
     assert request.output == expected
     assert parse(build(request)).output == expected
 
 
-def test_two_constraints_at_once_are_refused() -> None:
+def test_rejects_two_output_constraints() -> None:
     with pytest.raises(InvalidValue, match="both constrain the output"):
         read(guided_regex="a", response_format={"type": "json_object"})
 
@@ -215,11 +215,11 @@ def test_two_constraints_at_once_are_refused() -> None:
         ),
     ],
 )
-def test_thinking_switches(body: dict[str, Any], thinking: Thinking) -> None:
+def test_parses_thinking_switches(body: dict[str, Any], thinking: Thinking) -> None:
     assert read(**body).thinking == thinking
 
 
-def test_tool_choices() -> None:
+def test_parses_tool_choices() -> None:
     assert read(tools=[WEATHER], tool_choice="required").tool_choice == ToolChoice(mode="required")
     named = {"type": "function", "function": {"name": "weather"}}
     assert read(tools=[WEATHER], tool_choice=named).tool_choice == ToolChoice(mode="named", name="weather")
@@ -232,7 +232,7 @@ def allowed_tools(mode: str, *names: str, **fields: Any) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools, **fields}}
 
 
-def test_allowed_tools_restrict_the_choice_and_not_what_the_model_is_told() -> None:
+def test_allowed_tools_restrict_the_choice_but_not_the_prompt() -> None:
     other = {"type": "function", "function": {"name": "other"}}
     request = read(tools=[WEATHER, other], tool_choice=allowed_tools("required", "weather"))
     assert request.tool_choice == ToolChoice(mode="required", allowed=("weather",))
@@ -245,12 +245,12 @@ def test_allowed_tools_restrict_the_choice_and_not_what_the_model_is_told() -> N
     assert read(tools=[WEATHER], tool_choice=listless).tool_choice == ToolChoice(mode="required")
     searching = allowed_tools("auto", tools=[{"type": "web_search"}])
     assert read(tools=[WEATHER, {"type": "web_search"}], tool_choice=searching).tool_choice.mode == "none"
-    with pytest.raises(InvalidValue, match="no tool named 'nothing'") as refused:
+    with pytest.raises(InvalidValue, match="no tool named 'nothing'") as rejected:
         read(tools=[WEATHER], tool_choice=allowed_tools("auto", "nothing"))
-    assert refused.value.param == "tool_choice.allowed_tools.tools[0].name"
+    assert rejected.value.param == "tool_choice.allowed_tools.tools[0].name"
 
 
-def test_a_foreign_server_is_told_only_of_the_allowed_tools() -> None:
+def test_upstream_request_has_only_the_allowed_tools() -> None:
     other = {"type": "function", "function": {"name": "other"}}
     request = read(tools=[WEATHER, other], tool_choice=allowed_tools("required", "weather"))
     body = msgspec.json.decode(build(request))
@@ -258,7 +258,7 @@ def test_a_foreign_server_is_told_only_of_the_allowed_tools() -> None:
     assert body["tool_choice"] == "required"
 
 
-def test_a_built_request_parses_back_to_the_same_meaning() -> None:
+def test_upstream_request_parses_back_to_the_same_request() -> None:
     request = read(
         messages=[
             {"role": "system", "content": "be brief"},
@@ -290,11 +290,11 @@ def test_a_built_request_parses_back_to_the_same_meaning() -> None:
     assert parse(build(request)) == request
 
 
-def test_usage_is_asked_of_a_foreign_node_even_when_the_client_did_not() -> None:
+def test_upstream_request_always_includes_usage() -> None:
     assert parse(build(read(stream=True))).include_usage is True
 
 
-def test_a_message_to_continue() -> None:
+def test_parses_a_message_to_continue() -> None:
     request = read(continue_final_message=True, add_generation_prompt=False)
     assert request.template_args == {"continue_final_message": True, "add_generation_prompt": False}
     assert parse(build(request)) == request

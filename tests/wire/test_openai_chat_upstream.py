@@ -1,4 +1,4 @@
-"""What foreign servers really send."""
+"""Responses as other servers really send them."""
 
 from typing import Any
 
@@ -38,17 +38,17 @@ DONE = b"data: [DONE]\n\n"
 ENDED = Finish(reason="stop", usage=Usage())
 
 
-def test_reasoning_under_either_name() -> None:
+def test_decodes_reasoning_under_both_names() -> None:
     events = decode(chunk({"reasoning": "a"}), chunk({"reasoning_content": "b"}), chunk({"content": "c"}, "stop"))
     assert events == [START, ReasoningDelta(text="a"), ReasoningDelta(text="b"), TextDelta(text="c"), ENDED]
 
 
-def test_empty_tool_calls_and_null_content_change_nothing() -> None:
+def test_ignores_empty_tool_calls_and_null_content() -> None:
     events = decode(chunk({"role": "assistant", "content": None, "tool_calls": []}), chunk({"content": "c"}, "stop"))
     assert events == [START, TextDelta(text="c"), ENDED]
 
 
-def test_an_id_repeated_on_every_piece_is_one_call() -> None:
+def test_id_repeated_on_every_piece_is_one_call() -> None:
     def piece(arguments: str) -> dict[str, Any]:
         return {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": arguments}}]}
 
@@ -62,7 +62,7 @@ def test_an_id_repeated_on_every_piece_is_one_call() -> None:
     ]
 
 
-def test_calls_without_an_index_and_arguments_as_an_object() -> None:
+def test_decodes_calls_without_index_and_arguments_as_object() -> None:
     calls = [
         {"id": "a", "function": {"name": "f", "arguments": {"x": 1}}},
         {"id": "b", "function": {"name": "g", "arguments": None}},
@@ -78,30 +78,30 @@ def test_calls_without_an_index_and_arguments_as_an_object() -> None:
     ]
 
 
-def test_usage_comes_after_the_finish_reason() -> None:
+def test_decodes_usage_after_the_finish_reason() -> None:
     usage = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
     events = decode(chunk({"content": "c"}, "length"), chunk(usage=usage), DONE)
     assert events[-1] == Finish(reason="length", usage=Usage(prompt_tokens=5, cached_tokens=3, completion_tokens=2))
 
 
-def test_a_stream_cut_in_the_middle_is_an_error() -> None:
+def test_incomplete_stream_is_an_error() -> None:
     with pytest.raises(UpstreamInterrupted, match="in the middle"):
         decode(chunk({"content": "c"}))
 
 
 @pytest.mark.parametrize("data", [b"data: nope\n\n", b"data: 3\n\n", b'data: {"choices": [3]}\n\n', DONE])
-def test_garbage_is_an_error_of_ours(data: bytes) -> None:
+def test_malformed_stream_raises_our_error(data: bytes) -> None:
     with pytest.raises(UpstreamInterrupted):
         decode(data)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"choices": [{"index": "x"}]}', b"{}"])
-def test_a_garbage_body_is_an_error_of_ours(body: bytes) -> None:
+def test_malformed_body_raises_our_error(body: bytes) -> None:
     with pytest.raises(UpstreamInterrupted):
         unfold(body)
 
 
-def test_an_error_in_the_stream_is_a_failure_and_the_end() -> None:
+def test_error_in_the_stream_is_a_failure_and_ends_it() -> None:
     error = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
     assert decode(chunk({"content": "c"}), error, DONE) == [
         START,
@@ -110,7 +110,7 @@ def test_an_error_in_the_stream_is_a_failure_and_the_end() -> None:
     ]
 
 
-def test_interleaved_calls_are_refused_rather_than_mixed() -> None:
+def test_rejects_interleaved_calls() -> None:
     def piece(index: int) -> bytes:
         return chunk({"tool_calls": [{"index": index, "function": {"name": "f", "arguments": "{"}}]})
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from cortex.wire.errors import InvalidValue
-from cortex.wire.events import Finish, Logprobs, Start, TextDelta, TokenLogprob, Usage
+from cortex.wire.events import AnyEvent, Finish, Logprobs, Start, TextDelta, TokenLogprob, Usage
 from cortex.wire.openai_completions import Encoder, fold, parse
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.sse import Parser
@@ -14,7 +14,7 @@ def read(**fields: Any) -> GenerateRequest:
     return parse(msgspec.json.encode({"model": "m", **fields}))
 
 
-def test_prompts() -> None:
+def test_parses_prompts() -> None:
     assert read(prompt="hello").prompt == "hello"
     assert read(prompt=["hello"]).prompt == "hello"
     assert read(prompt=[1, 2]).prompt == (1, 2)
@@ -23,14 +23,14 @@ def test_prompts() -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [[1], [2]], [1, "a"], [-1], [True], 3])
-def test_prompts_that_cannot_be_served(prompt: Any) -> None:
+def test_rejects_unsupported_prompts(prompt: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         read(prompt=prompt)
     assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("extra", [{"suffix": "x"}, {"best_of": 3}, {"logprobs": 21}])
-def test_options_that_cannot_be_honoured(extra: dict[str, Any]) -> None:
+def test_rejects_unsupported_options(extra: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue) as caught:
         read(prompt="x", **extra)
     assert caught.value.param in extra
@@ -40,7 +40,7 @@ def test_logprobs_have_offsets_into_the_whole_text() -> None:
     request = read(prompt="x", logprobs=1, stream=True, stream_options={"include_usage": True})
     tokens = [TokenLogprob("ab", 1, -0.5, (97, 98), (TokenLogprob("ab", 1, -0.5, (97, 98)),)),
               TokenLogprob("c", 2, -1.0, (99,), ())]  # fmt: skip
-    events = [
+    events: list[AnyEvent] = [
         Start(id="i", model="m", created=1),
         Logprobs(tokens=(tokens[0],)),
         TextDelta(text="ab"),
@@ -65,9 +65,9 @@ def test_logprobs_have_offsets_into_the_whole_text() -> None:
     }
 
 
-def test_an_echoed_prompt_stands_before_the_first_token() -> None:
+def test_offsets_count_the_echoed_prompt() -> None:
     request = read(prompt="xyz", logprobs=0, echo=True)
-    events = [
+    events: list[AnyEvent] = [
         Start(id="i", model="m", created=1),
         TextDelta(text="xyz"),
         Logprobs(tokens=(TokenLogprob("ab", 1, -0.5, (97, 98)),)),

@@ -23,14 +23,14 @@ def read(**fields: Any) -> GenerateRequest:
     return parse(msgspec.json.encode({"model": "m", "input": "hello", **fields}))
 
 
-def test_input_as_a_string_with_instructions() -> None:
+def test_parses_string_input_with_instructions() -> None:
     assert read(instructions="be brief").messages == (
         Message(role="system", parts=(Text(text="be brief"),)),
         Message(role="user", parts=(Text(text="hello"),)),
     )
 
 
-def test_items_of_one_assistant_turn_are_one_message() -> None:
+def test_joins_items_of_one_assistant_turn() -> None:
     request = read(
         input=[
             {"role": "developer", "content": "rules"},
@@ -74,7 +74,7 @@ def test_items_of_one_assistant_turn_are_one_message() -> None:
     assert request.dropped_tools == ("web_search_call",)
 
 
-def test_tools_that_no_local_model_runs_are_dropped_and_listed() -> None:
+def test_drops_and_lists_unsupported_tools() -> None:
     weather = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
     request = read(
         tools=[weather, {"type": "web_search"}, {"type": "image_generation"}, {"type": "namespace"}],
@@ -85,7 +85,7 @@ def test_tools_that_no_local_model_runs_are_dropped_and_listed() -> None:
     assert request.tool_choice == ToolChoice(mode="named", name="weather")
 
 
-def test_options() -> None:
+def test_parses_options() -> None:
     request = read(
         max_output_tokens=9,
         reasoning={"effort": "high", "summary": "auto"},
@@ -114,13 +114,13 @@ def test_options() -> None:
         ("temperature", -1),
     ],
 )
-def test_what_needs_stored_state_or_cannot_be_honoured_is_refused(field: str, value: Any) -> None:
+def test_rejects_stored_state_and_unsupported_values(field: str, value: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         read(**{field: value})
     assert caught.value.param == field
 
 
-def test_a_reference_to_a_stored_item_is_refused() -> None:
+def test_rejects_a_reference_to_a_stored_item() -> None:
     with pytest.raises(InvalidValue, match="send the item itself"):
         read(input=[{"type": "item_reference", "id": "msg_1"}])
 

@@ -22,17 +22,17 @@ def test_frames_do_not_depend_on_how_the_bytes_are_split(cuts: list[int]) -> Non
     assert frames == FRAMES
 
 
-def test_a_framed_event_parses_back() -> None:
+def test_framed_event_parses_back() -> None:
     assert Parser().feed(frame(b"{}", "x") + frame(b"[DONE]")) == [Frame("x", "{}"), Frame("message", "[DONE]")]
 
 
-def test_an_endless_line_is_refused_instead_of_filling_memory() -> None:
+def test_rejects_an_endless_line() -> None:
     parser = Parser(max_frame_bytes=1000)
     with pytest.raises(UpstreamInterrupted, match="longer than 1000 bytes"):
         list(map(parser.feed, [b"data: " + b"x" * 100] * 20))
 
 
-def test_an_endless_frame_of_short_lines_is_refused_too() -> None:
+def test_rejects_an_endless_frame_of_short_lines() -> None:
     parser = Parser(max_frame_bytes=1000)
     with pytest.raises(UpstreamInterrupted):
         list(map(parser.feed, [b"data: " + b"x" * 100 + b"\n"] * 20))

@@ -10,17 +10,17 @@ from cortex.wire.events import Usage
 USAGE = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3, reasoning_tokens=1)
 
 
-def test_header_round_trips():
+def test_header_round_trips() -> None:
     assert usage_report.from_header(usage_report.header_value(USAGE).encode()) == USAGE
 
 
 @pytest.mark.parametrize("behind", [b"", b"data: [DONE]\n\n", b": keepalive\n\n"])
-def test_stream_round_trips(behind):
+def test_stream_round_trips(behind: bytes) -> None:
     stream = sse.frame(b'{"choices":[]}') + usage_report.comment(USAGE) + behind
     assert usage_report.from_stream(stream) == USAGE
 
 
-def test_last_report_of_a_stream_counts():
+def test_last_report_of_a_stream_counts() -> None:
     stream = (
         b"data: 1\n\n" + usage_report.comment(Usage(prompt_tokens=7)) + b"data: 2\n\n" + usage_report.comment(USAGE)
     )
@@ -39,11 +39,11 @@ def test_last_report_of_a_stream_counts():
         b'{"prompt_tok',
     ],
 )
-def test_rejects_what_is_not_a_report(value):
+def test_rejects_what_is_not_a_report(value: bytes) -> None:
     assert usage_report.from_header(value) is None
     assert usage_report.from_stream(b"data: 1\n\n: usage " + value + b"\n\n") is None
 
 
-def test_generated_text_cannot_pass_for_a_report():
+def test_generated_text_cannot_pass_for_a_report() -> None:
     text = json.dumps({"content": '\n: usage {"prompt_tokens":0}\n\n'}).encode()
     assert usage_report.from_stream(sse.frame(text)) is None

@@ -1,4 +1,4 @@
-"""Where the commands keep what they fetched and what a run leaves behind."""
+"""Directories for downloads, and for the files of a run."""
 
 from __future__ import annotations
 

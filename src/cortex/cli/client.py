@@ -1,4 +1,4 @@
-"""The commands' way to a running gateway: blocking HTTP on the standard library, errors as `CommandError`."""
+"""The commands' HTTP client for a running gateway: blocking, on the standard library. Raises `CommandError`."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _EXIT_CODES = {401: ExitCode.DENIED, 403: ExitCode.DENIED, 404: ExitCode.NOT_FOU
 
 _REMEDIES: dict[int | str, str] = {
     401: "set CORTEX_API_KEY to a key made with `cortex keys add`",
-    404: "see what there is with `cortex models`",
+    404: "list the models with `cortex models`",
     503: "try again in a moment",
     "operator_only": "set CORTEX_API_KEY to a key made with `cortex keys add NAME --operator`",
 }
-"""By the gateway's own name for an error, or by its status."""
+"""By the error code of the gateway, or by the HTTP status."""
 
 
 class GatewayUnreachable(CommandError):
-    """Nothing answers at the address."""
+    """There is no response from the address. `reason` says why."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
-            f"no gateway answers at {url} ({reason})",
+            f"no gateway at {url} ({reason})",
             "start one with `cortex up`, or name another with --url or CORTEX_URL",
             ExitCode.UNREACHABLE,
         )
+        self.reason = reason
 
 
 class GatewayRejected(CommandError):
-    """The gateway answered with an error; `code` is its own name for it."""
+    """The gateway responded with an error; `code` is its error code."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         remedy = _REMEDIES.get(code) or _REMEDIES.get(status, "see `cortex status` and `cortex doctor`")
@@ -50,7 +51,7 @@ class GatewayRejected(CommandError):
 
 
 class GatewayClient:
-    """One gateway by its base URL. Opens a connection per call; not shared between threads."""
+    """One gateway by its base URL. Opens a connection per call. Not thread-safe."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float = 30.0) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -67,24 +68,20 @@ class GatewayClient:
         """Another gateway, with the same key."""
         return GatewayClient(url, self._api_key, self._timeout_s)
 
-    def patient(self, timeout_s: float) -> GatewayClient:
-        """The same gateway, for calls that may take long."""
-        return GatewayClient(self.url, self._api_key, timeout_s)
-
     def get(self, path: str) -> Any:
         """The decoded JSON of `GET path`."""
         with self._exchange("GET", path, None) as response:
             return self._decode(response.read())
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The decoded JSON of `POST path`, or None for an empty answer."""
+        """The decoded JSON of `POST path`, or None for an empty response."""
         with self._exchange("POST", path, body) as response:
             content = response.read()
         return self._decode(content) if content else None
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
-        """The JSON `data:` payloads of an event stream, as they come. Leaving the block ends the answer."""
+        """The JSON `data:` payloads of an event stream, as they arrive. Leaving the block closes the connection."""
         with self._exchange("POST", path, body) as response:
             yield self._events(response)
 
@@ -94,10 +91,10 @@ class GatewayClient:
                 if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
                     event = self._decode(payload)
                     if "error" in event:
-                        raise _refusal(response.status, event)
+                        raise _rejection(response.status, event)
                     yield event
         except (OSError, http.client.HTTPException) as error:
-            raise CommandError(f"the answer broke off ({error})", "ask again", ExitCode.UNREACHABLE) from error
+            raise CommandError(f"the response ended early ({error})", "try again", ExitCode.UNREACHABLE) from error
 
     @contextlib.contextmanager
     def _exchange(self, method: str, path: str, body: Any) -> Iterator[http.client.HTTPResponse]:
@@ -109,13 +106,13 @@ class GatewayClient:
             try:
                 connection.request(method, path, body=content, headers=headers)
                 response = connection.getresponse()
-                refusal = response.read() if response.status >= 400 else None
+                rejection = response.read() if response.status >= 400 else None
             except TimeoutError as error:
-                raise GatewayUnreachable(self.url, f"silent for {self._timeout_s:g} s") from error
+                raise GatewayUnreachable(self.url, f"no response within {self._timeout_s:g} s") from error
             except (OSError, http.client.HTTPException) as error:
                 raise GatewayUnreachable(self.url, getattr(error, "strerror", None) or str(error)) from error
-            if refusal is not None:
-                raise _refusal(response.status, self._decode(refusal))
+            if rejection is not None:
+                raise _rejection(response.status, self._decode(rejection))
             yield response
 
     def _decode(self, content: bytes) -> Any:
@@ -123,26 +120,26 @@ class GatewayClient:
             return msgspec.json.decode(content)
         except msgspec.DecodeError as error:
             raise CommandError(
-                f"what answers at {self.url} is not a cortex gateway", "check --url", ExitCode.UNREACHABLE
+                f"the server at {self.url} is not a cortex gateway", "check --url", ExitCode.UNREACHABLE
             ) from error
 
 
-def _refusal(status: int, body: Any) -> GatewayRejected:
+def _rejection(status: int, body: Any) -> GatewayRejected:
     error = body.get("error", {}) if isinstance(body, dict) else {}
     if not isinstance(error, dict):
         error = {"message": str(error)}
     return GatewayRejected(
-        status, str(error.get("code", "")), str(error.get("message", f"the gateway answered {status}"))
+        status, str(error.get("code", "")), str(error.get("message", f"the gateway responded with status {status}"))
     )
 
 
 def model_path(model_id: str, action: str) -> str:
-    """The fleet route that does `action` to a model; ids may hold slashes."""
+    """The fleet route of `action` for a model; ids may contain slashes."""
     return f"/fleet/models/{quote(model_id, safe='')}/{action}"
 
 
 def gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--url` and `--api-key`, handed over as one `gateway` argument."""
+    """Give a command `--url` and `--api-key`, passed on as one `gateway` argument."""
 
     @click.option("--url", envvar="CORTEX_URL", default=DEFAULT_URL, show_default=True, help="Gateway, or CORTEX_URL.")
     @click.option("--api-key", envvar="CORTEX_API_KEY", default=None, help="Key to send, or CORTEX_API_KEY.")

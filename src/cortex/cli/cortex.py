@@ -1,4 +1,4 @@
-"""The command `cortex`: its group, and what belongs to it."""
+"""The command `cortex` and its subcommands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How a command ends: exit codes that mean something, and errors as one line with the remedy.
+"""Errors of commands: one line with the remedy, and an exit code for each kind.
 
-A command raises `CommandError` (or lets a `SettingsError` through); `run` prints it and picks the exit code.
-The traceback is shown only with `--verbose`.
+A command raises `CommandError` or `SettingsError`; `run` prints it and chooses the exit code. Tracebacks are shown only
+with `--verbose`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ VERBOSE_KEY = "cortex.verbose"
 
 
 EXIT_CODES_HELP = """\b
-Exit codes: 0 done, 1 failed, 2 wrong command line, 3 wrong configuration, 4 no answer from gateway, node or network,
-5 no such model, 6 key refused, 7 no room (port, disk, memory), 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 invalid command line, 3 invalid configuration, 4 no response from gateway, node or
+network, 5 no such model, 6 key rejected, 7 no room (port, disk, memory), 130 interrupted.
 """
 
 
 class CommandError(Exception):
-    """A command cannot go on. `message` says what happened, `remedy` what to do; both fit one line."""
+    """A command failed. `message` says what happened, `remedy` what to do; together they are one line."""
 
     def __init__(self, message: str, remedy: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
         super().__init__(f"{message}; {remedy}")
@@ -38,21 +38,24 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
 class Command(click.Command):
-    """A command that takes `--verbose` wherever the user puts it."""
+    """A command with `-h` and `--verbose`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"context_settings": HELP_OPTIONS, **kwargs})
         self.params.append(_verbose_option())
 
 
 class Group(click.Group):
-    """A group whose commands all take `--verbose`, listed in the order they were added."""
+    """A group with `-h` and `--verbose`, like its commands, which are listed in the order they were added."""
 
     command_class = Command
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"context_settings": HELP_OPTIONS, **kwargs})
         self.params.append(_verbose_option())
 
     def list_commands(self, _context: click.Context) -> list[str]:
@@ -77,7 +80,7 @@ def _verbose_option() -> click.Option:
 
 
 def is_verbose() -> bool:
-    """Whether the running command was asked to show more."""
+    """Whether `--verbose` was given to the running command."""
     context = click.get_current_context(silent=True)
     return bool(context and context.meta.get(VERBOSE_KEY))
 
@@ -87,13 +90,13 @@ def run(command: click.Command) -> None:
     arguments = sys.argv[1:]
     try:
         result = command.main(args=arguments, prog_name=command.name, standalone_mode=False)
-        # Without standalone mode this is what the command returned, or the code of `Context.exit`.
+        # Without standalone mode the result is what the command returned, or the code of `Context.exit`.
         sys.exit(result if isinstance(result, int) else ExitCode.OK)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader (`| head`) has what it wanted. Keep the interpreter from complaining when it flushes.
+        # The reader (`| head`) has closed the pipe. Keep the interpreter from reporting that when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(ExitCode.OK)
     except (click.Abort, KeyboardInterrupt, CommandError, SettingsError, OSError) as error:
@@ -106,7 +109,7 @@ def run(command: click.Command) -> None:
 
 
 def explanation(error: BaseException) -> str:
-    """What the user reads: what happened and what to do, in one line. Empty when they asked for the end."""
+    """One line for the user: what happened and what to do. Empty after an interrupt."""
     match error:
         case click.Abort() | KeyboardInterrupt():
             return ""
@@ -122,7 +125,7 @@ def explanation(error: BaseException) -> str:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code that an error stands for."""
+    """The exit code of an error."""
     match error:
         case CommandError() | click.ClickException():
             return error.exit_code

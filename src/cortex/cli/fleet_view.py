@@ -1,4 +1,4 @@
-"""The gateway's `/fleet/status` as typed values. Fields this version does not know are ignored."""
+"""The gateway's `/fleet/status` as typed values. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
 
 
 class HeldModel(ModelStatus, frozen=True, kw_only=True):
-    """A model on a node: what the node says, and what the gateway adds."""
+    """A model on a node: the node's report, and what the gateway adds."""
 
     in_flight: int = 0
     pinned: bool = False
@@ -41,18 +41,18 @@ class FleetView(NodeValue, frozen=True, kw_only=True):
     version: str
     nodes: tuple[NodeView, ...]
     waiting: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests that wait, by model."""
+    """Number of waiting requests, by model."""
 
     def places(self, model: str) -> Iterator[tuple[NodeView, HeldModel]]:
-        """Where a model is, in whatever state but cold."""
+        """The nodes that hold a model, in any state but cold."""
         for node in self.nodes:
             for held in node.models:
                 if held.id == model:
                     yield node, held
 
 
-def look(gateway: GatewayClient) -> FleetView:
-    """The fleet now. Raises `CommandError`."""
+def fetch(gateway: GatewayClient) -> FleetView:
+    """The present state of the fleet. Raises `CommandError`."""
     return parse(gateway.get("/fleet/status"))
 
 

@@ -1,4 +1,4 @@
-"""Models on their way to ready, as a person wants to see them: bars on a terminal, a line per step elsewhere."""
+"""Progress of models that load: bars on a terminal, a line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cortex.wire.node import ModelState, ModelStatus
 
 
 def fraction_done(status: ModelStatus) -> float | None:
-    """How far the present stage is, 0 to 1; None where it cannot be said."""
+    """Progress of the present stage, 0 to 1; None when it is unknown."""
     progress = status.progress
     if progress is None or progress.total_bytes <= 0:
         return None
@@ -20,24 +20,29 @@ def fraction_done(status: ModelStatus) -> float | None:
 
 
 def describe(status: ModelStatus) -> str:
-    """The state in a few words: `loading: read 42 %, 3 s left`."""
-    words = str(status.state)
+    """State and progress: `loading: read 42%, 3 s left`."""
+    text = str(status.state)
     if status.progress is not None and status.state in (ModelState.LOADING, ModelState.DOWNLOADING):
-        words += f": {status.progress.stage}"
+        text += f": {status.progress.stage}"
         if (fraction := fraction_done(status)) is not None:
-            words += f" {fraction:.0%}"
+            text += f" {fraction:.0%}"
         if status.progress.eta_s is not None:
-            words += f", {status.progress.eta_s:.0f} s left"
-    return words
+            text += f", {status.progress.eta_s:.0f} s left"
+    return text
+
+
+def reason_of(status: ModelStatus) -> str:
+    """The node's reason for a failure, without the model's id in front of it."""
+    return (status.reason or "the node gave no reason").removeprefix(f"{status.id}: ")
 
 
 class LoadView:
-    """Shows the latest statuses it was given. A context manager; leaving it removes the bars."""
+    """Shows the latest status of each model. A context manager; leaving it removes the bars."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._tasks: dict[str, TaskID] = {}
-        self._said: dict[str, str] = {}
+        self._printed: dict[str, str] = {}
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.fields[model]}", style="bold"),
@@ -57,7 +62,7 @@ class LoadView:
         self._progress.stop()
 
     def starting(self, models: Iterable[str]) -> None:
-        """Nothing is known yet but what was asked for."""
+        """Show the requested models before any status is known."""
         for model in models:
             self._tasks[model] = self._progress.add_task("starting", total=None, model=model)
 
@@ -74,6 +79,6 @@ class LoadView:
         )
         stage = status.progress.stage if status.progress else ""
         step = f"{status.id}: {status.state}{f' ({stage})' if stage else ''}"
-        if not self._console.is_terminal and self._said.get(status.id) != step:
-            self._said[status.id] = step
+        if not self._console.is_terminal and self._printed.get(status.id) != step:
+            self._printed[status.id] = step
             self._console.print(step, highlight=False, markup=False)

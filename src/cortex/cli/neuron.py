@@ -1,6 +1,6 @@
-"""The command `neuron`: the node daemon, and a look at the machine it would run on.
+"""The command `neuron`: the node daemon, and checks of the machine it runs on.
 
-The engine's packages are imported by the commands that need them: a machine with only the gateway gets a remedy.
+Each command imports the engine's packages only after checking that they are installed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def serve(config: Path | None, port: int | None) -> None:
 @neuron.command()
 @json_option
 def discover(as_json: bool) -> None:
-    """Show the devices a neuron would use here."""
+    """Show the devices that a neuron would use on this machine."""
     require_engine()
     from cortex.neuron.worker.discovery import discover as look
 
@@ -86,7 +86,7 @@ def discover(as_json: bool) -> None:
 @config_option
 @json_option
 def doctor(config: Path | None, as_json: bool) -> int:
-    """Check what usually goes wrong on a node; say what to do."""
+    """Check the usual problems of a node and say how to fix them."""
     require_engine()
     return report(_findings(config), as_json)
 
@@ -97,10 +97,10 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     try:
         settings = _load(path, {})
     except SettingsError as error:
-        yield Finding("config", Severity.PROBLEM, error.message, "correct that line")
+        yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
     else:
         yield Finding(
-            "config", Severity.FINE, str(path) if path else "none given: defaults and NEURON_… variables apply"
+            "config", Severity.FINE, str(path) if path else "no file given: defaults and NEURON_… variables apply"
         )
         yield from checks.ports((settings.address,))
     yield from checks.devices()

@@ -1,4 +1,4 @@
-"""How commands print: JSON for scripts, tables for people."""
+"""Output of commands: JSON for scripts, tables for people."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_STYLES = {
 
 
 def console() -> Console:
-    """Standard output; wide when nobody looks, so that pipes get whole lines."""
+    """Standard output; wide when it is not a terminal, so that pipes get whole lines."""
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=200)
 
@@ -49,7 +49,7 @@ def state(name: str) -> Text:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as people say them: `98 MiB`, `23.6 GiB`."""
+    """Bytes for people: `98 MiB`, `23.6 GiB`."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             value = num_bytes / scale
@@ -58,15 +58,20 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: `42 s`, `3 min`, `5 h`, `2 d`."""
+    """Seconds for people: `42 s`, `3 min`, `5 h`, `2 d`."""
     for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * scale:
             return f"{seconds / scale:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
+def counted(count: float, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count:g} {noun}" if count == 1 else f"{count:g} {noun}s"
+
+
 def bar(fraction: float, width: int = 20, style: str = "") -> Text:
-    """`██████▌             `: a share of something, to an eighth of a character."""
+    """`██████▌             `: a fraction, drawn to an eighth of a character."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
     full, rest = divmod(eighths, 8)
     drawn = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")

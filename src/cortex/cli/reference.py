@@ -12,12 +12,12 @@ from cortex.settings import reference
 INTRODUCTION = """\
 # Configuration
 
-Written from the types by `make docs`; edit those, not this page. Every key has a default unless it says *required*.
+Generated from the types by `make docs`; edit those, not this page. Every key has a default unless marked *required*.
 
 Any key can be set from the environment: `CORTEX_GATEWAY__LISTEN` is `gateway.listen` of `cortex.toml`,
 `CORTEX_NEURONS__0__ENDPOINT` is the first node's endpoint, `NEURON_…` does the same for `neuron.toml`. The environment
-wins over the file. A key that does not exist, or a value of the wrong kind, is an error that names file, line and the
-nearest key that does exist.
+takes precedence over the file. An unknown key or an invalid value is an error that names file, line and the nearest
+known key. A renamed key still works under its former name, with a warning.
 """
 
 

@@ -51,7 +51,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_device_temperature_celsius": ("Temperature of the device.", ("node", "device")),
     "cortex_model_loaded": ("1 where the model is ready, else 0.", ("model", "node")),
     "cortex_model_memory_bytes": ("Device memory of the model, as measured.", ("model", "node")),
-    "cortex_model_parked_bytes": ("Host memory of the model's weights while it is asleep.", ("model", "node")),
+    "cortex_model_sleeping_bytes": ("Host memory of the model's weights while it is asleep.", ("model", "node")),
     "cortex_model_running_requests": ("Requests that the model works on.", ("model", "node")),
     "cortex_model_waiting_requests": ("Requests queued in the model's engine.", ("model", "node")),
     "cortex_model_kv_used_ratio": ("Share of the model's KV pages in use, 0 to 1.", ("model", "node")),
@@ -97,7 +97,7 @@ def _model_gauges(node: str, held: Residency) -> Iterator[GaugeSample]:
     on_device = 0 if held.state is ModelState.ASLEEP else held.status.measured_bytes or 0
     yield GaugeSample("cortex_model_loaded", float(held.state is ModelState.READY), **labels)
     yield GaugeSample("cortex_model_memory_bytes", on_device, **labels)
-    yield GaugeSample("cortex_model_parked_bytes", held.status.host_bytes, **labels)
+    yield GaugeSample("cortex_model_sleeping_bytes", held.status.host_bytes, **labels)
     yield GaugeSample("cortex_model_running_requests", load.running, **labels)
     yield GaugeSample("cortex_model_waiting_requests", load.waiting, **labels)
     yield GaugeSample("cortex_model_kv_used_ratio", load.kv_used_fraction, **labels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -53,13 +53,15 @@ class HarnessSettings(Section, frozen=True):
 class Limits(Section, frozen=True):
     """How much of the machine requests may use."""
 
+    renamed: ClassVar = {"parked_mb": "sleep_mb"}
+
     prefill_chunk_tokens: Count | None = None
     """Maximum prompt tokens in one step; a smaller value keeps running streams smoother. Absent: by device."""
     max_prompt_tokens: Count | None = None
     """Longer prompts are rejected with 413 even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256
     """Device memory that is always kept free."""
-    parked_mb: Megabytes | None = None
+    sleep_mb: Megabytes | None = None
     """Host memory for the weights of sleeping models; over it, the least recently used one is unloaded. 0: no sleep.
     Absent: half of the host's free memory on a node with GPUs, 0 on a node without, where sleep frees nothing."""
     max_num_seqs: Count = 256

@@ -9,21 +9,47 @@ from typing import Any
 
 import msgspec.inspect as inspect
 
-from . import shape
+from . import schema
+from .conversion import dotted
 from .positions import Path
+from .section import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
+    """One value that the environment sets."""
+
     path: Path
     value: Any
     variable: str
+
+    def apply(self, data: dict[str, Any]) -> None:
+        """Set the value in `data`, creating tables and list elements on the way. Raises `SettingsError`."""
+        place: Any = data
+        for part, following in zip(self.path, self.path[1:], strict=False):
+            place = self._slot(place, part, [] if isinstance(following, int) else {})
+        self._slot(place, self.path[-1], None)
+        place[self.path[-1]] = self.value
+
+    def _slot(self, place: Any, part: str | int, new: Any) -> Any:
+        """The value at `part` of `place`, which becomes `new` if there is none."""
+        if isinstance(part, str) and isinstance(place, dict):
+            return place.setdefault(part, new)
+        if isinstance(part, str) or not isinstance(place, list):
+            reason = "another kind of value is there"
+            raise SettingsError(f"cannot set {dotted(self.path)} by environment variable {self.variable}: {reason}")
+        if part > len(place):
+            reason = f"the list has {len(place)} elements so far"
+            raise SettingsError(f"wrong index in environment variable {self.variable}: {reason}")
+        if part == len(place):
+            place.append(new)
+        return place[part]
 
 
 def overrides(expected: inspect.Type, prefix: str, env: Mapping[str, str]) -> list[Override]:
     """What `env` sets, whole tables before the keys inside them. `CORTEX_NEURONS__0__NAME` reaches into a list.
 
-    A variable without `__` that names no top-level key is somebody else's and left alone.
+    A variable without `__` that names no top-level key belongs to another program and is ignored.
     """
     prefix = prefix.rstrip("_") + "_"
     found = []
@@ -31,28 +57,26 @@ def overrides(expected: inspect.Type, prefix: str, env: Mapping[str, str]) -> li
         if not variable.startswith(prefix) or variable == prefix:
             continue
         path = _path(expected, variable.removeprefix(prefix))
-        wanted = shape.at(expected, path)
-        if wanted is None and len(path) == 1:
-            continue
-        found.append(Override(path, _value(env[variable], wanted), variable))
+        wanted = schema.at(expected, path)
+        if wanted is not None or len(path) > 1:
+            found.append(Override(path, _value(env[variable], wanted), variable))
     return sorted(found, key=lambda override: len(override.path))
 
 
 def _path(expected: inspect.Type, name: str) -> Path:
     path: Path = ()
     for part in name.lower().split("__"):
-        here = shape.at(expected, path)
-        is_index = part.isdigit() and here is not None and shape.child(here, 0) is not None
+        here = schema.at(expected, path)
+        is_index = part.isdigit() and here is not None and schema.child(here, 0) is not None
         path = (*path, int(part) if is_index else part)
     return path
 
 
 def _value(text: str, wanted: inspect.Type | None) -> Any:
-    """`text` as a TOML value where it is one, else as it stands; a key that wants text gets text."""
+    """`text` as a TOML value if it is one of the wanted kind, else as a string."""
     try:
         value = tomllib.loads(f"value = {text}\n")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    if wanted is not None and not isinstance(value, str) and shape.takes_text(wanted):
-        return value if shape.takes(wanted, value) else text
-    return value
+    fits = isinstance(value, str) or wanted is None or schema.alternative_for(wanted, value) is not None
+    return value if fits else text

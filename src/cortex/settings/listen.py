@@ -7,14 +7,14 @@ from typing import Self
 
 
 class Listen(str):
-    """`host:port`, known to be well formed; IPv6 hosts stand in brackets: `[::1]:31313`.
+    """A well-formed `host:port`; IPv6 hosts are in brackets: `[::1]:31313`.
 
-    Port 0 asks the system for a free one. Raises `ValueError` on anything else.
+    Port 0 asks the system for a free port. Raises `ValueError` for any other text.
     """
 
     __slots__ = ("host", "port")
     host: str
-    """Without brackets, as sockets want it."""
+    """Without brackets, as sockets expect it."""
     port: int
 
     def __new__(cls, text: str) -> Self:

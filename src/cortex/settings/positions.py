@@ -1,6 +1,6 @@
-"""Where keys stand in a TOML text, so that an error can name the line. `tomllib` does not keep this.
+"""Line numbers of the keys in a TOML text, for error messages. `tomllib` does not keep them.
 
-The scan trusts that `tomllib` has accepted the text: it only has to step over values, not to judge them.
+The scan relies on `tomllib` having accepted the text: it only steps over values and does not check them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def positions(text: str) -> dict[Path, int]:
 
 
 def line_of(path: Path, known: Mapping[Path, int]) -> int | None:
-    """The line of `path`, or of the nearest thing around it that has one."""
+    """The line of `path`, or of the nearest enclosing table or statement that has one."""
     while path:
         if path in known:
             return known[path]
@@ -39,7 +39,7 @@ class _Scan:
         self.offset = 0
         self.lines: dict[Path, int] = {}
         self.lengths: dict[Path, int] = {}
-        """How many `[[headers]]` each array of tables has had so far."""
+        """Number of `[[headers]]` of each array of tables so far."""
 
     def run(self) -> dict[Path, int]:
         table: Path = ()

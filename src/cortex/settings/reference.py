@@ -1,4 +1,4 @@
-"""The reference page of a config type, written from the type itself so that it cannot drift."""
+"""The reference page of a config type, written from the type itself so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import ast
 import inspect as source_inspect
 import textwrap
 from collections.abc import Iterator
-from enum import Enum
-from typing import Any
 
 import msgspec
 import msgspec.inspect as inspect
 
-from . import shape
+from . import schema
 
 
 def reference(cls: type[msgspec.Struct]) -> str:
     """Markdown: one table of keys, types, defaults and meanings for each table of the file, outermost first.
 
-    A meaning is the string below the attribute, or else its `msgspec.Meta(description=…)`.
+    A key's meaning is the string below its attribute.
     """
     info = inspect.type_info(cls)
     assert isinstance(info, inspect.StructType)
@@ -30,45 +28,40 @@ def _sections(table: inspect.StructType, heading: str, meaning: str = "") -> Ite
         yield f"## `{heading}`\n"
     for text in filter(None, (meaning, _prose(table.cls))):
         yield f"{text}\n"
-    meanings = {
-        field.name: _attribute_docstrings(table.cls).get(field.name) or _description(field.type)
-        for field in table.fields
-    }
+    meanings = _attribute_docstrings(table.cls)
     rows = [field for field in table.fields if _is_row(field.type)]
     if rows:
         yield "| key | type | default | meaning |"
         yield "|---|---|---|---|"
         for field in rows:
-            kind, text = _cell(_type(field.type)), _cell(meanings[field.name])
-            yield f"| `{field.encode_name}` | {kind} | {_default(field)} | {text} |"
+            kind, text = _cell(schema.describe(field.type)), _cell(meanings.get(field.name, ""))
+            yield f"| `{field.name}` | {kind} | {_default(field)} | {text} |"
         yield ""
     outer = heading.strip("[]")
     for field in table.fields:
         inner, form = _nested(field.type)
         if inner is not None:
-            name = f"{outer}.{field.encode_name}" if outer else field.encode_name
-            told_above = _is_row(field.type)
-            yield from _sections(inner, form.format(name), "" if told_above else meanings[field.name])
+            name = f"{outer}.{field.name}" if outer else field.name
+            meaning = "" if _is_row(field.type) else meanings.get(field.name, "")  # a row has explained it already
+            yield from _sections(inner, form.format(name), meaning)
 
 
 def _nested(kind: inspect.Type) -> tuple[inspect.StructType | None, str]:
     """The table type below a key, and how its header is written."""
-    for member in shape.alternatives(kind):
+    for member in schema.alternatives(kind):
         if isinstance(member, inspect.StructType):
             return member, "[{}]"
-        if isinstance(member, shape.Items) and (inner := shape.struct(member.item_type)):
+        if isinstance(member, schema.Items) and (inner := schema.struct(member.item_type)):
             return inner, "[[{}]]"
-        if isinstance(member, inspect.DictType) and (inner := shape.struct(member.value_type)):
+        if isinstance(member, inspect.DictType) and (inner := schema.struct(member.value_type)):
             return inner, "[{}.NAME]"
     return None, ""
 
 
 def _is_row(kind: inspect.Type) -> bool:
-    """Whether a key can be written as `key = value`: it is no table, or a table of what need not be tables."""
-    if _nested(kind)[0] is None:
-        return True
-    members = [member for member in shape.alternatives(kind) if isinstance(member, inspect.DictType)]
-    return any(shape.takes_text(member.value_type) for member in members)
+    """Whether a key can be written as `key = value`: it is not a table, or a table whose values may be text."""
+    inner = schema.child(kind, "NAME")
+    return _nested(kind)[0] is None or (inner is not None and schema.alternative_for(inner, "") is not None)
 
 
 def _prose(cls: type) -> str:
@@ -95,43 +88,11 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _description(kind: inspect.Type) -> str:
-    if isinstance(kind, inspect.Metadata):
-        return str((kind.extra_json_schema or {}).get("description", "")) or _description(kind.type)
-    return ""
-
-
-def _type(kind: inspect.Type) -> str:
-    limits = [limit for member in shape.alternatives(kind) for limit in _limits(member)]
-    return shape.describe(kind) + (f", {' and '.join(limits)}" if limits else "")
-
-
-def _limits(kind: inspect.Type) -> Iterator[str]:
-    for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-        limit = getattr(kind, name, None)
-        if limit is not None:
-            yield f"{sign} {limit}"
-
-
 def _default(field: inspect.Field) -> str:
     if field.required:
         return "required"
     value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-    return "" if value is None else f"`{_toml(value)}`"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Enum):
-        return _toml(value.value)
-    if isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple | set | frozenset):
-        return "[" + ", ".join(_toml(inner) for inner in value) + "]"
-    return f'"{value}"'
+    return "" if value is None else f"`{schema.toml(value)}`"
 
 
 def _cell(text: str) -> str:

@@ -1,14 +1,28 @@
-"""The base of every configuration type."""
+"""The base of every configuration type, and the error of every configuration that cannot be used."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
 
 import msgspec
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of a config file: immutable, and nothing it does not know is accepted.
+    """A table of a config file. It is immutable and rejects unknown keys.
 
     Subclasses repeat `frozen=True` for the type checker. A string below an attribute is that key's line in the
-    reference page. `__post_init__` may raise `ValueError` for what a type cannot say; the loader adds file, line
-    and key.
+    reference page. `__post_init__` may raise `ValueError` for a rule that types cannot state; the loader adds file,
+    line and key.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Former key → present key. A former key still works, with a warning."""
+
+
+class SettingsError(Exception):
+    """A configuration that cannot be used. `message` is one line for the operator: what, where, and what to do."""
+
+    def __init__(self, message: str) -> None:
+        self.message = " ".join(message.splitlines())
+        super().__init__(self.message)

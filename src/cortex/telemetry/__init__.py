@@ -1,4 +1,4 @@
-"""Traces: one from the client to the engine, through every program that a request passes."""
+"""Traces: spans from the client to the engine, through every program that handles a request."""
 
 from cortex.telemetry.spans import Span, Tracer
 from cortex.telemetry.tracing import UNTRACED, NoTracer, TelemetrySection, open_tracer

@@ -1,4 +1,4 @@
-"""How every program logs: one line per event on standard error, as text for people or as JSON for collectors."""
+"""Logging of every program: one line per event on standard error, as text for people or as JSON for collectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
 
-# What every LogRecord carries by itself; anything else was passed with `extra=` and is a field of the event.
+# Attributes of every LogRecord. Any other attribute was passed with `extra=` and is a field of the event.
 _BUILT_IN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -22,7 +22,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line; `extra=` fields stand beside the message."""
+    """One JSON object per line, with the `extra=` fields beside the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -38,10 +38,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """`time level message field=value …`, for a terminal or a journal."""
+    """`date time level message field=value …`, for a terminal or a journal."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name logging gives it
         line = super().formatMessage(record)
@@ -49,8 +49,8 @@ class TextFormatter(logging.Formatter):
         return f"{line}  {fields}" if fields else line
 
 
-class _Lines(logging.StreamHandler[TextIO]):
-    """The one handler that is ours, known by its class when it is to be replaced."""
+class _LineHandler(logging.StreamHandler[TextIO]):
+    """Our own handler. `configure` finds it by its class to replace it."""
 
     def __init__(self, format: Format, common: Callable[[], Mapping[str, object]]) -> None:
         super().__init__(sys.stderr)
@@ -65,19 +65,19 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 
 def configure(format: Format, level: str, common: Callable[[], Mapping[str, object]] = dict[str, object]) -> None:
-    """Send the log of this process to standard error; libraries are heard from warnings on.
+    """Send the log of this process to standard error; of libraries only warnings and errors.
 
-    `common` gives the fields that every line has. Calling it again replaces what was configured before.
+    `common` returns the fields that every line has. A second call replaces the configuration of the first.
     """
     root = logging.getLogger()
-    root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, _Lines)]
-    root.addHandler(_Lines(format, common))
+    root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, _LineHandler)]
+    root.addHandler(_LineHandler(format, common))
     root.setLevel(logging.WARNING)
     logging.getLogger("cortex").setLevel(level.upper())
 
 
 def in_use() -> tuple[Format, str]:
-    """How this process logs, for a child that is to log the same way."""
-    formats = [handler.format_name for handler in logging.getLogger().handlers if isinstance(handler, _Lines)]
+    """Format and level of this process, for a child that must log the same way."""
+    formats = [handler.format_name for handler in logging.getLogger().handlers if isinstance(handler, _LineHandler)]
     level = logging.getLevelName(logging.getLogger("cortex").getEffectiveLevel())
     return (formats[0] if formats else "text"), level

@@ -1,6 +1,6 @@
-"""Traces for an OTLP/HTTP collector. Imported only where one is configured.
+"""Traces for an OTLP/HTTP collector. Imported only when one is configured.
 
-Spans are handed to the SDK's own thread, which sends them in batches; a collector that is away costs spans, never time.
+The SDK's own thread sends spans in batches. An unreachable collector loses spans but delays no request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class OtlpSpan:
-    """A span of the SDK."""
+    """A recorded span."""
 
     __slots__ = ("_began_ns", "_span", "_tracer", "traceparent")
 
@@ -58,7 +58,7 @@ class OtlpSpan:
 
 
 class OtlpTracer:
-    """One per program."""
+    """The tracer of a program, with its exporter."""
 
     def __init__(self, endpoint: str, sample_ratio: float, service: str) -> None:
         exporter = OTLPSpanExporter(

@@ -1,4 +1,4 @@
-"""What a trace is made of, as programs see it: the protocols behind which there may be a collector."""
+"""The protocols of traces. Programs use these whether or not a collector is configured."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ Attributes = Mapping[str, str | int | float]
 
 
 class Span(Protocol):
-    """Something that takes time, as part of a trace. Ended exactly once by whoever began it."""
+    """An operation with a duration, as part of a trace. The caller that began it ends it exactly once."""
 
     @property
     def traceparent(self) -> bytes | None:
-        """The header by which another program goes on with this trace; None when there is no trace."""
+        """The header with which another program continues this trace; None when there is no trace."""
 
     def call(self, name: str) -> Span:
-        """Begin a part of this that another program does."""
+        """Begin a child span for a call to another program."""
 
     def phase(self, name: str, begin_s: float, end_s: float) -> None:
-        """A part of this that is over; seconds since this began."""
+        """Record a finished part of this span; times are seconds since the span began."""
 
     def end(self, attributes: Attributes, *, error: str | None = None) -> None:
-        """It is over, and `error` is why it failed, if it did."""
+        """End the span; `error` is the reason if it failed."""
 
 
 class Tracer(Protocol):
-    """Begins traces, or goes on with those of clients."""
+    """Begins traces, or continues those of clients."""
 
     def begin(self, name: str, traceparent: bytes | None) -> Span:
-        """A request has come, as part of the trace that `traceparent` names, if it names one."""
+        """Begin the span of a request, as part of the trace that `traceparent` names, if any."""
 
     def close(self) -> None:
-        """Send what is left, within bounds. Blocking."""
+        """Send the remaining spans, within a time limit. Blocking."""

@@ -1,4 +1,4 @@
-"""What programs say about a request while it runs. Without a collector nothing is recorded, at next to no cost."""
+"""The choice of a tracer from the configuration. Without a collector nothing is recorded, at almost no cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TelemetrySection(Section, frozen=True):
     endpoint: str | None = None
     """OTLP/HTTP collector, such as `http://collector:4318`; no traces when absent. Needs the extra `telemetry`."""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """The share of requests that are traced; a client that sends `traceparent` decides for its own."""
+    """Share of requests that are traced. For a client that sends `traceparent`, its sampling flag decides."""
 
     def __post_init__(self) -> None:
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
@@ -24,7 +24,7 @@ class TelemetrySection(Section, frozen=True):
 
 
 class _Untraced:
-    """A span that nobody records. It passes on the trace that its request came with."""
+    """A span that is not recorded. It passes on the `traceparent` of its request."""
 
     __slots__ = ("traceparent",)
 
@@ -45,13 +45,13 @@ UNTRACED: Span = _Untraced(None)
 
 
 class NoTracer:
-    """No collector."""
+    """The tracer without a collector."""
 
     def begin(self, name: str, traceparent: bytes | None) -> Span:  # noqa: ARG002
         return UNTRACED if traceparent is None else _Untraced(traceparent)
 
     def close(self) -> None:
-        """Nothing is left."""
+        """There is nothing to send."""
 
 
 def open_tracer(section: TelemetrySection, service: str) -> Tracer:
@@ -62,7 +62,6 @@ def open_tracer(section: TelemetrySection, service: str) -> Tracer:
         from cortex.telemetry.otlp import OtlpTracer
     except ImportError as problem:
         raise SettingsError(
-            "telemetry.endpoint needs packages that are not installed: pip install 'cortex[telemetry]'",
-            key="telemetry.endpoint",
+            "telemetry.endpoint needs packages that are not installed: pip install 'cortex[telemetry]'"
         ) from problem
     return OtlpTracer(section.endpoint, section.sample_ratio, service)

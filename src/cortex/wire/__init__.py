@@ -1,1 +1,1 @@
-"""What crosses the wire: typed requests, one event stream, a codec per dialect, the error tree."""
+"""What programs exchange: typed requests, one event stream, a codec per dialect, node reports, the error tree."""

@@ -1,8 +1,8 @@
-"""Reading a JSON body field by field: the edge where raw dicts end.
+"""Reads a JSON body field by field, so that raw dicts do not travel further.
 
-A field that is absent or `null` reads as `None`; one of the wrong type or out of range raises `InvalidValue`
-whose `param` is the path the client wrote (`messages[2].content[0].text`). Fields nobody asks for are ignored.
-No number is read without a range: what is let in here has to be computable everywhere behind.
+A field that is absent or `null` reads as `None`. A wrong type or a value out of range raises `InvalidValue`, whose
+`param` is the path in the body (`messages[2].content[0].text`). Fields that are not read are ignored. Every number has
+a range: a value that is accepted here must be computable everywhere later.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MAX_MODEL_NAME = 200
 """Characters in the name of a model."""
 
 LARGEST_INTEGER = 2**63 - 1
-"""What a signed 64-bit integer holds. Its negative is the smallest that is taken."""
+"""The largest signed 64-bit integer. Its negative is the smallest that is accepted."""
 LARGEST_COUNT = 2**53 - 1
-"""The largest integer that every JSON library reads exactly: what some clients send for "as many as there are"."""
+"""The largest integer that every JSON library reads exactly. Some clients send it for "no limit"."""
 LARGEST_TOKEN = 2**31 - 1
-"""Token ids of every vocabulary are below."""
-_LONGEST_SHOWN = 10**18
+"""Upper bound of token ids in every vocabulary."""
+_LARGEST_SHOWN = 10**18
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
 
 
@@ -64,11 +64,11 @@ class Fields:
         return f"{self.path}.{name}" if self.path else name
 
     def raw(self, name: str) -> Any:
-        """The decoded value itself, unchecked; for what is only passed on."""
+        """The decoded value, unchecked; for values that are only passed on."""
         return self._values.get(name)
 
     def invalid(self, name: str, problem: str) -> InvalidValue:
-        """An error to raise about one field."""
+        """The error for one field, for the caller to raise."""
         param = shorten(self.param(name))
         return InvalidValue(f"Invalid value for '{param}': {problem}.", param=param)
 
@@ -119,7 +119,7 @@ class Fields:
         return float(value)
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """An object whose inside is none of our business: a JSON schema, template variables."""
+        """An object whose contents are not checked: a JSON schema, template variables."""
         value = self.raw(name)
         if value is None or isinstance(value, dict):
             return value
@@ -169,8 +169,8 @@ class Fields:
         return self.invalid(name, f"expected {_KINDS[expected]}, got {_describe(self.raw(name))}")
 
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
-        if not low <= value <= high:  # not a number is in no range
-            shown = value if abs(value) <= _LONGEST_SHOWN else "the number"
+        if not low <= value <= high:  # NaN is in no range
+            shown = value if abs(value) <= _LARGEST_SHOWN else "the number"
             raise self.invalid(name, f"{shown} is not between {low} and {high}")
 
 

@@ -1,4 +1,4 @@
-"""The dialects by route and by name: one table for the gateway and the neuron."""
+"""The dialects by route and by name, for the gateway and the neuron."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cortex.wire.requests import GenerateRequest
 
 
 class EventEncoder(Protocol):
-    """Tells one answer as a stream; events in order, bytes out, `b""` where there is nothing to say."""
+    """Encodes one response as a stream: events in order to bytes, `b""` for an event that the dialect does not send."""
 
     def encode(self, event: AnyEvent, /) -> bytes: ...
 
@@ -23,7 +23,7 @@ class _MakeEncoder(Protocol):
 
 
 class Dialect(Protocol):
-    """What each codec module offers."""
+    """The interface of each codec module."""
 
     @property
     def FAMILY(self) -> Family: ...  # noqa: N802
@@ -59,9 +59,9 @@ ROUTES: Mapping[str, DialectName] = {
     "/v1/responses": "openai_responses",
     "/v1/messages": "anthropic_messages",
 }
-"""`POST` paths that generate, and the dialect each speaks."""
+"""`POST` paths that generate, and the dialect of each."""
 
 
 def family(path: str) -> Family:
-    """The shape in which clients of `path` read errors."""
+    """The error format that clients of `path` expect."""
     return Family.ANTHROPIC if path.startswith("/v1/messages") else Family.OPENAI

@@ -1,7 +1,7 @@
-"""The error tree: everything that can go wrong in a way a client or an operator should read.
+"""The error tree: every error that a client or an operator can see.
 
-A class knows how it looks on each dialect; a message says what happened and what to do next.
-Raised anywhere, encoded once at the boundary (`envelope`). No plain-text error leaves a program.
+A class has its status and names in each dialect; a message says what happened and what to do. Errors are raised
+anywhere and encoded once, at the boundary (`envelope`). No program sends a plain-text error.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Any, ClassVar
 MAX_ECHO = 200
 """Characters of a client's own text that an error repeats."""
 MAX_MESSAGE = 4000
-"""Characters of a whole error message, whatever it was made of."""
+"""Characters of a whole error message."""
 
 
 def shorten(text: str, limit: int = MAX_ECHO) -> str:
-    """`text` as an error may repeat it: whole when it is short, else its start and an ellipsis, `limit` in all."""
+    """`text` if it has at most `limit` characters, else its start and an ellipsis, together `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 class Family(StrEnum):
-    """The two shapes in which clients read errors."""
+    """The two formats of errors."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
 
 
 class CortexError(Exception):
-    """Something went wrong inside; the client did nothing wrong and may try again later."""
+    """An internal error. The request was valid and may be sent again later."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     openai_type: ClassVar[str] = "server_error"
     anthropic_type: ClassVar[str] = "api_error"
     anthropic_status: ClassVar[int | None] = None
-    """Where Anthropic clients expect another status than OpenAI's (529 for overloaded)."""
+    """The status for Anthropic clients, if it differs from OpenAI's (529 for overloaded)."""
     retryable: ClassVar[bool] = False
 
     def __init__(
@@ -47,7 +47,7 @@ class CortexError(Exception):
         retry_after_s: float | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        # Capped here, where every error comes by: no encoder of a dialect can forget to.
+        # Capped here, once for the encoders of all dialects.
         self.message = shorten(message, MAX_MESSAGE)
         super().__init__(self.message)
         self.param = None if param is None else shorten(param)
@@ -57,7 +57,7 @@ class CortexError(Exception):
 
 
 class _InvalidRequest(CortexError):
-    """The request cannot be served as it is, now or later."""
+    """The request is invalid and must be changed."""
 
     status = 400
     openai_type = "invalid_request_error"
@@ -77,7 +77,7 @@ class MissingModel(_InvalidRequest):
 
 
 class InvalidValue(_InvalidRequest):
-    """A field has a value that cannot be honoured; `param` names it."""
+    """A field has an unsupported or invalid value; `param` names the field."""
 
     code = "invalid_value"
 
@@ -104,7 +104,7 @@ class BodyTooLarge(_InvalidRequest):
 
 
 class MalformedHTTP(_InvalidRequest):
-    """The bytes are not an HTTP/1.1 request, or one whose extent is open to interpretation."""
+    """The bytes are not an HTTP/1.1 request, or its length is ambiguous."""
 
     code = "malformed_http"
 
@@ -117,14 +117,14 @@ class HeadersTooLarge(_InvalidRequest):
 
 
 class RequestTimeout(_InvalidRequest):
-    """The client began a request and did not finish sending it."""
+    """The client did not finish sending its request in time."""
 
     status = 408
     code = "request_timeout"
 
 
 class InvalidAPIKey(CortexError):
-    """No key, or one that nobody issued."""
+    """The key is missing or unknown."""
 
     status = 401
     code = "invalid_api_key"
@@ -133,7 +133,7 @@ class InvalidAPIKey(CortexError):
 
 
 class ModelNotAllowed(CortexError):
-    """The key is good but not for this model."""
+    """The key is valid but not allowed to use this model."""
 
     status = 403
     code = "model_not_allowed"
@@ -142,7 +142,7 @@ class ModelNotAllowed(CortexError):
 
 
 class OperatorOnly(CortexError):
-    """The key is good, but only an operator's may do that."""
+    """The key is valid, but the request needs the key of an operator."""
 
     status = 403
     code = "operator_only"
@@ -151,7 +151,7 @@ class OperatorOnly(CortexError):
 
 
 class ModelNotFound(CortexError):
-    """No model or alias of that name; the message carries near misses."""
+    """There is no model or alias of that name; the message lists similar names."""
 
     status = 404
     code = "model_not_found"
@@ -160,7 +160,7 @@ class ModelNotFound(CortexError):
 
 
 class RouteNotFound(CortexError):
-    """No such path, or not with that method."""
+    """There is no such path."""
 
     status = 404
     code = "route_not_found"
@@ -169,14 +169,14 @@ class RouteNotFound(CortexError):
 
 
 class MethodNotAllowed(RouteNotFound):
-    """The path exists, the method does not."""
+    """The path does not accept this method."""
 
     status = 405
     code = "method_not_allowed"
 
 
 class RateLimitExceeded(CortexError):
-    """Too many requests in the window; `Retry-After` says when there is room again."""
+    """Too many requests in the window; `Retry-After` says when to try again."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -195,7 +195,7 @@ class InsufficientQuota(CortexError):
 
 
 class TemplateRenderFailed(CortexError):
-    """The model's own chat template refused this conversation."""
+    """The model's chat template rejected this conversation."""
 
     status = 422
     code = "template_render_failed"
@@ -204,7 +204,7 @@ class TemplateRenderFailed(CortexError):
 
 
 class UnsupportedModality(CortexError):
-    """The model cannot do that: images, tools, embeddings."""
+    """The model does not support a kind of input or output: images, tools, embeddings."""
 
     status = 422
     code = "unsupported_modality"
@@ -224,33 +224,33 @@ class Overloaded(CortexError):
 
 
 class Recovering(Overloaded):
-    """The model's device failed and is coming back by itself."""
+    """The model's device failed and is being recovered."""
 
     code = "recovering"
 
 
 class ShuttingDown(Overloaded):
-    """The program is going down and takes no new work."""
+    """The program is shutting down and accepts no new requests."""
 
     code = "shutting_down"
 
 
 class InsufficientCapacity(CortexError):
-    """The model fits nowhere; `details` has need and have for each device."""
+    """The model fits on no node; `details` has needed and available memory for each device."""
 
     status = 507
     code = "insufficient_capacity"
 
 
 class LoadFailed(CortexError):
-    """The node could not load the model; the message is the node's own reason."""
+    """The node could not load the model; the message is the node's reason."""
 
     status = 502
     code = "load_failed"
 
 
 class UpstreamUnavailable(CortexError):
-    """The node died or refused before its first byte, and retries are spent."""
+    """The node failed or rejected the connection before its first byte, and no retry is left."""
 
     status = 502
     code = "upstream_unavailable"
@@ -258,7 +258,7 @@ class UpstreamUnavailable(CortexError):
 
 
 class UpstreamInterrupted(CortexError):
-    """The node died after its first byte; sent inside the stream."""
+    """The node failed after its first byte; sent inside the stream."""
 
     status = 502
     code = "upstream_interrupted"
@@ -266,7 +266,7 @@ class UpstreamInterrupted(CortexError):
 
 
 class GenerationFailed(CortexError):
-    """The engine ended this request: unhealthy numbers or an internal fault."""
+    """The engine ended this request: NaN in its output, or an internal fault."""
 
     code = "generation_failed"
 
@@ -281,12 +281,12 @@ BY_CODE: dict[str, type[CortexError]] = {
 
 
 def from_code(code: str, message: str) -> CortexError:
-    """The error a `Failure` event or another program's envelope tells of; an unknown code is an internal error."""
+    """The error of a `Failure` event or of another program's envelope; an unknown code is an internal error."""
     return BY_CODE.get(code, CortexError)(message)
 
 
 def status(error: CortexError, family: Family) -> int:
-    """The HTTP status this error has for clients of `family`."""
+    """The HTTP status of this error for clients of `family`."""
     if family is Family.ANTHROPIC and error.anthropic_status is not None:
         return error.anthropic_status
     return error.status
@@ -308,7 +308,7 @@ def envelope(error: CortexError, family: Family) -> dict[str, Any]:
 
 
 def headers(error: CortexError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least one, where waiting helps."""
+    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait."""
     if error.retry_after_s is None:
         return {}
     return {"retry-after": str(max(1, round(error.retry_after_s)))}

@@ -1,4 +1,4 @@
-"""One event stream. The engine's answer is told in these events; codecs turn them into a dialect.
+"""The event stream of a response. Codecs encode these events in a dialect.
 
 Order, per choice: `Start`, then any number of blocks, then `Finish` or `Failure`. A block is a run of
 `TextDelta`, a run of `ReasoningDelta`, or `ToolCallStart … ToolCallDelta* … ToolCallStop`; blocks never
@@ -14,12 +14,12 @@ import msgspec
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 MAX_TOKENS = 2**31 - 1
-"""More than any request uses. A report beyond it is not believed."""
+"""More than any request uses. A report beyond it is discarded."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the events; `index` is the choice it belongs to."""
+    """Base of the events; `index` is the choice."""
 
     index: int = 0
 
@@ -83,7 +83,7 @@ class ToolCallStop(Event, frozen=True, tag="tool_stop"):
 
 
 class Logprobs(Event, frozen=True, tag="logprobs"):
-    """Log-probabilities of the tokens whose text the next delta of the choice begins to carry."""
+    """Log-probabilities of the tokens whose text begins in the next delta of the choice."""
 
     tokens: tuple[TokenLogprob, ...]
 
@@ -95,11 +95,11 @@ class Finish(Event, frozen=True, tag="finish"):
     usage: Usage
     timing: Timing = Timing()
     stop_sequence: str | None = None
-    """The stop string that ended it, where one did."""
+    """The stop string that ended the choice, if one did."""
 
 
 class Failure(Event, frozen=True, tag="failure"):
-    """The request ended in an error after it had started."""
+    """The request failed after it had started."""
 
     code: str
     message: str

@@ -1,11 +1,12 @@
-"""What a node says about itself: the JSON of `/discovery`, `/health`, `/models` and the load/unload bodies.
+"""Reports of a node, and requests to it: the JSON of `/discovery`, `/health`, `/models`, load and unload.
 
 The neuron encodes these, the gateway and the command line decode them. Sizes are bytes.
-Unknown fields are ignored on decode, so that nodes of different ages can share a fleet.
+Unknown fields are ignored, so that nodes of different versions can share a fleet.
 """
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -14,6 +15,8 @@ from msgspec import Meta
 
 from cortex.wire.body import MAX_MODEL_NAME
 
+log = logging.getLogger(__name__)
+
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
 DeviceKind = Literal["cuda", "cpu"]
@@ -21,24 +24,24 @@ Stage = Literal["resolve", "download", "read", "place", "warm"]
 
 
 class NodeValue(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what nodes report."""
+    """Base of the values that nodes send and receive."""
 
 
 class ModelState(StrEnum):
     COLD = "cold"
-    """Known to the node and startable; nothing of it is in memory."""
+    """Known to the node; nothing of it is in memory."""
     DOWNLOADING = "downloading"
     LOADING = "loading"
     READY = "ready"
     ASLEEP = "asleep"
-    """Its weights are in host memory, none of it is on a device; back to ready much sooner than from disk."""
+    """Its weights are in host memory and nothing is on a device. Waking is much faster than loading from disk."""
     UNLOADING = "unloading"
     RECOVERING = "recovering"
     FAILED = "failed"
 
 
 class Device(NodeValue, frozen=True):
-    """A device as discovery sees it, whether or not a worker runs on it."""
+    """A device of the host, whether or not a worker runs on it."""
 
     index: int
     kind: DeviceKind
@@ -76,9 +79,9 @@ class DeviceHealth(NodeValue, frozen=True):
     temperature_c: float | None = None
     worker: Literal["none", "starting", "running", "faulted"] = "none"
     kept_free_bytes: int = 0
-    """What a load leaves free whatever happens: the operator's share, activations, the libraries' own buffers."""
+    """Memory that every load leaves free: the operator's reserve, activations, buffers of libraries."""
     kept_free_share: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
-    """Of the free memory, what a load leaves on top of that."""
+    """Share of the free memory that a load leaves free in addition."""
 
 
 class Progress(NodeValue, frozen=True):
@@ -89,7 +92,7 @@ class Progress(NodeValue, frozen=True):
 
 
 class ModelLoad(NodeValue, frozen=True):
-    """How busy a resident model is, as its engine reports it."""
+    """Load of a resident model, as its engine reports it."""
 
     running: int = 0
     waiting: int = 0
@@ -118,22 +121,21 @@ class ModelStatus(NodeValue, frozen=True):
     quant: str | None = None
     source: str | None = None
     estimate_bytes: int | None = None
-    """What loading it is expected to take on a device with nothing else on it: weights, and cache as it is planned.
-    Replaced by `measured_bytes` once loaded."""
+    """Expected memory on an empty device: weights and planned KV cache. `measured_bytes` replaces it after a load."""
     least_bytes: int | None = None
-    """The least with which the node accepts it, the cache being cut to what there is. Absent: no less than above."""
+    """The minimum with which the node accepts it, with a smaller KV cache. Absent: `estimate_bytes`."""
     measured_bytes: int | None = None
-    """What it takes on the device; asleep, what it will take when it wakes."""
+    """Memory on the device; of a model asleep, what it will take when it wakes."""
     host_bytes: int = 0
-    """Its weights in host memory while it sleeps; 0 in every other state but on the way there and back."""
+    """Weights in host memory while the model is asleep, falling asleep or waking; else 0."""
     context_tokens: int | None = None
-    """What the loaded model accepts: its own context, or what memory holds if that is less."""
+    """Context that the loaded model accepts: the model's limit, or less if memory is the limit."""
     max_output_tokens: int | None = None
     capabilities: Capabilities = Capabilities()
     progress: Progress | None = None
     load: ModelLoad = ModelLoad()
     reason: str | None = None
-    """Why it is `failed` or `recovering`, or `cold` although nobody asked for that, in the node's own words."""
+    """The node's reason why it is `failed` or `recovering`, or `cold` without a request to unload."""
     state_age_s: float = 0.0
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while one runs."""
@@ -144,7 +146,7 @@ class ModelList(NodeValue, frozen=True):
 
 
 class Activation(NodeValue, frozen=True):
-    """Where the default models of a starting node stand."""
+    """Progress of the default models of a starting node."""
 
     state: Literal["idle", "running", "done"] = "idle"
     pending: tuple[str, ...] = ()
@@ -162,7 +164,7 @@ class Health(NodeValue, frozen=True):
 
 
 class LoadRequest(NodeValue, frozen=True):
-    """`POST /models/load`. Idempotent: asking for a model that is ready or loading joins it."""
+    """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it."""
 
     model_id: ModelName
     source: str | None = None
@@ -170,20 +172,36 @@ class LoadRequest(NodeValue, frozen=True):
     harness: str = "torch"
     quant: str | None = None
     devices: tuple[int, ...] = ()
-    """Empty: the node picks."""
+    """Empty: the node chooses."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     context_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """A token to read and one to say, at the least."""
+    """At least one prompt token and one generated token."""
 
 
-class UnloadRequest(NodeValue, frozen=True):
+class SleepOption(NodeValue, frozen=True, kw_only=True):
+    """The part of an unload request that says whether the model may sleep."""
+
+    sleep: bool = False
+    """Keep the weights in host memory if there is room; the model is then `asleep`, else `cold`."""
+    park: bool | msgspec.UnsetType = msgspec.UNSET
+    """Former name of `sleep`. Accepted with a warning, and never sent."""
+
+    def __post_init__(self) -> None:
+        if self.park is msgspec.UNSET:
+            return
+        if self.sleep:
+            raise ValueError("`park` is the former name of `sleep`: send only `sleep`")
+        log.warning("the field `park` of an unload request is now called `sleep`: rename it")
+        msgspec.structs.force_setattr(self, "sleep", self.park)
+        msgspec.structs.force_setattr(self, "park", msgspec.UNSET)
+
+
+class UnloadRequest(SleepOption, frozen=True, kw_only=True):
     """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once. Idempotent."""
 
     model_id: ModelName
     force: bool = False
     drain_s: float | None = None
-    park: bool = False
-    """Keep the weights in host memory if there is room, the model being `asleep` then; else it is unloaded, `cold`."""
 
 
 class Recycled(NodeValue, frozen=True):
@@ -194,7 +212,7 @@ class Recycled(NodeValue, frozen=True):
 
 
 class Endpoint(NodeValue, frozen=True):
-    """`GET /models/{id}/endpoint`: where this model answers."""
+    """`GET /models/{id}/endpoint`: where this model is served."""
 
     model_id: str
     base_url: str
@@ -202,9 +220,9 @@ class Endpoint(NodeValue, frozen=True):
 
 
 class NodeEvent(NodeValue, frozen=True):
-    """One line of `/events`: something changed, and this is the whole new state of it.
+    """One line of `/events`: the complete new state of what changed.
 
-    A slow reader gets the latest state of each thing rather than every step in between.
+    A slow reader gets the latest state of each model instead of every intermediate one.
     """
 
     kind: Literal["model", "activation", "shutdown"]

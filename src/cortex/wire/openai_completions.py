@@ -1,4 +1,4 @@
-"""The OpenAI completions dialect: a raw prompt continued, no template, no tools."""
+"""The OpenAI completions dialect: continues a raw prompt, without template and tools."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def parse(body: bytes) -> GenerateRequest:
     sampling = read_sampling(fields)
     top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
     if fields.text("suffix"):
-        raise fields.invalid("suffix", "filling in the middle is not supported; put the text into 'prompt'")
+        raise fields.invalid("suffix", "filling in the middle is not supported; send the text in 'prompt'")
     best_of = fields.integer("best_of", low=1, high=MAX_CHOICES)
     if best_of is not None and best_of > sampling.n:
-        raise fields.invalid("best_of", "ranking extra candidates is not supported; ask for them with 'n'")
+        raise fields.invalid("best_of", "ranking of candidates is not supported; request several with 'n'")
     stream_options = fields.object("stream_options")
     return GenerateRequest(
         model=model,
@@ -62,13 +62,15 @@ def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
     if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) <= LARGEST_TOKEN:
         return tuple(prompt)
     if all(isinstance(item, str | list) for item in prompt):
-        raise fields.invalid("prompt", f"one prompt per request is taken, got {len(prompt)}; send them separately")
+        raise fields.invalid("prompt", f"a request may have one prompt, got {len(prompt)}; send them separately")
     raise fields.invalid("prompt", "expected a string or an array of token ids")
 
 
 class Encoder:
-    """Events to chunks. One per answer. Token offsets count characters from the start of the choice's text,
-    where an echoed prompt stands before the first token."""
+    """Events to chunks. One per response.
+
+    Token offsets count characters from the start of the choice's text, which begins with the prompt if it is echoed.
+    """
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
         self._head = {"id": id, "object": "text_completion", "created": created, "model": model}
@@ -78,7 +80,7 @@ class Encoder:
         self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         self._offsets: dict[int, int] = {}
         self._counting: set[int] = set()
-        """Choices whose first token has been told; from then on the tokens themselves count the characters."""
+        """Choices whose first token was sent; from then on the tokens count the characters."""
 
     def encode(self, event: AnyEvent) -> bytes:
         match event:
@@ -92,7 +94,7 @@ class Encoder:
             case Failure(code=code, message=message):
                 return stream_error(errors.from_code(code, message))
             case _:
-                return b""  # a raw continuation has neither a role nor tool calls
+                return b""  # this dialect has neither roles nor tool calls
 
     def _choice(self, index: int, text: str, finish: dict[str, str | None]) -> dict[str, Any]:
         tokens = self._logprobs.pop(index, None)
@@ -122,24 +124,24 @@ class Encoder:
 
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
-    """The whole answer as one body. Raises the error a `Failure` tells of."""
-    del request  # the answer holds all that this dialect says
-    told = list(events)
-    choices = gather(told)
+    """The whole response as one body. Raises the error of a `Failure`."""
+    del request  # the events have everything that this dialect sends
+    received = list(events)
+    choices = gather(received)
     return msgspec.json.encode(
         {
             "id": id,
             "object": "text_completion",
             "created": created,
             "model": model,
-            "choices": [_choice_body(choice, _echoed(told, choice.index)) for choice in choices],
+            "choices": [_choice_body(choice, _num_echoed(received, choice.index)) for choice in choices],
             "usage": usage_body(total_usage(choice.finish for choice in choices)),
         }
     )
 
 
-def _echoed(events: Sequence[AnyEvent], index: int) -> int:
-    """Characters that a choice says before its first token."""
+def _num_echoed(events: Sequence[AnyEvent], index: int) -> int:
+    """Characters of a choice before its first token."""
     mine = (event for event in events if event.index == index)
     before = itertools.takewhile(lambda event: not isinstance(event, Logprobs), mine)
     return sum(len(event.text) for event in before if isinstance(event, TextDelta | ReasoningDelta))

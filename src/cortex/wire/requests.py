@@ -1,7 +1,7 @@
-"""One internal request. Every dialect parses into it; a node's engine room reads nothing else.
+"""The internal request. Every dialect parses into it, and nodes read nothing else.
 
-Fields that a client left out stay `None`: the node fills them from the model's own
-`generation_config.json`, then from our defaults. Nothing here is a default in disguise.
+A field that the client left out stays `None`. The node fills it from the model's `generation_config.json`, then from
+our defaults.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Image(Value, frozen=True, tag="image"):
 
 
 class Reasoning(Value, frozen=True, tag="reasoning"):
-    """What the assistant thought in an earlier turn, given back by the client."""
+    """Reasoning of an earlier assistant turn, sent back by the client."""
 
     text: str
     signature: str | None = None
 
 
 class ToolCall(Value, frozen=True, tag="tool_call"):
-    """A call the assistant made earlier. `arguments` is JSON text exactly as it was streamed."""
+    """A call of an earlier assistant turn. `arguments` is JSON text exactly as it was streamed."""
 
     id: str
     name: str
@@ -52,8 +52,8 @@ Part = Text | Image | Reasoning | ToolCall | ToolResult
 
 
 class Message(Value, frozen=True):
-    """One turn. A `tool` message holds exactly one `ToolResult`; Anthropic user turns that carry
-    results become tool messages followed by the rest of the user turn, in order."""
+    """One turn. A `tool` message has exactly one `ToolResult`. An Anthropic user turn with results becomes several
+    messages, in the order of its blocks."""
 
     role: Role
     parts: tuple[Part, ...]
@@ -61,7 +61,7 @@ class Message(Value, frozen=True):
 
 
 class Tool(Value, frozen=True):
-    """A function the model may call. Tool types we cannot run are dropped by the codec, never refused."""
+    """A function that the model may call. Codecs drop tools of unsupported types and do not reject the request."""
 
     name: str
     parameters: dict[str, Any]
@@ -75,11 +75,11 @@ class ToolChoice(Value, frozen=True):
     name: str | None = None
     parallel: bool = True
     allowed: tuple[str, ...] | None = None
-    """The only tools that may be called, by name; `None`: every one. The model is told of all of them."""
+    """Names of the only tools that may be called; `None`: all. The prompt lists all of them anyway."""
 
 
 class OutputFormat(Value, frozen=True):
-    """What the output must conform to: `schema` for json_schema, `text` for regex/grammar, `choices`."""
+    """A constraint on the output: `schema` for json_schema, `text` for regex and grammar, `choices` for choice."""
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
     schema: dict[str, Any] | None = None
@@ -88,7 +88,7 @@ class OutputFormat(Value, frozen=True):
 
 
 class Thinking(Value, frozen=True):
-    """`enabled=None` leaves it to the model's template."""
+    """With `enabled=None` the model's template decides."""
 
     enabled: bool | None = None
     effort: str | None = None
@@ -96,7 +96,7 @@ class Thinking(Value, frozen=True):
 
 
 class Sampling(Value, frozen=True):
-    """What to draw and when to stop. Validated by the codecs; `None` means the client did not say."""
+    """Sampling parameters and stop conditions, validated by the codecs. `None`: the client did not set it."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -128,7 +128,7 @@ class GenerateRequest(Value, frozen=True):
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False
-    """Completions only: give the prompt back before the continuation."""
+    """Completions only: return the prompt before the continuation."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     output: OutputFormat | None = None
@@ -136,17 +136,17 @@ class GenerateRequest(Value, frozen=True):
     sampling: Sampling = Sampling()
     stream: bool = False
     include_usage: bool = False
-    """A stream tells its usage: OpenAI `stream_options.include_usage`; True in dialects that always report it."""
+    """Whether a stream reports usage: OpenAI `stream_options.include_usage`; True in dialects that always do."""
     template_args: dict[str, Any] = {}
     """`chat_template_kwargs`: extra variables for the model's own template."""
     user: str | None = None
     metadata: dict[str, Any] = {}
-    """What the client sent beside the request and expects to see echoed (Responses API)."""
+    """Request fields that the response repeats (Responses API)."""
     dropped_tools: tuple[str, ...] = ()
-    """Tool types the codec left out because no local model can run them; reported in a header."""
+    """Types of tools that the codec dropped because no local model can run them; reported in a header."""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that the answer may call."""
+        """The tools that the response may call."""
         allowed = self.tool_choice.allowed
         return self.tools if allowed is None else tuple(tool for tool in self.tools if tool.name in allowed)

@@ -1,4 +1,4 @@
-"""A whole answer: the event stream gathered, for clients that did not ask for a stream."""
+"""A whole response, gathered from its events, for clients that did not request a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Block = Text | Reasoning | ToolCall
 
 @dataclass(frozen=True, slots=True)
 class ResponseChoice:
-    """One finished choice: its blocks in the order they were said."""
+    """One finished choice with its blocks in order."""
 
     index: int
     blocks: tuple[Block, ...]
@@ -49,20 +49,20 @@ class ResponseChoice:
 
 @dataclass(slots=True)
 class _Gathering:
-    """A choice while its events come in. A block is kept as its kind and the pieces of its text."""
+    """A choice while its events arrive. A block is its kind and the pieces of its text."""
 
     blocks: list[tuple[ToolCallStart | type[Text] | type[Reasoning], list[str]]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
 
-    def say(self, kind: type[Text] | type[Reasoning], text: str) -> None:
+    def add_text(self, kind: type[Text] | type[Reasoning], text: str) -> None:
         if not self.blocks or self.blocks[-1][0] is not kind:
             self.blocks.append((kind, []))
         self.blocks[-1][1].append(text)
 
     def done(self, index: int) -> ResponseChoice:
         if self.finish is None:
-            raise UpstreamInterrupted("The answer ended before it was finished; try again.")
+            raise UpstreamInterrupted("The response ended before it was complete; try again.")
         return ResponseChoice(index, tuple(map(_block, self.blocks)), self.finish, tuple(self.logprobs))
 
 
@@ -74,7 +74,7 @@ def _block(gathered: tuple[ToolCallStart | type[Text] | type[Reasoning], list[st
 
 
 def gather(events: Iterable[AnyEvent]) -> tuple[ResponseChoice, ...]:
-    """The choices in order. Raises the error a `Failure` tells of, and `UpstreamInterrupted` if one never finished."""
+    """The choices in order. Raises the error of a `Failure`, and `UpstreamInterrupted` if a choice has no `Finish`."""
     gathering: dict[int, _Gathering] = {}
     for event in events:
         choice = gathering.setdefault(event.index, _Gathering())
@@ -82,9 +82,9 @@ def gather(events: Iterable[AnyEvent]) -> tuple[ResponseChoice, ...]:
             case Start() | ToolCallStop():
                 pass
             case TextDelta(text=text):
-                choice.say(Text, text)
+                choice.add_text(Text, text)
             case ReasoningDelta(text=text):
-                choice.say(Reasoning, text)
+                choice.add_text(Reasoning, text)
             case ToolCallStart():
                 choice.blocks.append((event, []))
             case ToolCallDelta(arguments=arguments):
@@ -96,12 +96,12 @@ def gather(events: Iterable[AnyEvent]) -> tuple[ResponseChoice, ...]:
             case Failure(code=code, message=message):
                 raise from_code(code, message)
     if not gathering:
-        raise UpstreamInterrupted("The answer ended before it began; try again.")
+        raise UpstreamInterrupted("The response ended before it began; try again.")
     return tuple(gathering[index].done(index) for index in sorted(gathering))
 
 
 def total_usage(finishes: Iterable[Finish]) -> Usage:
-    """What all choices used together."""
+    """Usage of all choices together."""
     return summed(finish.usage for finish in finishes)
 
 

@@ -1,4 +1,4 @@
-"""The sampling and output-format fields that the OpenAI dialects and their usual extensions share."""
+"""Sampling and output-format fields of the OpenAI dialects and their usual extensions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_TEMPERATURE = 100
-"""From about here on every draw is uniform."""
+"""At about this temperature sampling is uniform."""
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
 _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
@@ -42,10 +42,10 @@ def read_sampling(fields: Fields) -> Sampling:
 
 
 def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
-    """Stop strings; empty ones, which would match everywhere, are what some clients send for "none"."""
+    """Stop strings without the empty ones, which some clients send for "none"."""
     stops = tuple(stop for stop in fields.texts(name) if stop)
     if len(stops) > MAX_STOPS:
-        raise fields.invalid(name, f"at most {MAX_STOPS} stop strings are taken, got {len(stops)}")
+        raise fields.invalid(name, f"at most {MAX_STOPS} stop strings are allowed, got {len(stops)}")
     return stops
 
 
@@ -63,9 +63,9 @@ def _read_logit_bias(fields: Fields) -> dict[int, float]:
 
 
 def read_output_format(fields: Fields) -> OutputFormat | None:
-    """What the output must conform to: `response_format`, or one of the guided-decoding extensions.
+    """The constraint on the output: `response_format`, or one of the guided-decoding extensions.
 
-    Raises `InvalidValue` when two of them are given: only one grammar can hold.
+    Raises `InvalidValue` when two of them are given.
     """
     found: dict[str, OutputFormat] = {}
     if (response_format := fields.object("response_format")) is not None and (
@@ -127,7 +127,7 @@ def _read_schema(fields: Fields, name: str) -> dict[str, object]:
 
 
 def read_effort(effort: str | None) -> Thinking:
-    """An effort asks for reasoning, except `none`, which asks for its absence."""
+    """An effort enables reasoning, except `none`, which disables it."""
     if effort is None:
         return Thinking()
     return Thinking(enabled=effort != "none", effort=effort)

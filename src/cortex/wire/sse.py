@@ -1,4 +1,4 @@
-"""Server-sent events: framing what we say, parsing what a node says, whatever the byte splits."""
+"""Server-sent events: framing, and an incremental parser."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from cortex.wire.errors import UpstreamInterrupted
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 COMMENT = b": keepalive\n\n"
-"""A frame every SSE client ignores; it only keeps the connection alive."""
+"""A frame that SSE clients ignore; it keeps the connection alive."""
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""A node that sends a longer frame than this is not speaking SSE to us."""
+"""Longer frames are rejected: the peer does not send SSE."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 def comment(text: bytes) -> bytes:
-    """A frame for whoever reads the bytes; SSE clients ignore it. `text` is a single line."""
+    """A frame that SSE clients ignore. `text` is a single line."""
     return b": " + text + b"\n\n"
 
 
@@ -30,17 +30,17 @@ def frame(data: bytes, event: str | None = None) -> bytes:
 
 
 class Frame(NamedTuple):
-    """A dispatched event; `event` is `message` where the sender named none."""
+    """A dispatched event; `event` is `message` if the sender named none."""
 
     event: str
     data: str
 
 
 class Parser:
-    """Incremental SSE parser: the frames that come out do not depend on how the bytes were split.
+    """Incremental SSE parser. The frames do not depend on how the bytes were split.
 
-    Comments and the `id` and `retry` fields are consumed without a trace. A frame that was not ended by a
-    blank line is never dispatched, as the standard demands.
+    Comments and the fields `id` and `retry` are ignored. A frame without a blank line at its end is never dispatched,
+    as the standard requires.
     """
 
     def __init__(self, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -53,7 +53,7 @@ class Parser:
         self._data_bytes = 0
 
     def feed(self, chunk: bytes) -> list[Frame]:
-        """The frames that `chunk` completes. Raises `UpstreamInterrupted` when a frame outgrows the limit."""
+        """The frames that `chunk` completes. Raises `UpstreamInterrupted` when a frame exceeds the limit."""
         self._pending += chunk
         if self._at_start:
             if len(self._pending) < 3 and b"\xef\xbb\xbf".startswith(self._pending):
@@ -66,14 +66,14 @@ class Parser:
         position = self._scanned
         while match := _LINE_END.search(self._pending, position):
             if match.end() == len(self._pending) and match.group() == b"\r":
-                break  # the other half of a CRLF may come with the next chunk
+                break  # the LF of a CRLF may be in the next chunk
             self._take_line(self._pending[start : match.start()].decode("utf-8", "replace"), frames)
             start = position = match.end()
         del self._pending[:start]
         self._scanned = max(0, len(self._pending) - 1)
         if len(self._pending) + self._data_bytes > self._max_frame_bytes:
             raise UpstreamInterrupted(
-                f"the node sent an event longer than {self._max_frame_bytes} bytes; check what answers at its address"
+                f"the node sent an event longer than {self._max_frame_bytes} bytes; check the server at its address"
             )
         return frames
 

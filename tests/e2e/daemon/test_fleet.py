@@ -18,6 +18,8 @@ import pytest
 
 from cortex.gateway.ledger.keys import as_toml, generate
 
+from ...telemetry.otlp_collector import Collector, ReceivedSpan
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 SOURCE = Path(__file__).parents[3] / "src"
-sys.path.insert(0, str(Path(__file__).parents[2] / "telemetry"))  # tests are not packages
-
-from otlp_collector import Collector, ReceivedSpan  # noqa: E402
 
 DEMO = "demo"
 KEY = generate("anna")

@@ -24,11 +24,11 @@ MEBIBYTE = 1 << 20
 
 @pytest.fixture(scope="module")
 def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon("drain_s = 5.0", "[limits]\nparked_mb = 4096\nmax_num_seqs = 16")
+    return start_daemon("drain_s = 5.0", "[limits]\nsleep_mb = 4096\nmax_num_seqs = 16")
 
 
 def park(daemon: Daemon, model_id: str = DEMO) -> dict[str, Any]:
-    status, model = daemon.call("/models/unload", {"model_id": model_id, "park": True})
+    status, model = daemon.call("/models/unload", {"model_id": model_id, "sleep": True})
     assert status == 200, model
     return dict(model)
 
@@ -84,7 +84,7 @@ def test_a_worker_killed_while_its_model_sleeps_leaves_it_cold_and_a_request_loa
 
 
 def test_over_the_budget_the_coldest_is_unloaded(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("drain_s = 5.0", "[limits]\nparked_mb = 1")
+    daemon = start_daemon("drain_s = 5.0", "[limits]\nsleep_mb = 1")
     assert park(daemon)["state"] == "cold", "far too large for what there is"
     source = daemon.model(TINY)["source"]
     names = [f"copy-{number}" for number in range(6)]

@@ -173,9 +173,9 @@ async def test_operator_load_and_unload_respond_when_done(neurons, start_gateway
 async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, parks=True)
     client = await start_gateway(beast)
-    status, body = await client.post("/fleet/models/a/unload", {"park": True})
+    status, body = await client.post("/fleet/models/a/unload", {"sleep": True})
     assert (status, body["nodes"]) == (200, ["beast"])
-    assert beast.unload_requests[0].park
+    assert beast.unload_requests[0].sleep
     _, listed = await client.get("/v1/models")
     (entry,) = listed["data"]
     assert entry["loaded"] is False
@@ -185,7 +185,7 @@ async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request
     assert (held["state"], held["host_bytes"]) == ("asleep", GB)
     _, why = await client.get("/fleet/explain/a")
     assert (why["action"], why["outcome"]) == ("wake", "wake a on beast (device 0).")
-    assert 'cortex_model_parked_bytes{model="a",node="beast"} 1.073741824e+09' in client.metrics()
+    assert 'cortex_model_sleeping_bytes{model="a",node="beast"} 1.073741824e+09' in client.metrics()
     assert 'cortex_model_memory_bytes{model="a",node="beast"} 0.0' in client.metrics()
     status, _ = await client.post(
         "/v1/chat/completions", {"model": "a", "messages": [{"role": "user", "content": "x"}]}
@@ -194,13 +194,23 @@ async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request
     assert beast.load_requests[0].devices == (0,)
 
 
+async def test_unload_accepts_the_former_name_of_sleep(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, parks=True)
+    client = await start_gateway(beast)
+    status, _ = await client.post("/fleet/models/a/unload", {"park": True, "sleep": True})
+    assert status == 400
+    status, _ = await client.post("/fleet/models/a/unload", {"park": True})
+    assert status == 200
+    assert beast.unload_requests[0].sleep
+
+
 async def test_evicted_model_sleeps_if_the_node_has_host_memory_else_unloads(neurons, start_gateway):
     for parks, left in ((True, ModelState.ASLEEP), (False, ModelState.COLD)):
         beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY}, parks=parks)
         client = await start_gateway(beast)
         body = {"model": "b", "messages": [{"role": "user", "content": "x"}]}
         assert (await client.post("/v1/chat/completions", body))[0] == 200
-        assert beast.unload_requests[0].park
+        assert beast.unload_requests[0].sleep
         assert beast.states == {"a": left, "b": READY}
 
 

@@ -266,7 +266,7 @@ def test_evicted_model_sleeps_and_wakes_for_a_request():
         fake.now += 1
         fake.poll()
     kinds = [event["kind"] for event in events]
-    assert "model_parked" in kinds
+    assert "model_asleep" in kinds
     assert "model_unloaded" not in kinds
 
 
@@ -304,7 +304,7 @@ def test_operator_puts_to_sleep_then_unloads():
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
-    assert fake.operator.unload("a", park=True) == ("n",)
+    assert fake.operator.unload("a", sleep=True) == ("n",)
     fake.finish_unload(asleep=True)
     assert fake.operator.unload("a") == ("n",)
     assert fake.parks == [True, False]

@@ -160,7 +160,7 @@ class ScriptedNode:
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         self.model(request.model_id)
-        self.state = ModelState.ASLEEP if request.park else ModelState.COLD
+        self.state = ModelState.ASLEEP if request.sleep else ModelState.COLD
         return self.model(request.model_id)
 
     async def subscribe(self) -> AsyncIterator[NodeEvent]:

@@ -40,17 +40,17 @@ async def test_loads_and_unloads(api: Any) -> None:
 
 async def test_parked_model_is_reported_and_counted_as_asleep(api: Any) -> None:
     for _ in range(2):
-        status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny", "park": True})
+        status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny", "sleep": True})
         assert (status, body["state"], body["host_bytes"]) == (200, "asleep", 5)
     assert (await api.get("/models/org/tiny"))[1]["state"] == "asleep"
     assert (await api.get("/health"))[1]["models"][0]["host_bytes"] == 5
     async with api.client.get(api.url + "/metrics") as response:
         metrics = await response.text()
-    assert 'neuron_model_parked_bytes{model="org/tiny"} 5.0' in metrics
+    assert 'neuron_model_sleeping_bytes{model="org/tiny"} 5.0' in metrics
     assert 'neuron_model_state{model="org/tiny",state="asleep"} 1.0' in metrics
     assert "neuron_model_bytes{" not in metrics
-    status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny", "park": 1})
-    assert (status, body["error"]["param"]) == (400, "park")
+    status, body, _ = await api.post("/models/unload", {"model_id": "org/tiny", "sleep": 1})
+    assert (status, body["error"]["param"]) == (400, "sleep")
     status, body, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": "x"})
     assert status == 200
     assert api.node.loads[-1].model_id == "org/tiny", "a request wakes it"

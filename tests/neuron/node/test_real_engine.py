@@ -151,7 +151,7 @@ async def sleep_and_wake(node, times, held_bytes):
     expected = [await generate(node, model_id) for model_id in ("a", "b")]
     for _ in range(times):
         for model_id in ("a", "b"):
-            status = await node.unload(UnloadRequest(model_id=model_id, park=True))
+            status = await node.unload(UnloadRequest(model_id=model_id, sleep=True))
             assert status.state is ModelState.ASLEEP
             assert status.host_bytes > 0
         held.append(held_bytes())
@@ -162,7 +162,7 @@ async def sleep_and_wake(node, times, held_bytes):
 
 
 async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path):
-    node = await start(tmp_path, parked_mb=256)
+    node = await start(tmp_path, sleep_mb=256)
     try:
         held = await sleep_and_wake(node, 6, lambda: anonymous_bytes(node.devices.supervisors[0].process_id))
         assert held[-1] - held[2] < 16 * MEBIBYTE

@@ -19,14 +19,14 @@ WAIT_S = 30.0
 """Upper bound of a wait; only reached on failure."""
 
 
-def config(tmp_path, parked_mb=64, **behaviours):
-    """Models of one MiB each unless `behaviours` says otherwise, and host memory for `parked_mb` of them."""
+def config(tmp_path, sleep_mb=64, **behaviours):
+    """Models of one MiB each unless `behaviours` says otherwise, and host memory for `sleep_mb` of them."""
     return {
         "models": [
             {"id": name, "source": str(write_model(tmp_path / name, **{"bytes": MEBIBYTE} | behaviour))}
             for name, behaviour in behaviours.items()
         ],
-        "limits": {} if parked_mb is None else {"parked_mb": parked_mb},
+        "limits": {} if sleep_mb is None else {"sleep_mb": sleep_mb},
     }
 
 
@@ -35,7 +35,7 @@ async def load(node, model_id="m", **options):
 
 
 async def put_to_sleep(node, model_id="m", **options):
-    return await node.unload(UnloadRequest(model_id=model_id, park=True, **options))
+    return await node.unload(UnloadRequest(model_id=model_id, sleep=True, **options))
 
 
 async def generate(node, model_id="m", name="r"):
@@ -118,7 +118,7 @@ async def test_sleeping_model_is_cold_after_its_worker_died(tmp_path, caplog):
 
 
 async def test_unloads_the_longest_idle_sleeping_model_over_the_budget(tmp_path):
-    async with running_node(tmp_path, config(tmp_path, parked_mb=2, a={}, b={}, c={})) as node:
+    async with running_node(tmp_path, config(tmp_path, sleep_mb=2, a={}, b={}, c={})) as node:
         for name in ("a", "b", "c"):
             await load(node, name)
         await generate(node, "a", "1")
@@ -129,12 +129,12 @@ async def test_unloads_the_longest_idle_sleeping_model_over_the_budget(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("parked_mb", "behaviour"),
+    ("sleep_mb", "behaviour"),
     [(None, {}), (0, {}), (2, {"bytes": 3 * MEBIBYTE}), (64, {"sleep": "refuse"}), (64, {"sleep": "fault"})],
     ids=["none on a CPU", "none", "too large", "rejected", "faulted"],
 )
-async def test_unloads_a_model_that_cannot_sleep(tmp_path, parked_mb, behaviour):
-    async with running_node(tmp_path, config(tmp_path, parked_mb, m=behaviour)) as node:
+async def test_unloads_a_model_that_cannot_sleep(tmp_path, sleep_mb, behaviour):
+    async with running_node(tmp_path, config(tmp_path, sleep_mb, m=behaviour)) as node:
         await load(node)
         assert (await put_to_sleep(node)).state is ModelState.COLD
         assert not node.devices.supervisors[0].has_models
@@ -142,7 +142,7 @@ async def test_unloads_a_model_that_cannot_sleep(tmp_path, parked_mb, behaviour)
 
 
 async def test_unloads_no_sleeping_model_for_one_that_would_not_fit_anyway(tmp_path):
-    async with running_node(tmp_path, config(tmp_path, parked_mb=2, a={}, b={"bytes": 3 * MEBIBYTE})) as node:
+    async with running_node(tmp_path, config(tmp_path, sleep_mb=2, a={}, b={"bytes": 3 * MEBIBYTE})) as node:
         await load(node, "a")
         await load(node, "b")
         await put_to_sleep(node, "a")

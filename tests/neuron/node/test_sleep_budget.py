@@ -59,11 +59,11 @@ GPU = Device(index=0, kind="cuda", name="gpu", total_bytes=100)
 
 
 @pytest.mark.parametrize(
-    ("parked_mb", "device", "held", "budget"),
+    ("sleep_mb", "device", "held", "budget"),
     [(None, CPU, 0, 0), (None, GPU, 0, 500), (None, GPU, 600, 800), (3, CPU, 0, 3 << 20), (0, GPU, 0, 0)],
 )
-def test_budget_is_the_configured_one_or_a_share_of_free_host_memory(parked_mb, device, held, budget):
-    assert sleep_budget_bytes(parked_mb, [device], HostMemory(4000, 1000), held) == budget
+def test_budget_is_the_configured_one_or_a_share_of_free_host_memory(sleep_mb, device, held, budget):
+    assert sleep_budget_bytes(sleep_mb, [device], HostMemory(4000, 1000), held) == budget
 
 
 async def test_two_models_at_once_do_not_get_the_same_room():

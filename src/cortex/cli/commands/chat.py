@@ -1,4 +1,4 @@
-"""`cortex chat`: talk to a model in the terminal, or ask one question from a script."""
+"""`cortex chat`: chat with a model in the terminal, or send one prompt from a script."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from rich.console import Console
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.output import counted
 
 HELP = """\
-/help            this
+/help            show this list
 /system TEXT     set the system prompt (empty: none)
-/clear           forget the conversation
-/retry           answer the last question again
-/model NAME      go on with another model
-/stats           tokens and speed of the last answer
-/quit            leave (or Ctrl-D)
-Ctrl-C stops an answer; on an empty line it leaves. End a line with \\ to go on in the next one."""
+/clear           clear the conversation
+/retry           generate the last response again
+/model NAME      continue with another model
+/stats           tokens and speed of the last response
+/quit            quit (or Ctrl-D)
+Ctrl-C stops a response; on an empty line it quits. End a line with \\ to continue it on the next one."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What has been said, and to whom."""
+    """The turns so far, and the model."""
 
     model: str
     system: str | None = None
@@ -47,16 +48,16 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPiece:
-    """A bit of an answer. Reasoning is shown but never sent back."""
+class ChatDelta:
+    """The next piece of a response. Reasoning is shown but never sent back."""
 
     text: str
     is_reasoning: bool = False
 
 
 @dataclass(slots=True)
-class ChatReply:
-    """An answer as it grows."""
+class ChatResponse:
+    """A response while it arrives."""
 
     text: str = ""
     completion_tokens: int = 0
@@ -65,24 +66,24 @@ class ChatReply:
 
     @property
     def tokens_per_s(self) -> float:
-        """Pace after the first token."""
+        """Rate after the first token."""
         if self.first_token_s is None or self.total_s <= self.first_token_s:
             return 0.0
         return max(0, self.completion_tokens - 1) / (self.total_s - self.first_token_s)
 
     def stats(self) -> str:
         if self.first_token_s is None:
-            return "nothing was answered"
-        pace = f"{self.completion_tokens} tokens, {self.tokens_per_s:.0f} tok/s"
-        return f"{pace}, first after {self.first_token_s:.2f} s"
+            return "no response yet"
+        speed = f"{counted(self.completion_tokens, 'token')}, {self.tokens_per_s:.0f} tok/s"
+        return f"{speed}, first token after {self.first_token_s:.2f} s"
 
 
 @click.command(cls=Command)
 @click.argument("model", required=False)
 @click.argument("prompt", required=False)
 @click.option("-s", "--system", help="System prompt.")
-@click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.")
-@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Longest answer.")
+@click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the most likely token.")
+@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Longest response, in tokens.")
 @gateway_options
 def chat(
     model: str | None,
@@ -94,7 +95,7 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    Without MODEL, the first that is loaded answers. A PROMPT or piped input is answered once.
+    Without MODEL, uses the first loaded model. A PROMPT or piped input gets one response.
 
     \b
       cortex chat
@@ -102,89 +103,89 @@ def chat(
       git diff | cortex chat - "Write a commit message for this:"
     """
     chosen = model if model and model != "-" else first_loaded(gateway)
-    talk = Talk(gateway, Conversation(chosen, system), temperature, max_tokens)
+    session = ChatSession(gateway, Conversation(chosen, system), temperature, max_tokens)
     question = "\n\n".join(part for part in (prompt, "" if sys.stdin.isatty() else sys.stdin.read().strip()) if part)
     if question:
-        talk.conversation.turns.append({"role": "user", "content": question})
-        for piece in talk.answer():
-            if not piece.is_reasoning:
-                click.echo(piece.text, nl=False)
+        session.conversation.turns.append({"role": "user", "content": question})
+        for delta in session.respond():
+            if not delta.is_reasoning:
+                click.echo(delta.text, nl=False)
         click.echo()
     elif sys.stdin.isatty():
-        interact(talk, Console(highlight=False))
+        interact(session, Console(highlight=False))
     else:
-        raise CommandError("no question was given", "pass a PROMPT or pipe one in", ExitCode.USAGE)
+        raise CommandError("there is no prompt", "pass a PROMPT or pipe one in", ExitCode.USAGE)
 
 
 def first_loaded(gateway: GatewayClient) -> str:
-    """A model that answers at once, else any there is."""
+    """The first model that is loaded, else the first of all."""
     listed = [entry for entry in gateway.get("/v1/models")["data"] if "alias_of" not in entry]
     if not listed:
         raise CommandError("there is no model to chat with", "start one with `cortex up MODEL`", ExitCode.NOT_FOUND)
     return str(next((entry for entry in listed if entry.get("loaded")), listed[0])["id"])
 
 
-class Talk:
-    """Asks the gateway to go on with a conversation and keeps what it said."""
+class ChatSession:
+    """Sends a conversation to the gateway and adds the responses to it."""
 
     def __init__(
         self, gateway: GatewayClient, conversation: Conversation, temperature: float | None, max_tokens: int | None
     ) -> None:
         self.conversation = conversation
-        self.last = ChatReply()
+        self.last = ChatResponse()
         self._gateway = gateway
         self._temperature = temperature
         self._max_tokens = max_tokens
 
-    def answer(self) -> Iterator[ChatPiece]:
-        """The next turn, piece by piece. What was said so far is kept however the iteration ends."""
-        answer = self.last = ChatReply()
+    def respond(self) -> Iterator[ChatDelta]:
+        """Stream the next turn. However the iteration ends, the text so far becomes a turn of the conversation."""
+        response = self.last = ChatResponse()
         started = time.monotonic()
         try:
             body = self.conversation.request(self._temperature, self._max_tokens)
             with self._gateway.stream("/v1/chat/completions", body) as events:
                 for event in events:
-                    answer.total_s = time.monotonic() - started
+                    response.total_s = time.monotonic() - started
                     if usage := event.get("usage"):
-                        answer.completion_tokens = usage["completion_tokens"]
+                        response.completion_tokens = usage["completion_tokens"]
                     for choice in event.get("choices", ()):
-                        yield from self._pieces(choice.get("delta") or {}, answer)
+                        yield from self._deltas(choice.get("delta") or {}, response)
         finally:
-            if answer.text:
-                self.conversation.turns.append({"role": "assistant", "content": answer.text})
+            if response.text:
+                self.conversation.turns.append({"role": "assistant", "content": response.text})
 
-    def _pieces(self, delta: dict[str, Any], answer: ChatReply) -> Iterator[ChatPiece]:
+    def _deltas(self, delta: dict[str, Any], response: ChatResponse) -> Iterator[ChatDelta]:
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-        if (reasoning or delta.get("content")) and answer.first_token_s is None:
-            answer.first_token_s = answer.total_s
+        if (reasoning or delta.get("content")) and response.first_token_s is None:
+            response.first_token_s = response.total_s
         if reasoning:
-            yield ChatPiece(reasoning, is_reasoning=True)
+            yield ChatDelta(reasoning, is_reasoning=True)
         if text := delta.get("content"):
-            answer.text += text
-            yield ChatPiece(text)
+            response.text += text
+            yield ChatDelta(text)
 
 
-def interact(talk: Talk, console: Console) -> None:
-    """Read, answer, repeat, until the user leaves."""
-    # Importing it gives `input` line editing and history.
+def interact(session: ChatSession, console: Console) -> None:
+    """Read prompts and show responses until the user quits."""
+    # Importing it gives `input` line editing and a history.
     import readline  # noqa: F401
 
-    console.print(f"[bold]{talk.conversation.model}[/bold]  [dim]/help for commands, Ctrl-D to leave[/dim]")
+    console.print(f"[bold]{session.conversation.model}[/bold]  [dim]/help for commands, Ctrl-D to quit[/dim]")
     while (line := read_line(console)) is not None:
         if line.startswith("/"):
-            if not obey(talk, console, line):
+            if not run_command(session, console, line):
                 return
         elif line:
-            talk.conversation.turns.append({"role": "user", "content": line})
-            show_answer(talk, console)
+            session.conversation.turns.append({"role": "user", "content": line})
+            show_response(session, console)
 
 
 def read_line(console: Console) -> str | None:
-    """One entry, continued over lines that end with a backslash; None when the user leaves."""
+    """One entry, continued over lines that end with a backslash; None when the user quits."""
     lines: list[str] = []
     try:
         while True:
-            # The control characters between \001 and \002 take no room on the line that readline edits.
+            # readline does not count the characters between \001 and \002 as part of the line.
             lines.append(input("\001\033[36m\002> \001\033[0m\002" if not lines else "… "))
             if not lines[-1].endswith("\\"):
                 return "\n".join(line.removesuffix("\\") for line in lines).strip()
@@ -193,25 +194,25 @@ def read_line(console: Console) -> str | None:
         return None
 
 
-def show_answer(talk: Talk, console: Console) -> None:
-    """Print an answer as it comes. Ctrl-C ends it; a refused question is taken back."""
-    asked = len(talk.conversation.turns)
+def show_response(session: ChatSession, console: Console) -> None:
+    """Print a response while it arrives. Ctrl-C stops it; a rejected prompt is removed from the conversation."""
+    num_turns = len(session.conversation.turns)
     try:
-        for piece in talk.answer():
-            console.print(piece.text, end="", soft_wrap=True, markup=False, style="dim" if piece.is_reasoning else None)
+        for delta in session.respond():
+            console.print(delta.text, end="", soft_wrap=True, markup=False, style="dim" if delta.is_reasoning else None)
         console.print()
     except KeyboardInterrupt:
         console.print("\n[dim]stopped[/dim]")
     except CommandError as error:
         console.print(f"\n[red]{error.message}[/red]; {error.remedy}")
-        if len(talk.conversation.turns) == asked:
-            talk.conversation.turns.pop()
+        if len(session.conversation.turns) == num_turns:
+            session.conversation.turns.pop()
 
 
-def obey(talk: Talk, console: Console, line: str) -> bool:
-    """Do what a /command says; False to leave."""
+def run_command(session: ChatSession, console: Console, line: str) -> bool:
+    """Run a /command; return False to quit."""
     command, _, rest = line.partition(" ")
-    conversation, rest = talk.conversation, rest.strip()
+    conversation, rest = session.conversation, rest.strip()
     match command:
         case "/quit" | "/exit":
             return False
@@ -224,11 +225,11 @@ def obey(talk: Talk, console: Console, line: str) -> bool:
         case "/model" if rest:
             conversation.model = rest
         case "/stats":
-            console.print(talk.last.stats())
+            console.print(session.last.stats())
         case "/retry" if any(turn["role"] == "user" for turn in conversation.turns):
             while conversation.turns[-1]["role"] != "user":
                 conversation.turns.pop()
-            show_answer(talk, console)
+            show_response(session, console)
         case _:
-            console.print(f"{command} cannot be done here; /help says what can")
+            console.print(f"unknown command {command}; /help lists the commands")
     return True

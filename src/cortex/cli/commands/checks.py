@@ -1,4 +1,4 @@
-"""What `doctor` looks at. Each check gives findings; a finding that is not fine says what to do."""
+"""The checks of `doctor`. Each yields findings; a finding that is not fine has a remedy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import msgspec
 
 from cortex import __version__
 from cortex.cli.cache import cache_directory
-from cortex.cli.client import GatewayClient
+from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.cli.failures import CommandError
-from cortex.cli.output import size
+from cortex.cli.output import counted, size
 from cortex.cli.up.demo import SMOLLM2
 from cortex.cli.up.plan import reachable
 from cortex.gateway.config import GatewaySection, load
@@ -29,7 +29,7 @@ from cortex.settings import Listen, SettingsError
 from cortex.wire.node import Discovery
 
 LOW_DISK_BYTES = 20 << 30
-"""Below this, most model downloads will not fit."""
+"""Most model downloads do not fit into less."""
 
 
 class Severity(StrEnum):
@@ -40,7 +40,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. `remedy` is empty when it is fine."""
+    """The result of one check. `remedy` is empty when it is fine."""
 
     topic: str
     verdict: Severity
@@ -66,29 +66,29 @@ def engine() -> Iterator[Finding]:
 def config(path: Path | None) -> Iterator[Finding]:
     """The gateway's file and the catalogue beside it."""
     if path is None:
-        yield Finding("config", Severity.FINE, "none given: defaults and CORTEX_… variables apply")
+        yield Finding("config", Severity.FINE, "no file given: defaults and CORTEX_… variables apply")
     try:
         settings = load(path, os.environ)
         if path is not None:
-            yield Finding("config", Severity.FINE, f"{path}: {len(settings.neurons)} nodes")
+            yield Finding("config", Severity.FINE, f"{path}: {counted(len(settings.neurons), 'node')}")
         if (catalogue := catalogue_path(settings, path)).exists():
             models = load_catalogue(settings, path).models
-            yield Finding("config", Severity.FINE, f"{catalogue}: {len(models)} models")
+            yield Finding("config", Severity.FINE, f"{catalogue}: {counted(len(models), 'model')}")
     except SettingsError as error:
-        yield Finding("config", Severity.PROBLEM, error.message, "correct that line")
+        yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
 
 
 def gateway(client: GatewayClient) -> Iterator[Finding]:
-    """Whether a gateway answers."""
+    """Whether a gateway responds."""
     try:
         client.get("/health")
-        yield Finding("gateway", Severity.FINE, f"{client.url} answers")
+        yield Finding("gateway", Severity.FINE, f"{client.url} responds")
     except CommandError as error:
         yield Finding("gateway", Severity.NOTE, error.message, error.remedy)
 
 
 def nodes(path: Path | None) -> Iterator[Finding]:
-    """Every node of the configuration: reachable, of our version, with usable devices."""
+    """Every node of the configuration: reachable, of the same version, with usable devices."""
     try:
         settings = load(path, os.environ)
     except SettingsError:
@@ -102,14 +102,16 @@ def nodes(path: Path | None) -> Iterator[Finding]:
         try:
             if section.kind == "openai":
                 client.get("/v1/models")
-                yield Finding("nodes", Severity.FINE, f"{section.name}: {section.endpoint} answers")
+                yield Finding("nodes", Severity.FINE, f"{section.name}: {section.endpoint} responds")
             else:
                 yield from _node(section.name, msgspec.convert(client.get("/discovery"), Discovery))
+        except GatewayUnreachable as error:
+            what = f"{section.name}: no response from {section.endpoint} ({error.reason})"
+            yield Finding("nodes", Severity.PROBLEM, what, "start it with `neuron serve`, or correct its endpoint")
         except (CommandError, msgspec.ValidationError) as error:
-            what = f"{section.name}: no answer from {section.endpoint} ({error})"
-            yield Finding(
-                "nodes", Severity.PROBLEM, what, "start it there with `neuron serve`, or correct its endpoint"
-            )
+            problem = error.message if isinstance(error, CommandError) else error
+            what = f"{section.name}: unexpected response from {section.endpoint} ({problem})"
+            yield Finding("nodes", Severity.PROBLEM, what, "correct its endpoint, kind or key_env")
 
 
 def _node(name: str, discovery: Discovery) -> Iterator[Finding]:
@@ -117,15 +119,15 @@ def _node(name: str, discovery: Discovery) -> Iterator[Finding]:
     yield Finding("nodes", Severity.FINE, f"{name}: {devices}")
     if discovery.version != __version__:
         what = f"{name} runs version {discovery.version}, this is {__version__}"
-        yield Finding("nodes", Severity.NOTE, what, "bring both to the same version")
+        yield Finding("nodes", Severity.NOTE, what, "install the same version on both")
     if discovery.driver_problem:
         yield Finding("nodes", Severity.NOTE, f"{name}: {discovery.driver_problem}", _driver_remedy())
 
 
 def devices() -> Iterator[Finding]:
-    """The devices of this machine, as a neuron would see them."""
+    """The devices of this machine, as a neuron sees them."""
     if importlib.util.find_spec("pynvml") is None:
-        return  # without the engine there is nothing to serve with; `engine` says so
+        return  # the engine is not installed; `engine` reports it
     from cortex.neuron.worker.discovery import discover
 
     inventory = discover()
@@ -142,66 +144,66 @@ def _driver_remedy() -> str:
 
 
 def addresses(path: Path | None) -> tuple[Listen, ...]:
-    """Where gateway, metrics and a neuron on this machine listen or would, as seen from here; the gateway first."""
+    """Addresses of gateway, metrics and neuron on this machine, in this order, as reachable from here."""
     gateway = GatewaySection(listen=Listen("127.0.0.1:31313"), metrics_listen=Listen("127.0.0.1:31314"))
     if path is not None:
         with contextlib.suppress(SettingsError):  # reported by `config`
             gateway = load(path, os.environ).gateway
     found = (gateway.listen, gateway.metrics_listen, Listen("127.0.0.1:13131"))
-    return tuple(_from_here(listen) for listen in found if listen is not None)
+    return tuple(_reachable_address(listen) for listen in found if listen is not None)
 
 
-def _from_here(listen: Listen) -> Listen:
+def _reachable_address(listen: Listen) -> Listen:
     host = reachable(listen.host)
     return Listen(f"[{host}]:{listen.port}" if ":" in host else f"{host}:{listen.port}")
 
 
 def ports(listens: tuple[Listen, ...]) -> Iterator[Finding]:
-    """Whether what we would listen on is free."""
+    """Whether the addresses can be bound."""
     for listen in listens:
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         try:
             socket.create_server((listen.host, listen.port), family=family).close()
             yield Finding("ports", Severity.FINE, f"{listen} is free")
         except OSError as error:
-            remedy = "fine if that is cortex itself; else stop it or choose another port"
+            remedy = "ignore this if cortex itself listens there; else stop that program or choose another port"
             yield Finding("ports", Severity.NOTE, f"{listen}: {os.strerror(error.errno or 0)}", remedy)
 
 
 def disk() -> Iterator[Finding]:
-    """Room for models, where they are kept."""
+    """Free disk space in the model caches."""
     folders = {"cortex cache": cache_directory(), "model cache": hub_cache_directory()}
     for name, folder in folders.items():
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free_bytes = shutil.disk_usage(existing).free
         what = f"{name} {folder}: {size(free_bytes)} free"
         if not os.access(existing, os.W_OK):
-            yield Finding("disk", Severity.PROBLEM, f"{name} {folder} cannot be written", "give yourself access to it")
+            yield Finding("disk", Severity.PROBLEM, f"{name} {folder} cannot be written", "fix its permissions")
         elif free_bytes < SMOLLM2.wheel_bytes + SMOLLM2.size_bytes:
-            yield Finding("disk", Severity.PROBLEM, what, "free some, or set CORTEX_CACHE / HF_HOME to another disk")
+            yield Finding("disk", Severity.PROBLEM, what, "free space, or set CORTEX_CACHE / HF_HOME to another disk")
         elif free_bytes < LOW_DISK_BYTES:
-            yield Finding("disk", Severity.NOTE, what, "large models will not fit; set HF_HOME to a larger disk")
+            yield Finding("disk", Severity.NOTE, what, "large models do not fit; set HF_HOME to a larger disk")
         else:
             yield Finding("disk", Severity.FINE, what)
 
 
 def hub_cache_directory() -> Path:
-    """Where a neuron on this machine keeps downloaded models."""
-    from cortex.neuron.weights.hub.cache import cache_directory  # not at the top: a gateway alone needs none of it
+    """The directory of models that a neuron on this machine has downloaded."""
+    from cortex.neuron.weights.hub.cache import cache_directory  # here, because a gateway-only installation lacks it
 
     return cache_directory(os.environ)
 
 
 def cache() -> Iterator[Finding]:
-    """What is already here, so that a start needs no network."""
+    """Models that are already on disk."""
     demo = cache_directory() / "models" / SMOLLM2.file_name
     if not demo.exists():
-        yield Finding("cache", Severity.FINE, "the demo model is not here yet: the first `cortex up` fetches 93 MB")
+        yield Finding("cache", Severity.FINE, "no demo model yet: the first `cortex up` downloads 93 MB")
     elif demo.stat().st_size != SMOLLM2.size_bytes:
-        yield Finding("cache", Severity.NOTE, f"{demo} is damaged", "the next `cortex up` fetches it again")
+        yield Finding("cache", Severity.NOTE, f"{demo} is damaged", "the next `cortex up` downloads it again")
     else:
         yield Finding("cache", Severity.FINE, f"the demo model is in {demo.parent}")
     models = sorted(folder.name.removeprefix("models--") for folder in hub_cache_directory().glob("models--*"))
     if models:
         names = ", ".join(name.replace("--", "/") for name in models[:5]) + (", …" if len(models) > 5 else "")
-        yield Finding("cache", Severity.FINE, f"{len(models)} models from the hub: {names}")
+        yield Finding("cache", Severity.FINE, f"{counted(len(models), 'model')} from the hub: {names}")

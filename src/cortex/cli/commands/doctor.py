@@ -1,4 +1,4 @@
-"""`cortex doctor`: look at everything that usually goes wrong, and say what to do."""
+"""`cortex doctor`: check the usual problems and say how to fix them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cortex.cli.client import DEFAULT_URL, GatewayClient, gateway_options
 from cortex.cli.commands import checks
 from cortex.cli.commands.checks import Finding, Severity
 from cortex.cli.failures import Command, ExitCode
-from cortex.cli.output import console, json_option, print_json
+from cortex.cli.output import console, counted, json_option, print_json
 
 _MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Severity.PROBLEM: ("✗", "bold red")}
 
@@ -24,10 +24,10 @@ _MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Sever
 @gateway_options
 @json_option
 def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
-    """Check what usually goes wrong; say what to do.
+    """Check the usual problems and say how to fix them.
 
-    Looks at versions, configuration, gateway, nodes, devices, ports, disk and cache. Exit code 1 when something must be
-    done. With --config, the gateway is looked for where that file says, unless --url names another place.
+    Checks versions, configuration, gateway, nodes, devices, ports, disk and cache. Exit code 1 when there is a problem.
+    With --config, the gateway is expected at the address in that file, unless --url names another.
     """
     listens = checks.addresses(config)
     if config is not None and gateway.url == DEFAULT_URL:
@@ -47,7 +47,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
 
 
 def report(findings: Iterable[Finding], as_json: bool) -> int:
-    """Print what was found; the exit code says whether something must be done."""
+    """Print the findings; return the exit code, FAILED when there is a problem."""
     listed = list(findings)
     if as_json:
         print_json([asdict(finding) for finding in listed])
@@ -66,4 +66,4 @@ def show(findings: list[Finding], out: Console) -> None:
         if finding.remedy:
             out.print(Text.assemble(" " * 12, ("→ ", style), finding.remedy), soft_wrap=True)
     problems = sum(finding.verdict is Severity.PROBLEM for finding in findings)
-    out.print("\nnothing needs to be done" if not problems else f"\n{problems} to be put right", style="bold")
+    out.print(f"\n{counted(problems, 'problem')} to fix" if problems else "\nno problems found", style="bold")

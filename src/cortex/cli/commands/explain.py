@@ -1,4 +1,4 @@
-"""`cortex explain`: why a model is where it is, or why it fits nowhere."""
+"""`cortex explain`: the placement decision for a model, with the numbers behind it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cortex.cli.output import console, json_option, print_json, size, table
 
 @click.command(cls=Command)
 @click.argument("model")
-@click.option("--history", is_flag=True, help="Show the decisions that were made about it, newest first.")
+@click.option("--history", is_flag=True, help="Show past decisions about it, newest first.")
 @gateway_options
 @json_option
 def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) -> None:
-    """Say what would be done for a model now, and why.
+    """Show what the gateway would do for a model now, and why.
 
-    Every node is listed with its verdict; every device with what the model needs, what it can have, and what the node
-    keeps free beside that. Nothing is changed.
+    Lists every node with its verdict, and every device with the memory that the model needs, that it can have, and that
+    the node keeps free. Changes nothing.
     """
     if history:
         decisions = gateway.get(f"/fleet/decisions?model={quote(model, safe='')}")["decisions"]
@@ -35,9 +35,9 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
         return
     out = console()
     if not decisions:
-        out.print(f"nothing has been decided about {model} yet", markup=False)
+        out.print(f"no decision about {model} yet", markup=False)
     for decision in decisions:
-        when = f"{datetime.fromtimestamp(decision['at']):%H:%M:%S}  " if history else ""
+        when = f"{datetime.fromtimestamp(decision['at']):%Y-%m-%d %H:%M:%S}  " if history else ""
         out.print(Text.assemble((when, "dim"), (decision["outcome"], "bold")), soft_wrap=True)
         out.print(_nodes(decision))
 
@@ -60,7 +60,7 @@ def _nodes(decision: dict[str, Any]) -> Table:
                 node["reason"] if first else "",
             )
         for occupant in node["occupants"]:
-            leaves = "may leave" if occupant["may_leave"] else occupant["reason"]
+            leaves = "can be evicted" if occupant["may_leave"] else occupant["reason"]
             holds = Text(f"{occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}", style="dim")
             rows.add_row("", holds)
     return rows

@@ -1,4 +1,4 @@
-"""`cortex keys`: make keys for clients, see which there are, take them back."""
+"""`cortex keys`: add, list and remove the API keys of clients."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _KEYS_TABLE = re.compile(r"\s*\[\[\s*keys\s*\]\]")
 
 @click.group(cls=Group)
 def keys() -> None:
-    """Make, list and remove the keys that clients use."""
+    """Add, list and remove the API keys of clients."""
 
 
 @keys.command()
 @click.argument("name")
 @click.option("--model", "models", multiple=True, help="A model it may use, or a pattern with *; repeat for more.")
-@click.option("--requests-per-min", type=click.IntRange(1), help="Most requests in a minute.")
-@click.option("--window-tokens", type=click.IntRange(0), help="Most tokens within the window.")
-@click.option("--window-s", type=click.IntRange(60), default=86400, show_default=True, help="The window's length.")
-@click.option("--balance-tokens", type=click.IntRange(0), help="Tokens for the key's whole life.")
-@click.option("--operator", is_flag=True, help="It may also load, unload and pin models.")
-@click.option("--config", type=click.Path(path_type=Path), help="Add it to this cortex.toml; else it is printed.")
+@click.option("--requests-per-min", type=click.IntRange(1), help="Limit of requests per minute.")
+@click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window.")
+@click.option("--window-s", type=click.IntRange(60), default=86400, show_default=True, help="Length of the window.")
+@click.option("--balance-tokens", type=click.IntRange(0), help="Limit of tokens for the lifetime of the key.")
+@click.option("--operator", is_flag=True, help="Also allow it to load, unload and pin models.")
+@click.option("--config", type=click.Path(path_type=Path), help="Add it to this cortex.toml; printed when absent.")
 @json_option
 def add(
     name: str,
@@ -46,12 +46,12 @@ def add(
     config: Path | None,
     as_json: bool,
 ) -> None:
-    """Make a key for NAME and show it, once.
+    """Create a key for NAME and show it, once.
 
-    Only its hash is kept. A running gateway takes it up as soon as the file has changed.
+    Only its hash is stored. A running gateway accepts it as soon as the file has changed.
     """
     if not name.strip():
-        raise CommandError("a key needs a name", "say whose it is: cortex keys add anna", ExitCode.USAGE)
+        raise CommandError("a key needs a name", "name its owner: cortex keys add anna", ExitCode.USAGE)
     made = generate(
         name,
         models=models,
@@ -76,7 +76,7 @@ def add(
 
 
 def append(config: Path, section: KeySection) -> None:
-    """Put the key at the end of the file, which must load before and after."""
+    """Append the key to the file, which must be valid before and after."""
     load(config, os.environ)
     text = f"{config.read_text(encoding='utf-8').rstrip()}\n\n{as_toml(section)}"
     settings.loads(Config, text, file=config)
@@ -84,7 +84,7 @@ def append(config: Path, section: KeySection) -> None:
 
 
 def replace(config: Path, text: str) -> None:
-    """Give the file new contents in one step; nobody ever reads half of it."""
+    """Replace the contents of the file atomically; its mode stays."""
     mode = config.stat().st_mode
     fresh = config.with_name(f".{config.name}.new")
     fresh.write_text(text, encoding="utf-8")
@@ -94,12 +94,12 @@ def replace(config: Path, text: str) -> None:
 
 @keys.command()
 @click.argument("key", metavar="NAME_OR_ID")
-@click.option("--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to take it from.")
+@click.option("--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to remove it from.")
 @json_option
 def remove(key: str, config: Path, as_json: bool) -> None:
-    """Take a key back.
+    """Remove a key.
 
-    A running gateway refuses it as soon as the file has changed; what was used with it stays in the books.
+    A running gateway rejects it as soon as the file has changed. Its usage stays in the ledger.
     """
     before = settings.load(Config, config, env_prefix="CORTEX_", env={})
     found = [section for section in before.keys if key in (section.id, section.name)]
@@ -112,20 +112,18 @@ def remove(key: str, config: Path, as_json: bool) -> None:
     text = without_table(config.read_text(encoding="utf-8"), section)
     left = tuple(other for other in before.keys if other is not section)
     if text is None or settings.loads(Config, text, file=config) != msgspec.structs.replace(before, keys=left):
-        raise CommandError(
-            f"the table of {key} in {config} is written in a way this command cannot edit", "delete it by hand"
-        )
+        raise CommandError(f"this command cannot edit the table of {key} in {config}", "delete it by hand")
     replace(config, text)
     if as_json:
         print_json({"removed": {"name": section.name, "id": section.id}})
         return
     console().print(f"Removed {section.name} ({section.id}) from {config}.", markup=False, soft_wrap=True)
     if not left:
-        console().print("No key is left: everybody who can reach the gateway may use it.")
+        console().print("No key is left: everybody who can reach the gateway can use it.")
 
 
 def without_table(text: str, section: KeySection) -> str | None:
-    """The file without the `[[keys]]` table of `section`; comments and blank lines after it stay. None: not found."""
+    """The text without the `[[keys]]` table of `section`; comments and blank lines after it stay. None: not found."""
     lines = text.splitlines(keepends=True)
     starts = [number for number, line in enumerate(lines) if _TABLE.match(line)]
     for start, end in itertools.pairwise([*starts, len(lines)]):
@@ -150,7 +148,7 @@ def list_keys(config: Path, as_json: bool) -> None:
         print_json(found)
         return
     if not found:
-        console().print("no keys: everybody who can reach the gateway may use it; add one with `cortex keys add NAME`")
+        console().print("no keys: everybody who can reach the gateway can use it; add one with `cortex keys add NAME`")
         return
     rows = table("NAME", "ID", "MODELS", "OPERATOR", ">REQUESTS/MIN", ">TOKENS/WINDOW", ">BALANCE")
     for key in found:

@@ -1,4 +1,4 @@
-"""`cortex models`: what clients may ask for."""
+"""`cortex models`: the models that clients can use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cortex.cli.output import console, json_option, print_json, state, table
 @gateway_options
 @json_option
 def models(gateway: GatewayClient, as_json: bool) -> None:
-    """List what clients may ask for.
+    """List the models that clients can use.
 
-    Models and aliases with their state, where they are (or could be), context length and abilities.
+    Shows models and aliases with state, nodes (in parentheses: where it fits), context length and capabilities.
     """
     listed = gateway.get("/v1/models")["data"]
     if as_json:
@@ -44,7 +44,7 @@ def _state(entry: dict[str, Any]) -> str:
 
 
 def _places(entry: dict[str, Any]) -> str:
-    """Where it is; where it could be, in parentheses, when it is nowhere."""
+    """The nodes that hold it, else, in parentheses, the nodes where it fits."""
     if here := [location["node"] for location in entry.get("locations", ())]:
         return ", ".join(here)
     possible = entry.get("feasible_on", ())

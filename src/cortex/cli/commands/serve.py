@@ -1,4 +1,4 @@
-"""`cortex serve`: the gateway by itself, as a service runs it."""
+"""`cortex serve`: the gateway alone, as a service runs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cortex.cli.failures import Command, CommandError, ExitCode
 def serve(config: Path | None, workers: int | None) -> None:
     """Run the gateway until SIGTERM or Ctrl-C.
 
-    SIGHUP, or a change of the file, reloads the configuration.
+    SIGHUP or a change of the file reloads the configuration.
     """
     import uvloop
 

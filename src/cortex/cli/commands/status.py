@@ -1,4 +1,4 @@
-"""`cortex status`: the fleet as a table."""
+"""`cortex status`: nodes, devices and models as tables."""
 
 from __future__ import annotations
 
@@ -16,23 +16,30 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
-from cortex.cli.load_view import fraction_done
+from cortex.cli.load_view import fraction_done, reason_of
 from cortex.cli.output import bar, console, duration, json_option, print_json, size, state, table
 from cortex.wire.node import ModelState
 
 
 @click.command(cls=Command)
-@click.option("-w", "--watch", is_flag=True, help="Keep it on the screen and up to date, until Ctrl-C.")
-@click.option("--every", "interval_s", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds.")
+@click.option("-w", "--watch", is_flag=True, help="Keep the screen up to date until Ctrl-C.")
+@click.option(
+    "--every",
+    "interval_s",
+    type=click.FloatRange(0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between updates of --watch.",
+)
 @gateway_options
 @json_option
 def status(watch: bool, interval_s: float, gateway: GatewayClient, as_json: bool) -> int:
     """Show nodes, devices and models.
 
-    Devices come with their memory, models with their state and load progress. Exit code 1 when a node is down.
+    Shows memory of devices, and state and load progress of models. Exit code 1 when a node is down.
     """
     if watch and as_json:
-        raise CommandError("--watch and --json do not go together", "leave one out", ExitCode.USAGE)
+        raise CommandError("--watch and --json exclude each other", "leave one of them out", ExitCode.USAGE)
     if watch:
         _watch(gateway, interval_s)
         return ExitCode.OK
@@ -49,10 +56,10 @@ def _watch(gateway: GatewayClient, interval_s: float) -> None:
     with Live(console=console(), screen=True, auto_refresh=False) as live:
         while True:
             try:
-                shown: RenderableType = render(fleet_view.look(gateway))
+                shown: RenderableType = render(fleet_view.fetch(gateway))
             except CommandError as error:
                 shown = Text(f"{error.message}; {error.remedy}", style="red")
-            live.update(Lines(shown, Text("\nCtrl-C to leave", style="dim")), refresh=True)
+            live.update(Lines(shown, Text("\nCtrl-C to quit", style="dim")), refresh=True)
             time.sleep(interval_s)
 
 
@@ -67,7 +74,7 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     if not node.up:
         condition = Text.assemble(("down", "bold red"), f"  {node.problem or ''}")
     elif node.draining:
-        condition = Text("going down, takes no new work", style="yellow")
+        condition = Text("draining, takes no new requests", style="yellow")
     else:
         condition = Text.assemble(("up", "green"), f"  {node.problem or ''}")
     kind = "" if node.kind == "neuron" else f"  ({node.kind} server)"
@@ -77,7 +84,7 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     if node.models:
         parts.append(Padding(_models(node, fleet), (0, 0, 0, 2)))
         parts += [
-            Padding(Text(f"{model.id}: {model.reason}", style="red"), (0, 0, 0, 2))
+            Padding(Text(f"{model.id}: {reason_of(model)}", style="red"), (0, 0, 0, 2))
             for model in node.models
             if model.reason
         ]
@@ -91,7 +98,7 @@ def _devices(node: NodeView) -> Table:
     rows.show_header = False
     for device in node.devices:
         used_bytes = device.total_bytes - device.free_bytes
-        others = f"{size(device.foreign_bytes)} not ours" if device.foreign_bytes > 1 << 30 else ""
+        others = f"{size(device.foreign_bytes)} of other programs" if device.foreign_bytes > 1 << 30 else ""
         rows.add_row(
             str(device.index),
             device.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
@@ -115,7 +122,7 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
             _requests(model, fleet.waiting.get(model.id, 0)),
             f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",
         )
-    # On a narrow terminal the name folds, state and requests wrap, and numbers stay whole.
+    # On a narrow terminal the name folds, state and requests wrap, and numbers stay on one line.
     rows.columns[0].overflow = "fold"
     rows.columns[0].min_width = min(20, max(len(model.id) for model in node.models))
     for number in (2, 3, 5):
@@ -137,7 +144,7 @@ def _state(model: HeldModel) -> Text:
 
 
 def _requests(model: HeldModel, waiting_here: int) -> str:
-    """`3 running, 1 waiting`, or for how long nobody has asked."""
+    """`3 running, 1 waiting`, or `idle 12 min`."""
     running = max(model.load.running, model.in_flight)
     waiting = model.load.waiting + waiting_here
     counts = [f"{running} running" if running else "", f"{waiting} waiting" if waiting else ""]
@@ -155,7 +162,7 @@ def _memory(model: HeldModel) -> str:
 
 
 def _waiting(fleet: FleetView) -> list[Text]:
-    """Models that requests wait for and that are on no node yet."""
+    """Models with waiting requests that are on no node yet."""
     held = {model.id for node in fleet.nodes for model in node.models}
     return [
         Text(f"{count} waiting for {model}", style="yellow")

@@ -1,4 +1,4 @@
-"""`cortex usage`: what was used, by whom, from the gateway's books."""
+"""`cortex usage`: requests and tokens from the gateway's ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.output import console, json_option, print_json, table
+from cortex.cli.output import console, counted, json_option, print_json, table
 from cortex.gateway.config import load
 from cortex.gateway.ledger.store import StoreError, open_store
 from cortex.gateway.ledger.usage_report import HEADER
@@ -27,13 +27,13 @@ DAY_S = 86400
 def usage(by: Literal["key", "model", "node", "day"], days: float, config: Path | None, as_json: bool) -> None:
     """Show requests and tokens by key, model, node or day.
 
-    Reads the gateway's books directly; it may run meanwhile.
+    Reads the ledger database directly; the gateway may be running.
     """
     database = load(config, os.environ).database(config.parent if config else Path.cwd())
     if "://" not in database and not Path(database).exists():
         raise CommandError(
-            f"there are no books at {database}",
-            "name the gateway's configuration with --config; books are kept once there are keys",
+            f"there is no ledger at {database}",
+            "name the gateway's configuration with --config; a ledger is kept only when keys are configured",
             ExitCode.NOT_FOUND,
         )
     now = time.time()
@@ -47,7 +47,7 @@ def usage(by: Literal["key", "model", "node", "day"], days: float, config: Path 
         print_json(rows)
         return
     if not rows:
-        console().print(f"nothing was used in the last {days:g} days")
+        console().print(f"no usage in the last {counted(days, 'day')}")
         return
     shown = table(by.upper(), *(f">{title.upper()}" for title in HEADER))
     for row in rows:

@@ -30,7 +30,7 @@ from cortex.gateway.server import load_catalogue
 
 DEFAULT_PORTS = Ports(gateway=31313, metrics=31314, neuron=13131)
 ONE_MACHINE = {"gateway": {"listen": f"127.0.0.1:{DEFAULT_PORTS.gateway}"}}
-"""A gateway of its own is there for others to reach; this one is for who sits here, unless they say otherwise."""
+"""Unlike `cortex serve`, listen on the loopback interface only, unless the user sets an address."""
 STOP_GRACE_S = run_files.DRAIN_S + 4.0
 
 
@@ -64,7 +64,7 @@ def up(
     Starts a gateway and a neuron as one supervised command.
 
     \b
-    MODEL is a hub id, a model directory or a GGUF file; without one, a small demo model is fetched once.
+    MODEL is a hub id, a model directory or a GGUF file; without one, a small demo model is downloaded once.
       cortex up
       cortex up Qwen/Qwen3-0.6B
       cortex up ./my-model-dir ./other.gguf --port 8000
@@ -105,7 +105,7 @@ def up(
 
 
 def supervise(console: Console, plan: UpPlan) -> None:
-    """Start both programs, wait until the models answer, and stay until a signal or a death."""
+    """Start both programs, wait until the models are ready, and return after a signal. Raises when a program ends."""
     started = time.monotonic()
     with ProcessSupervisor(STOP_GRACE_S) as supervisor:
         try:
@@ -114,7 +114,7 @@ def supervise(console: Console, plan: UpPlan) -> None:
                 log = None if is_verbose() else plan.folder / f"{name}.log"
                 supervisor.start(name, command, log, plan.environment)
             if wait_until_loaded(console, plan, supervisor):
-                say_ready(console, plan, time.monotonic() - started)
+                print_ready(console, plan, time.monotonic() - started)
                 while supervisor.wait(3600):
                     pass
         except ChildDied as death:
@@ -124,20 +124,20 @@ def supervise(console: Console, plan: UpPlan) -> None:
 
 
 def fault_of(death: ChildDied) -> CommandError:
-    """A child's end as the user should read it, in the child's own last words."""
+    """The error for a program that ended, with the last line of its log as the reason."""
     child = death.child
     told = child.last_lines()
     reason = told[0].removeprefix("cortex: ").removeprefix("neuron: ") if told else ending(child.process.returncode)
     where = f"its log is {child.log}" if child.log else "its log is above"
-    return CommandError(f"the {child.name} ended by itself: {reason}", where)
+    return CommandError(f"the {child.name} ended unexpectedly: {reason}", where)
 
 
 def ending(code: int) -> str:
-    """What a process's exit code says."""
+    """How a process ended, from its exit code."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def say_ready(console: Console, plan: UpPlan, seconds: float) -> None:
+def print_ready(console: Console, plan: UpPlan, seconds: float) -> None:
     names = ", ".join(model.id for model in plan.models)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"model": plan.models[0].id, "messages": question, "max_tokens": 64}
@@ -148,12 +148,12 @@ def say_ready(console: Console, plan: UpPlan, seconds: float) -> None:
     console.print(f"  chat     {program()} chat{where}", soft_wrap=True)
     console.print(f"  metrics  {plan.metrics_url}", soft_wrap=True)
     console.print(f"  logs     {plan.folder}", soft_wrap=True)
-    console.print("\nCtrl-C ends everything.")
+    console.print("\nCtrl-C stops everything.")
 
 
 def program() -> str:
-    """How the user called us, so that the line we print works when it is pasted."""
-    called = sys.argv[0]
-    if Path(called).name != "cortex" or shutil.which("cortex") == str(Path(called).absolute()):
+    """The program as the user called it, so that a printed command works when pasted."""
+    path = sys.argv[0]
+    if Path(path).name != "cortex" or shutil.which("cortex") == str(Path(path).absolute()):
         return "cortex"
-    return called
+    return path

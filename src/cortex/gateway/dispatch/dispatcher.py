@@ -194,7 +194,7 @@ class Dispatcher:
             if due_for_recycling(node, fleet.rules):
                 self._jobs.recycle(node)
         for target in expired(fleet, now):
-            self._jobs.unload(target, cause="ttl", park=not self._fleet_state.is_asleep(target))
+            self._jobs.unload(target, cause="ttl", sleep=not self._fleet_state.is_asleep(target))
         for pin in unmet_pins(fleet):
             self._load_pinned(pin)
 
@@ -282,9 +282,9 @@ class Dispatcher:
         self._jobs.recycle_ended(node, result)
 
     @event
-    def unload(self, target: ModelOnNode, *, force: bool, park: bool) -> None:
-        """By order of the operator. `park`: the node keeps the weights in host memory if there is room."""
-        self._jobs.unload(target, cause="operator", force=force, park=park)
+    def unload(self, target: ModelOnNode, *, force: bool, sleep: bool) -> None:
+        """By order of the operator. `sleep`: the node keeps the weights in host memory if there is room."""
+        self._jobs.unload(target, cause="operator", force=force, sleep=sleep)
 
     @event
     def change_pins(self, *, added: Iterable[ModelOnNode] = (), removed: Iterable[ModelOnNode] = ()) -> None:

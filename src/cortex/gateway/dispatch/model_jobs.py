@@ -28,7 +28,7 @@ class Effects(Protocol):
         """Ends in `load_ended`."""
 
     def unload(self, node: str, request: UnloadRequest, cause: Cause) -> None:
-        """Ends in `unload_ended`, after a fresh poll of the node. With `park` in the request the model may be asleep
+        """Ends in `unload_ended`, after a fresh poll of the node. With `sleep` in the request the model may be asleep
         then."""
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
@@ -75,7 +75,7 @@ class ModelJobs:
         )
         self._fleet_state.loads[target] = job
         for victim in decision.victims:
-            self.unload(ModelOnNode(target.node, victim), cause="evicted", for_model=target.model, park=True)
+            self.unload(ModelOnNode(target.node, victim), cause="evicted", for_model=target.model, sleep=True)
         if not job.victims:
             self._load(job)
 
@@ -86,15 +86,15 @@ class ModelJobs:
         cause: Cause,
         for_model: str | None = None,
         force: bool = False,
-        park: bool = False,
+        sleep: bool = False,
     ) -> None:
-        """Order an unload, unless one is under way. `park`: the node may keep the weights in host memory."""
+        """Order an unload, unless one is under way. `sleep`: the node may keep the weights in host memory."""
         if target in self._fleet_state.unloads:
             return
         node, model = target
         self._fleet_state.unloads[target] = self._clock()
         self._event_log.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
-        self._effects.unload(node, UnloadRequest(model_id=model, force=force, park=park), cause)
+        self._effects.unload(node, UnloadRequest(model_id=model, force=force, sleep=sleep), cause)
 
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> LoadJob | None:
         """Record how a load ended; returns its job, so that a failed one may be tried again."""
@@ -126,7 +126,7 @@ class ModelJobs:
         if error is None:
             self._fleet_state.forget_ready(target, self._clock())
             is_asleep = self._fleet_state.is_asleep(target)
-            self._event_log.happened("model_parked" if is_asleep else "model_unloaded", node=node, model=model)
+            self._event_log.happened("model_asleep" if is_asleep else "model_unloaded", node=node, model=model)
         else:
             self._event_log.happened("unload_failed", node=node, model=model, why=error.message)
         for job in list(self._fleet_state.loads.values()):

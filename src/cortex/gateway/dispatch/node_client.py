@@ -149,12 +149,12 @@ class NodeClient:
         return status
 
     async def unload(self, request: UnloadRequest, *, timeout_s: float) -> ModelStatus:
-        """Ensure the model is gone from this node's devices; returns when it is. With `park` it may be asleep then."""
+        """Ensure the model is gone from this node's devices; returns when it is. With `sleep` it may be asleep then."""
         status = await self._post(b"/models/unload", request, ModelStatus, timeout_s)
         while status.state is ModelState.UNLOADING:
             await asyncio.sleep(STATE_POLL_S)
             status = await self._status(request.model_id)
-        absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if request.park else set())
+        absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if request.sleep else set())
         if status.state not in absent:
             raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
         return status

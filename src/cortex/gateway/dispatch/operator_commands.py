@@ -36,11 +36,11 @@ class OperatorCommands:
         return decision
 
     def unload(
-        self, model: str, node: str | None = None, *, force: bool = False, park: bool = False
+        self, model: str, node: str | None = None, *, force: bool = False, sleep: bool = False
     ) -> tuple[str, ...]:
         """Unload a model, everywhere or on one node; returns where. Raises ModelNotFound when it is loaded nowhere.
 
-        `park`: a node keeps the weights in host memory if there is room.
+        `sleep`: a node keeps the weights in host memory if there is room.
         """
         targets = [
             ModelOnNode(here.name, model)
@@ -55,7 +55,7 @@ class OperatorCommands:
             raise ModelNotFound(f"{model} is loaded on no node{where}.", param="model")
         self._dispatcher.change_pins(removed=targets)
         for target in targets:
-            self._dispatcher.unload(target, force=force, park=park)
+            self._dispatcher.unload(target, force=force, sleep=sleep)
         return tuple(target.node for target in targets)
 
     def pin(self, model: str, node: str | None = None) -> tuple[str, ...]:

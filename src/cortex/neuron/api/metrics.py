@@ -30,7 +30,7 @@ class Metrics:
         counter, histogram = self._counter, self._histogram
         self.requests = counter("requests", "Requests that ended, by outcome.", "model", "dialect", "outcome")
         self.errors = counter("request_errors", "Requests that ended in an error, by its code.", "model", "code")
-        self.abandoned = counter("requests_abandoned", "Requests of disconnected clients, by phase.", "model", "phase")
+        self.disconnects = counter("client_disconnects", "Disconnected clients, by phase.", "model", "phase")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.", "model")
         self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.", "model")
         self.completion_tokens = counter("completion_tokens", "Tokens generated.", "model")
@@ -62,8 +62,8 @@ class Metrics:
             watch.failed(error)
             raise
         except (asyncio.CancelledError, ConnectionError):
-            outcome = "abandoned"
-            self.abandoned.labels(watch.model, watch.phase()).inc()
+            outcome = "disconnected"
+            self.disconnects.labels(watch.model, watch.phase()).inc()
             if not watch.finishes:
                 watch.count(watch.usage())
             raise
@@ -164,8 +164,8 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     yield _gauge("tokens_per_second", "Completion tokens over the last few seconds.", "model", speeds)
     sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
-    parked = {model.id: model.host_bytes for model in models if model.host_bytes}
-    yield _gauge("model_parked_bytes", "Host memory that a sleeping model's weights take.", "model", parked)
+    sleeping = {model.id: model.host_bytes for model in models if model.host_bytes}
+    yield _gauge("model_sleeping_bytes", "Host memory that a sleeping model's weights take.", "model", sleeping)
     states = GaugeMetricFamily("neuron_model_state", "1 for the state a model is in.", labels=["model", "state"])
     for model in models:
         for state in ModelState:

@@ -173,11 +173,11 @@ class Node:
         return self.model(request.model_id)
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
-        """Returns when the model's memory is free; with `park`, when its device memory is. Running requests get
+        """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
         `drain_s` to finish, or nothing with `force`."""
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._controller(request.model_id)
-        ensure_unloaded = controller.ensure_asleep if request.park else controller.ensure_gone
+        ensure_unloaded = controller.ensure_asleep if request.sleep else controller.ensure_gone
         await ensure_unloaded(0.0 if request.force else drain_s)
         await self._rest_text(request.model_id)
         return self.model(request.model_id)
@@ -265,7 +265,7 @@ class Node:
         ]
 
     def _sleep_budget_bytes(self, held_bytes: int) -> int:
-        return sleep_budget_bytes(self._config.limits.parked_mb, self.devices.all, read_host_memory(), held_bytes)
+        return sleep_budget_bytes(self._config.limits.sleep_mb, self.devices.all, read_host_memory(), held_bytes)
 
     def _activation_event(self) -> NodeEvent:
         return NodeEvent(kind="activation", at_s=time.time(), activation=self._startup_models.status())

@@ -11,7 +11,7 @@ from cortex.neuron.engine.memory.host import HostMemory
 from cortex.wire.node import Device
 
 HOST_SHARE = 0.5
-"""The share of free host memory that sleeping models may use, unless `limits.parked_mb` is set."""
+"""The share of free host memory that sleeping models may use, unless `limits.sleep_mb` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[SleepingMod
     return Room(fits, tuple(to_unload) if fits else ())
 
 
-def sleep_budget_bytes(parked_mb: int | None, devices: Sequence[Device], host: HostMemory, held_bytes: int) -> int:
+def sleep_budget_bytes(sleep_mb: int | None, devices: Sequence[Device], host: HostMemory, held_bytes: int) -> int:
     """Host memory that sleeping models may use in all; they hold `held_bytes` of it already."""
-    if parked_mb is not None:
-        return parked_mb << 20
+    if sleep_mb is not None:
+        return sleep_mb << 20
     if not any(device.kind == "cuda" for device in devices):
         return 0  # on a CPU the weights are in host memory anyway, so sleep frees little
     return int((host.free_bytes + held_bytes) * HOST_SHARE)

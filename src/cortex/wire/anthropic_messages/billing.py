@@ -1,8 +1,7 @@
-"""The one edit that is ever made to a client's words: the billing line that Claude Code puts before its prompt.
+"""Removes the billing line that Claude Code puts before its prompt: the only change ever made to a prompt.
 
-It differs from request to request and stands in front of everything, where it would defeat every prefix cache. Whoever
-the client talks to decides, by its `strip_billing_header`: a gateway for all that goes through it, a node only for
-clients that come straight to it.
+The line differs for every request and comes first, so that no prefix would ever be cached. The setting
+`strip_billing_header` decides: that of the gateway for requests through it, that of a node only for direct clients.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ _block_decoder = msgspec.json.Decoder(_Block)
 
 
 def strip_billing_header(body: bytes) -> bytes:
-    """`body` without the system blocks that hold nothing but that line; `body` itself when it has none.
+    """`body` without the system blocks that have only that line; `body` itself when there is none.
 
-    Every value that stays is byte for byte as the client wrote it. A body that cannot be read stays as it is, too:
-    whoever parses it says what is wrong with it.
+    All other values keep their bytes. A body that cannot be read stays as it is; the parser of the dialect reports why.
     """
     if _MARK not in body:
         return body
@@ -43,7 +41,7 @@ def strip_billing_header(body: bytes) -> bytes:
 
 
 def _edit(fields: dict[str, Raw], name: str, strip: Callable[[Raw], Raw | None]) -> bool:
-    """Replace a field by what `strip` leaves of it, or remove it; True if that changed anything."""
+    """Replace a field by the result of `strip`, or remove it if that is None; True if the body changed."""
     value = fields.get(name)
     if value is None or _MARK not in bytes(value):
         return False
@@ -57,7 +55,7 @@ def _edit(fields: dict[str, Raw], name: str, strip: Callable[[Raw], Raw | None])
 
 def _strip_blocks(system: Raw) -> Raw | None:
     if not bytes(system).startswith(b"["):
-        return system  # a plain string is the application's own prompt
+        return system  # a plain string is a prompt of the application
     blocks = _array_decoder.decode(system)
     kept = [block for block in blocks if not _is_billing_line(block)]
     if len(kept) == len(blocks):
@@ -74,7 +72,7 @@ def _strip_messages(messages: Raw) -> Raw:
 
 
 def _strip_message(message: Raw) -> Raw | None:
-    """Newer clients put system blocks into system messages of the conversation; what users say is theirs."""
+    """Newer clients put system blocks into system messages. Messages of users are never changed."""
     if _MARK not in bytes(message):
         return message
     fields = _object_decoder.decode(message)

@@ -1,4 +1,4 @@
-"""Content blocks of the messages dialect, read into parts."""
+"""Reads content blocks of the messages dialect into parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cortex.wire.requests import Image, Part, Reasoning, Text, ToolCall, ToolRes
 
 
 def read_blocks(fields: Fields, dropped: list[str]) -> Iterator[Part]:
-    """The parts of a turn's `content`. Blocks of tools that only the vendor runs are added to `dropped`."""
+    """The parts of a turn's `content`. Types of unsupported blocks are added to `dropped`."""
     content = fields.raw("content")
     if isinstance(content, str):
         if content:
@@ -34,9 +34,9 @@ def read_blocks(fields: Fields, dropped: list[str]) -> Iterator[Part]:
             case "thinking":
                 yield Reasoning(text=block.text("thinking") or "", signature=block.text("signature"))
             case "redacted_thinking":
-                pass  # sealed for the vendor's models; there is nothing in it that ours could read
+                pass  # encrypted for the vendor's models
             case _:
-                yield from _read_said(block, dropped)
+                yield from _read_text_or_image(block, dropped)
 
 
 def read_text_blocks(fields: Fields, name: str) -> Iterator[Text]:
@@ -51,10 +51,10 @@ def _read_result(fields: Fields, dropped: list[str]) -> Iterator[Text | Image]:
         yield Text(text=content)
         return
     for block in fields.objects("content"):
-        yield from _read_said(block, dropped)
+        yield from _read_text_or_image(block, dropped)
 
 
-def _read_said(block: Fields, dropped: list[str]) -> Iterator[Text | Image]:
+def _read_text_or_image(block: Fields, dropped: list[str]) -> Iterator[Text | Image]:
     kind = block.text("type")
     match kind:
         case "image":
@@ -84,7 +84,7 @@ def _read_image(block: Fields) -> Image:
 
 
 def _read_document(block: Fields, dropped: list[str]) -> Iterator[Text | Image]:
-    """Plain text documents are read; bound formats would need a reader no local model has."""
+    """Only plain text documents are supported. Raises `UnsupportedModality` for others, such as PDF."""
     source = block.object("source")
     if source is not None and source.text("type") == "text":
         yield Text(text=source.required_text("data"))
@@ -92,5 +92,5 @@ def _read_document(block: Fields, dropped: list[str]) -> Iterator[Text | Image]:
         yield from _read_result(source, dropped)
     else:
         raise UnsupportedModality(
-            "Documents of this kind cannot be read by the models here; send their text.", param=block.param("source")
+            "The models here cannot read documents of this kind; send their text.", param=block.param("source")
         )

@@ -1,4 +1,4 @@
-"""Reading a messages body into a `GenerateRequest`. What we use is validated, the rest is tolerated."""
+"""Parses a messages body into a `GenerateRequest`. Fields that we use are validated, others are ignored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cortex.wire.sampling import MAX_TEMPERATURE, read_response_format, read_sto
 
 
 def parse(body: bytes) -> GenerateRequest:
-    """Also for `/v1/messages/count_tokens`: the same conversation, so the same conversion.
+    """Also for `/v1/messages/count_tokens`, whose body is the same without `max_tokens`.
 
     Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
     """
@@ -85,27 +85,27 @@ def _read_message(fields: Fields, dropped: list[str]) -> Iterator[Message]:
     if role == "assistant":
         yield Message(role="assistant", parts=tuple(blocks))
         return
-    said: list[Part] = []
+    parts_so_far: list[Part] = []
     for block in blocks:
         if not isinstance(block, ToolResult):
-            said.append(block)
+            parts_so_far.append(block)
             continue
-        if said:
-            yield Message(role="user", parts=tuple(said))
-            said = []
+        if parts_so_far:
+            yield Message(role="user", parts=tuple(parts_so_far))
+            parts_so_far = []
         yield Message(role="tool", parts=(block,))
-    if said or not blocks:
-        yield Message(role="user", parts=tuple(said))
+    if parts_so_far or not blocks:
+        yield Message(role="user", parts=tuple(parts_so_far))
 
 
 def _is_prefilled(messages: list[Message]) -> bool:
-    """In this dialect a conversation that ends with the assistant's own words is to be continued from there."""
+    """Whether the conversation ends with text of the assistant, which this dialect continues."""
     last = messages[-1]
     return last.role == "assistant" and bool(last.parts) and all(isinstance(part, Text) for part in last.parts)
 
 
 def _read_tools(fields: Fields, dropped: list[str]) -> tuple[Tool, ...]:
-    """Tools with a type of their own run on the vendor's servers; no local model can."""
+    """The custom tools. Tools of other types run on the vendor's servers and are dropped."""
     tools: list[Tool] = []
     for tool in fields.objects("tools"):
         kind = tool.text("type") or "custom"
@@ -135,10 +135,12 @@ def _read_tool_choice(fields: Fields, tools: tuple[Tool, ...], dropped: list[str
 
 def _read_output_config(fields: Fields) -> tuple[OutputFormat | None, Thinking]:
     thinking = Thinking()
-    if (asked := fields.object("thinking")) is not None:
-        # `adaptive` lets the model decide, as its template does when nothing is said.
-        enabled = {"enabled": True, "disabled": False}.get(asked.text("type") or "")
-        thinking = Thinking(enabled=enabled, budget_tokens=asked.integer("budget_tokens", low=0, high=LARGEST_COUNT))
+    if (requested := fields.object("thinking")) is not None:
+        # `adaptive` leaves the decision to the model's template.
+        enabled = {"enabled": True, "disabled": False}.get(requested.text("type") or "")
+        thinking = Thinking(
+            enabled=enabled, budget_tokens=requested.integer("budget_tokens", low=0, high=LARGEST_COUNT)
+        )
     config = fields.object("output_config")
     output = fields.object("output_format")
     if config is not None:

@@ -1,4 +1,4 @@
-"""Telling an answer as an Anthropic message: block by block, or as one body."""
+"""Encodes a response as an Anthropic message: streamed, or as one body."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame
 
 SIGNATURE = "unsigned"
-"""Thinking blocks must carry a signature, and clients give back only those that do. Ours proves nothing."""
+"""Clients send back only thinking blocks with a signature. Ours proves nothing."""
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
@@ -38,14 +38,14 @@ def stream_error(error: CortexError) -> bytes:
 
 
 class Encoder:
-    """Events to message events. One per answer, which has one choice.
+    """Events to message events. One per response, which has one choice.
 
-    Blocks open when their first piece comes and close when the next one opens or the answer ends, so indices are
+    A block starts with its first piece and stops when the next one starts or the response ends, so that indices are
     dense and blocks never interleave.
     """
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        del request, created  # this dialect repeats neither
+        del request, created  # this dialect does not send them
         self._id = id
         self._model = model
         self._next_block = 0
@@ -68,7 +68,7 @@ class Encoder:
             case Start():
                 return self._start(event)
             case Logprobs():
-                return b""  # the dialect has no place for them
+                return b""  # this dialect has none
             case Finish():
                 return self._end() + self._finish(event)
             case Failure(code=code, message=message):
@@ -108,8 +108,8 @@ class Encoder:
 
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
-    """The whole answer as one message. Raises the error a `Failure` tells of."""
-    del request, created  # this dialect repeats neither
+    """The whole response as one message. Raises the error of a `Failure`."""
+    del request, created  # this dialect does not send them
     choice = gather(events)[0]
     content = [_block_body(block) for block in choice.blocks]
     return msgspec.json.encode(
@@ -143,7 +143,7 @@ def _message_body(
 
 
 def _usage_body(usage: Usage) -> dict[str, int]:
-    """This dialect counts cached prompt tokens beside `input_tokens`, not in it."""
+    """In this dialect `input_tokens` does not include cached prompt tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -161,7 +161,7 @@ def _block_body(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments as an object. A call that `max_tokens` cut short has no whole JSON: its text is kept as it is."""
+    """The arguments as an object. Incomplete JSON of a call that `max_tokens` ended is kept as text."""
     try:
         return msgspec.json.decode(arguments or "{}")
     except (msgspec.MsgspecError, RecursionError):

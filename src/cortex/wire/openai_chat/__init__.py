@@ -1,4 +1,4 @@
-"""The OpenAI chat-completions dialect: clients' requests in, answers out, and foreign nodes the other way round."""
+"""The OpenAI chat-completions dialect, for clients and for other servers behind the gateway."""
 
 from cortex.wire.errors import Family
 from cortex.wire.openai_chat.request import parse

@@ -1,4 +1,4 @@
-"""Reading a chat-completions body into a `GenerateRequest`. What we use is validated, the rest is tolerated."""
+"""Parses a chat-completions body into a `GenerateRequest`. Fields that we use are validated, others are ignored."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _read_chat_sampling(fields: Fields) -> Sampling:
 
 
 def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
-    """The template's own switch is the most specific wish, then the explicit ones, then the effort."""
+    """The template's switch takes precedence over `enable_thinking`, and that over the effort."""
     thinking = read_effort(fields.text("reasoning_effort"))
     switch = template_args.get("enable_thinking", template_args.get("thinking"))
     if not isinstance(switch, bool):
@@ -87,7 +87,7 @@ def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
 
 
 def _read_template_args(fields: Fields) -> dict[str, Any]:
-    """`chat_template_kwargs`, and the two of its switches that self-hosted servers also take by themselves."""
+    """`chat_template_kwargs`, and the two switches that self-hosted servers also accept as fields of the body."""
     template_args = dict(fields.mapping("chat_template_kwargs") or {})
     for name in TEMPLATE_SWITCHES:
         if (switch := fields.flag(name)) is not None:
@@ -96,7 +96,7 @@ def _read_template_args(fields: Fields) -> dict[str, Any]:
 
 
 def _read_message(fields: Fields) -> Message:
-    """An unknown role speaks as the user: its words must reach the model, and only known roles are in templates."""
+    """One message. An unknown role becomes `user`, because templates only know the standard roles."""
     role = _ROLES.get(fields.required_text("role"), "user")
     name = fields.text("name")
     content = tuple(_read_content(fields))
@@ -141,7 +141,7 @@ def _read_part(part: Fields) -> Text | Image | Reasoning:
             return Text(text=part.required_text("text"))
         case other:
             raise UnsupportedModality(
-                f"Content of type '{shorten(other)}' cannot be read by the models here; send text or images.",
+                f"Content of type '{shorten(other)}' is not supported by the models here; send text or images.",
                 param=part.param("type"),
             )
 
@@ -160,7 +160,7 @@ def _read_tool_calls(fields: Fields) -> Iterator[ToolCall]:
 
 
 def read_arguments(fields: Fields, name: str) -> str:
-    """A call's arguments as JSON text, whether the client sent text or the object itself."""
+    """The arguments of a call as JSON text, whether the client sent text or an object."""
     value = fields.raw(name)
     if value is None or value == "":
         return "{}"
@@ -205,9 +205,9 @@ def _read_tool_choice(fields: Fields, tools: tuple[Tool, ...], dropped: tuple[st
 
 
 def restrict_tool_choice(choice: ToolChoice, allowed: Fields, tools: Iterable[Tool]) -> ToolChoice:
-    """`choice` among the functions that `allowed` lists under `tools`; without a list, among all.
+    """`choice` restricted to the functions that `allowed` lists under `tools`; without a list, not restricted.
 
-    Tools of other types may be listed: they are left out here as they are among the request's own.
+    Listed tools of other types are dropped, as they are in the request's own list.
     """
     if "tools" not in allowed or choice.mode == "none":
         return choice
@@ -227,9 +227,9 @@ def restrict_tool_choice(choice: ToolChoice, allowed: Fields, tools: Iterable[To
 def resolve_tool_choice(
     fields: Fields, mode: str, name: str | None, parallel: bool, tools: Iterable[Tool], dropped: Iterable[str]
 ) -> ToolChoice:
-    """The choice that can be honoured with the tools that are left.
+    """The choice that is possible with the remaining tools.
 
-    A demand for a tool that we dropped becomes `auto`; a demand nobody could have met is the client's error.
+    A required tool that was dropped makes the choice `auto`; one that the request never had is an error.
     """
     names = {tool.name for tool in tools}
     something_dropped = any(True for _ in dropped)
@@ -239,7 +239,7 @@ def resolve_tool_choice(
         case "required" | "any":
             if names:
                 return ToolChoice(mode="required", parallel=parallel)
-            problem = "it demands a tool call but 'tools' is empty"
+            problem = "it requires a tool call but 'tools' is empty"
         case "named":
             if name in names:
                 return ToolChoice(mode="named", name=name, parallel=parallel)

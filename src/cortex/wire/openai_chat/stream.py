@@ -1,4 +1,4 @@
-"""Telling an answer as chat-completions: chunk by chunk, or as one body."""
+"""Encodes a response as chat completions: streamed, or as one body."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def stream_error(error: CortexError) -> bytes:
 
 
 class Encoder:
-    """Events to chunks. One per answer; events in, in order, bytes out.
+    """Events to chunks. One per response.
 
-    Log-probabilities wait for the next delta of their choice, so that a chunk carries both. The usage chunk and
-    `[DONE]` follow the last of the `n` choices' finishes.
+    Log-probabilities are sent with the next delta of their choice. The usage chunk and `[DONE]` follow the finish of
+    the last of the `n` choices.
     """
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
@@ -103,8 +103,8 @@ class Encoder:
 
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
-    """The whole answer as one body. Raises the error a `Failure` tells of."""
-    del request  # the answer holds all that this dialect says
+    """The whole response as one body. Raises the error of a `Failure`."""
+    del request  # the events have everything that this dialect sends
     choices = gather(events)
     return msgspec.json.encode(
         {
@@ -135,7 +135,7 @@ def _choice_body(choice: ResponseChoice) -> dict[str, Any]:
 
 
 def _stop_reason(finish: Finish) -> dict[str, str]:
-    """Which stop string ended it: an extension that self-hosted servers share."""
+    """The stop string that ended the choice: a common extension of self-hosted servers."""
     return {} if finish.stop_sequence is None else {"stop_reason": finish.stop_sequence}
 
 

@@ -1,4 +1,4 @@
-"""Asking a foreign node in chat-completions: the body built from our request."""
+"""Builds the chat-completions body for another server from our request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cortex.wire.requests import (
 
 
 def build(request: GenerateRequest) -> bytes:
-    """The body that asks a foreign node for `request`. Usage is always asked for: we meter every stream."""
+    """The body for `request`. It always requests usage, because every stream is metered."""
     body: dict[str, Any] = {
         "model": request.model,
         "messages": [_message_body(message) for message in request.messages],
@@ -31,7 +31,7 @@ def build(request: GenerateRequest) -> bytes:
     }
     if request.stream:
         body["stream_options"] = {"include_usage": True}
-    # Few servers know of lists of allowed tools; with the others left out, every one of them keeps to it.
+    # Few servers support lists of allowed tools, so the other tools are left out.
     if request.callable_tools:
         body["tools"] = [
             {
@@ -57,11 +57,11 @@ def build(request: GenerateRequest) -> bytes:
 
 
 def _sampling_body(request: GenerateRequest) -> dict[str, Any]:
-    """Only what the client said: a foreign node keeps its own defaults, and may not know our extensions."""
-    said = msgspec.to_builtins(request.sampling)
-    if "logit_bias" in said:
-        said["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias.items()}
-    return dict(said)
+    """Only the fields that the client set: the server keeps its own defaults and may not know our extensions."""
+    given = msgspec.to_builtins(request.sampling)
+    if "logit_bias" in given:
+        given["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias.items()}
+    return dict(given)
 
 
 def _template_body(request: GenerateRequest) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _message_body(message: Message) -> dict[str, Any]:
 
 
 def _content_body(parts: tuple[Part, ...] | tuple[Text | Image, ...]) -> str | list[dict[str, Any]]:
-    """One text is a plain string, which every server takes; anything else is parts."""
+    """A single text is a plain string, which every server accepts; other content is an array of parts."""
     content: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, Text):

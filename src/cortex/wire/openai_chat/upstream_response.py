@@ -1,4 +1,4 @@
-"""Hearing a foreign node: its chat-completions answer decoded into our events."""
+"""Decodes the chat-completions response of another server into our events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {
 
 
 class _ChoiceReader:
-    """One choice of an upstream answer: turns deltas into blocks that never interleave."""
+    """Decodes the deltas of one choice into blocks that never interleave."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -46,7 +46,7 @@ class _ChoiceReader:
         self._open_call: int | None = None
 
     def read(self, delta: dict[str, Any], logprobs: list[AnyEvent]) -> list[AnyEvent]:
-        """The events of one delta; `logprobs`, if any, come before its first piece, inside its block."""
+        """The events of one delta, with `logprobs` before its first piece, inside its block."""
         events: list[AnyEvent] = []
         if reasoning := _text_of(delta, "reasoning_content") or _text_of(delta, "reasoning"):
             events += [*self._close_call(), *logprobs, ReasoningDelta(index=self.index, text=reasoning)]
@@ -60,7 +60,7 @@ class _ChoiceReader:
         return events
 
     def _read_call(self, call: dict[str, Any]) -> list[AnyEvent]:
-        """The call's `index` tells calls apart; servers without it give an id."""
+        """Calls are identified by `index`; servers without it send an id."""
         key = call.get("index")
         if key is None:
             key = call.get("id") or self._last_key()
@@ -80,7 +80,7 @@ class _ChoiceReader:
             arguments = json_text(arguments)
         if arguments:
             if number != self._open_call:
-                raise UpstreamInterrupted("The node mixed the arguments of several tool calls; try again.")
+                raise UpstreamInterrupted("The node interleaved the arguments of several tool calls; try again.")
             events.append(ToolCallDelta(index=self.index, call=number, arguments=arguments))
         return events
 
@@ -102,8 +102,8 @@ class _ChoiceReader:
         return [*self._close_call(), finish]
 
 
-class _AnswerReader:
-    """Chunks, already JSON, to events. A whole body is read as one chunk whose deltas are messages."""
+class _ResponseReader:
+    """Decodes JSON chunks into events. A whole body is one chunk whose deltas are messages."""
 
     def __init__(self) -> None:
         self._choices: dict[int, _ChoiceReader] = {}
@@ -119,7 +119,7 @@ class _AnswerReader:
             return self._read(msgspec.json.decode(text), part)
         except (msgspec.MsgspecError, RecursionError, AttributeError, KeyError, TypeError, ValueError) as problem:
             raise UpstreamInterrupted(
-                f"The node's answer is not a chat completion ({problem}); check what answers at its address."
+                f"The node's response is not a chat completion ({problem}); check the server at its address."
             ) from problem
 
     def _read(self, chunk: dict[str, Any], part: Literal["delta", "message"]) -> list[AnyEvent]:
@@ -147,8 +147,8 @@ class _AnswerReader:
             logprobs: list[AnyEvent] = []
             if tokens := (choice.get("logprobs") or {}).get("content"):
                 logprobs.append(Logprobs(index=index, tokens=tuple(_token(token) for token in tokens)))
-            said = choice.get(part) or {}
-            events += reader.read(_numbered(said) if part == "message" else said, logprobs)
+            content = choice.get(part) or {}
+            events += reader.read(_numbered(content) if part == "message" else content, logprobs)
             if (reason := choice.get("finish_reason")) is not None:
                 reader.reason = _FINISH_REASONS.get(reason, "stop")
                 stop = choice.get("stop_reason")
@@ -156,30 +156,30 @@ class _AnswerReader:
         return events
 
     def end(self) -> list[AnyEvent]:
-        """The finishes, once no usage can follow any more. The prompt is counted in the first choice."""
+        """The finish events, once no usage can follow. The prompt is counted in the first choice."""
         if self.ended:
             return []
         self.ended = True
         if not self._choices:
-            raise UpstreamInterrupted("The node ended its answer before it began; try again.")
+            raise UpstreamInterrupted("The node ended its response before it began; try again.")
         usages = {index: Usage() for index in self._choices} | {min(self._choices): self._usage}
         return [event for index in sorted(self._choices) for event in self._choices[index].end(usages[index])]
 
 
 class ResponseDecoder:
-    """A streamed upstream answer to events: `feed` bytes as they come, `finish` when the connection ends.
+    """Decodes a streamed response: `feed` for its bytes, `finish` when the connection ends.
 
-    The events do not depend on how the bytes were split. An error inside the stream becomes a `Failure`.
-    `feed` and `finish` raise `UpstreamInterrupted` when the node speaks garbage or stops half way.
+    The events do not depend on how the bytes were split. An error inside the stream becomes a `Failure`. `feed` and
+    `finish` raise `UpstreamInterrupted` when the response is malformed or incomplete.
     """
 
     def __init__(self) -> None:
         self._parser = Parser()
-        self._reader = _AnswerReader()
+        self._reader = _ResponseReader()
 
     @property
     def ended(self) -> bool:
-        """True once the last event was given; what the node sends after it is ignored."""
+        """True after the last event; later bytes are ignored."""
         return self._reader.ended
 
     def feed(self, data: bytes) -> list[AnyEvent]:
@@ -191,20 +191,20 @@ class ResponseDecoder:
         return events
 
     def finish(self) -> list[AnyEvent]:
-        """The rest, at the end of the connection. Raises `UpstreamInterrupted` if the answer was not complete."""
+        """The last events, at the end of the connection. Raises `UpstreamInterrupted` if the response is incomplete."""
         if not self._reader.ended and not self._reader.finished:
-            raise UpstreamInterrupted("The node closed the connection in the middle of its answer; try again.")
+            raise UpstreamInterrupted("The node closed the connection in the middle of its response; try again.")
         return self._reader.end()
 
 
 def unfold(body: bytes) -> list[AnyEvent]:
-    """The events of an upstream answer that was not streamed. Raises `UpstreamInterrupted` on garbage."""
-    reader = _AnswerReader()
+    """The events of a response that was not streamed. Raises `UpstreamInterrupted` if it is malformed."""
+    reader = _ResponseReader()
     return [*reader.read(body, "message"), *reader.end()]
 
 
 def _numbered(message: dict[str, Any]) -> dict[str, Any]:
-    """A whole message with its calls told apart by their place, as a stream does by their index."""
+    """A whole message whose calls have an `index`, as they have in a stream."""
     calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
     return {**message, "tool_calls": calls}
 
@@ -215,7 +215,7 @@ def _text_of(values: dict[str, Any], name: str) -> str:
 
 
 def _usage(usage: dict[str, Any]) -> Usage:
-    """What the server reports; nothing when it reports numbers that no response can have."""
+    """The reported usage; none if a number is impossible."""
     prompt_details = usage.get("prompt_tokens_details") or {}
     completion_details = usage.get("completion_tokens_details") or {}
     reported = Usage(
@@ -228,7 +228,7 @@ def _usage(usage: dict[str, Any]) -> Usage:
 
 
 def _token(token: dict[str, Any]) -> TokenLogprob:
-    """Chat-completions carries no token ids; -1 says so."""
+    """Chat completions have no token ids; -1 stands for that."""
     return TokenLogprob(
         token=str(token["token"]),
         token_id=-1,

@@ -1,7 +1,7 @@
-"""Input items of the responses dialect, read into messages.
+"""Reads input items of the responses dialect into messages.
 
-The dialect tells one assistant turn as several items (reasoning, message, calls); they are joined again, because
-that is the turn the model said and the shape its template knows.
+The dialect splits one assistant turn into several items (reasoning, message, calls). They are joined again, because
+chat templates expect one turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "assist
 
 
 def read_input(fields: Fields, dropped: list[str]) -> list[Message]:
-    """The conversation in `input`. Items that no local model can make sense of are added to `dropped`."""
+    """The conversation in `input`. Types of unsupported items are added to `dropped`."""
     given = fields.raw("input")
     if isinstance(given, str):
         return [Message(role="user", parts=(Text(text=given),))]
@@ -30,7 +30,7 @@ def read_input(fields: Fields, dropped: list[str]) -> list[Message]:
 
 
 class _Conversation:
-    """Messages so far, and the assistant turn that is still being put together."""
+    """Messages so far, and the parts of an assistant turn that may continue."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -40,17 +40,17 @@ class _Conversation:
         self._close_turn()
         self._messages.append(message)
 
-    def think(self, reasoning: Reasoning) -> None:
+    def add_reasoning(self, reasoning: Reasoning) -> None:
         if any(not isinstance(part, Reasoning) for part in self._turn):
             self._close_turn()
         self._turn.append(reasoning)
 
-    def speak(self, parts: list[Part]) -> None:
+    def add_content(self, parts: list[Part]) -> None:
         if any(not isinstance(part, Reasoning) for part in self._turn):
             self._close_turn()
         self._turn += parts
 
-    def call(self, call: ToolCall) -> None:
+    def add_call(self, call: ToolCall) -> None:
         self._turn.append(call)
 
     def close(self) -> list[Message]:
@@ -70,16 +70,16 @@ def _read_item(item: Fields, conversation: _Conversation, dropped: list[str]) ->
             role = _ROLES.get(item.required_text("role"), "user")
             parts: list[Part] = list(_read_content(item, "content"))
             if role == "assistant":
-                conversation.speak(parts)
+                conversation.add_content(parts)
             else:
                 conversation.add(Message(role=role, parts=tuple(parts)))
         case "reasoning":
             if text := _reasoning_text(item):
-                conversation.think(Reasoning(text=text, signature=item.text("encrypted_content")))
+                conversation.add_reasoning(Reasoning(text=text, signature=item.text("encrypted_content")))
         case "function_call":
-            conversation.call(_read_call(item, read_arguments(item, "arguments")))
+            conversation.add_call(_read_call(item, read_arguments(item, "arguments")))
         case "custom_tool_call":
-            conversation.call(_read_call(item, json_text({"input": item.text("input") or ""})))
+            conversation.add_call(_read_call(item, json_text({"input": item.text("input") or ""})))
         case "function_call_output" | "custom_tool_call_output":
             result = ToolResult(
                 call_id=item.required_text("call_id"), parts=tuple(_read_content(item, "output", as_json=True))
@@ -98,7 +98,7 @@ def _read_call(item: Fields, arguments: str) -> ToolCall:
 
 
 def _reasoning_text(item: Fields) -> str:
-    """The thoughts themselves where they were given, else their summary."""
+    """The reasoning text if the client sent it, else its summary."""
     for name in ("content", "summary"):
         if text := "".join(part.text("text") or "" for part in item.objects(name)):
             return text
@@ -106,7 +106,7 @@ def _reasoning_text(item: Fields) -> str:
 
 
 def _read_content(item: Fields, name: str, *, as_json: bool = False) -> Iterator[Text | Image]:
-    """A string or parts. With `as_json`, any other value is its JSON text: a tool may have returned an object."""
+    """A string or parts. With `as_json`, any other value becomes its JSON text: a tool may return an object."""
     content = item.raw(name)
     if content is None or content == "":
         return
@@ -130,6 +130,6 @@ def _read_part(part: Fields) -> Text | Image:
             return Text(text=part.required_text("text"))
         case other:
             raise UnsupportedModality(
-                f"Content of type '{shorten(other)}' cannot be read by the models here; send text or images.",
+                f"Content of type '{shorten(other)}' is not supported by the models here; send text or images.",
                 param=part.param("type"),
             )

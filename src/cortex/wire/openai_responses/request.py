@@ -1,4 +1,4 @@
-"""Reading a responses body into a `GenerateRequest`. What we use is validated, the rest is tolerated."""
+"""Parses a responses body into a `GenerateRequest`. Fields that we use are validated, others are ignored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
     fields = wire_body.parse(body)
     model = fields.model()
-    _refuse_state(fields)
+    _reject_stored_state(fields)
     dropped: list[str] = []
     messages = read_input(fields, dropped)
     if instructions := fields.text("instructions"):
@@ -58,13 +58,13 @@ def parse(body: bytes) -> GenerateRequest:
     )
 
 
-def _refuse_state(fields: Fields) -> None:
-    """Answers are not kept, so nothing can refer to an earlier one."""
+def _reject_stored_state(fields: Fields) -> None:
+    """Responses are not stored, so that a request cannot refer to an earlier one."""
     for name in ("previous_response_id", "conversation", "prompt"):
         if name in fields:
             raise fields.invalid(name, "responses are not stored here; send the whole conversation in 'input'")
     if fields.flag("background"):
-        raise fields.invalid("background", "responses are not stored here; use 'stream' for long answers")
+        raise fields.invalid("background", "responses are not stored here; use 'stream' for long responses")
 
 
 def _read_sampling(fields: Fields) -> Sampling:

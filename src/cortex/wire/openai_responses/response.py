@@ -14,7 +14,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def response_body(request: GenerateRequest, *, id: str, created: int, model: str) -> dict[str, Any]:
-    """The response as it is when it begins."""
+    """The response object at its start."""
     echoed = request.metadata
     sampling = request.sampling
     return {
@@ -50,19 +50,19 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
 
 
 def finished(response: dict[str, Any], items: Sequence[dict[str, Any]], finish: Finish) -> dict[str, Any]:
-    """`response` as it is when it ended well or was cut short."""
-    cut_short = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(finish.reason)
+    """`response` when it is completed or incomplete."""
+    incomplete_reason = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(finish.reason)
     return {
         **response,
-        "status": "completed" if cut_short is None else "incomplete",
-        "incomplete_details": None if cut_short is None else {"reason": cut_short},
+        "status": "completed" if incomplete_reason is None else "incomplete",
+        "incomplete_details": None if incomplete_reason is None else {"reason": incomplete_reason},
         "output": list(items),
         "usage": _usage_body(finish.usage),
     }
 
 
 def failed(response: dict[str, Any], items: Sequence[dict[str, Any]], code: str, message: str) -> dict[str, Any]:
-    """`response` as it is when it ended in an error, with what had been said until then."""
+    """`response` after an error, with the items until then."""
     return {**response, "status": "failed", "output": list(items), "error": {"code": code, "message": message}}
 
 
@@ -70,12 +70,12 @@ _ID_PREFIXES: dict[type[Block], str] = {Text: "msg", Reasoning: "rs", ToolCall: 
 
 
 def item_id(kind: type[Block], response_id: str, position: int) -> str:
-    """Made from the response's own id, so that a streamed and a whole answer name the same items."""
+    """An id from the response's id, so that a streamed and a whole response have the same item ids."""
     return f"{_ID_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{position}"
 
 
 def item_body(block: Block, id: str, logprobs: Sequence[TokenLogprob], *, status: Status) -> dict[str, Any]:
-    """An output item. Text and reasoning items hold exactly one part."""
+    """An output item. Text and reasoning items have exactly one part."""
     if isinstance(block, ToolCall):
         return {
             "id": id,

@@ -1,7 +1,7 @@
-"""Telling an answer as a response object: event by event, or as one body.
+"""Encodes a response as a response object: streamed, or as one body.
 
-Every streamed payload has its `type` and a `sequence_number` that rises by one. Items are added when their first
-piece comes and done when the next one begins, so output indices are dense and items never interleave.
+Every streamed payload has its `type` and a `sequence_number` that increases by one. An item is added with its first
+piece and done when the next one begins, so that output indices are dense and items never interleave.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from cortex.wire.requests import GenerateRequest, Reasoning, Text, ToolCall
 from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame
 
-_AFTER_ALL = 2**31 - 1
-"""A sequence number above any that a stream reaches, for an error told by someone who did not count along."""
+_LAST_SEQUENCE_NUMBER = 2**31 - 1
+"""A sequence number above any of a stream, for an error from outside its encoder."""
 
 
 def stream_error(error: CortexError) -> bytes:
     """The last event of a stream that failed outside its encoder."""
     payload = {
         "type": "error",
-        "sequence_number": _AFTER_ALL,
+        "sequence_number": _LAST_SEQUENCE_NUMBER,
         "code": error.code,
         "message": error.message,
         "param": error.param,
@@ -54,11 +54,11 @@ def stream_error(error: CortexError) -> bytes:
 
 
 class Encoder:
-    """Events to response events. One per answer, which has one choice."""
+    """Events to response events. One per response, which has one choice."""
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
         self.response = response_body(request, id=id, created=created, model=model)
-        """The response object as the last status event told it."""
+        """The response object of the last status event."""
         self._id = id
         self._sequence_number = 0
         self._done_items: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ class Encoder:
         return self._item_event(kind, delta=text, **values)
 
     def _take_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Those that came before the text which is told now."""
+        """The log-probabilities of the text that is sent now."""
         taken, self._waiting_logprobs = self._waiting_logprobs, ()
         self._logprobs += taken
         return taken
@@ -132,21 +132,21 @@ class Encoder:
         return Reasoning(text=text) if self._open is Reasoning else Text(text=text)
 
     def _begin(self, opened: ToolCallStart | type[Text] | type[Reasoning]) -> bytes:
-        told = self._end()
+        encoded = self._end()
         self._open, self._pieces, self._logprobs = opened, [], []
         item = item_body(self._block(), self._item_id(), (), status="in_progress")
         parts, item = item.get("content", []), item | ({"content": []} if "content" in item else {})
-        told += self._event("response.output_item.added", output_index=len(self._done_items), item=item)
+        encoded += self._event("response.output_item.added", output_index=len(self._done_items), item=item)
         for part in parts:
-            told += self._item_event("response.content_part.added", content_index=0, part=part)
-        return told
+            encoded += self._item_event("response.content_part.added", content_index=0, part=part)
+        return encoded
 
     def _end(self) -> bytes:
         if self._open is None:
             return b""
         item = item_body(self._block(), self._item_id(), self._logprobs, status="completed")
         if isinstance(self._open, ToolCallStart):
-            told = self._item_event(
+            encoded = self._item_event(
                 "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
             )
         else:
@@ -154,22 +154,19 @@ class Encoder:
             kind, values = "response.reasoning_text.done", {"text": part["text"]}
             if self._open is Text:
                 kind, values = "response.output_text.done", {"text": part["text"], "logprobs": part["logprobs"]}
-            told = self._item_event(kind, content_index=0, **values)
-            told += self._item_event("response.content_part.done", content_index=0, part=part)
-        told += self._event("response.output_item.done", output_index=len(self._done_items), item=item)
+            encoded = self._item_event(kind, content_index=0, **values)
+            encoded += self._item_event("response.content_part.done", content_index=0, part=part)
+        encoded += self._event("response.output_item.done", output_index=len(self._done_items), item=item)
         self._done_items.append(item)
         self._open = None
-        return told
+        return encoded
 
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
-    """The whole answer as one response object: the one that the stream's last event would carry.
-
-    Raises the error a `Failure` tells of.
-    """
-    told = list(events)
-    gather(told)  # raises for an answer that failed or was cut
+    """The whole response as one response object: that of the stream's last event. Raises the error of a `Failure`."""
+    received = list(events)
+    gather(received)  # raises for a response that failed or is incomplete
     encoder = Encoder(request, id=id, created=created, model=model)
-    for event in told:
+    for event in received:
         encoder.encode(event)
     return msgspec.json.encode(encoder.response)

@@ -333,7 +333,7 @@ async def test_disconnected_client_frees_everything_in_every_phase(
     await until(lambda: api.drain_gate.num_requests == 0)
     async with api.client.get(api.url + "/metrics") as response:
         exposition = await response.text()
-    assert f'neuron_requests_abandoned_total{{model="org/tiny",phase="{phase}"}} 1.0' in exposition
+    assert f'neuron_client_disconnects_total{{model="org/tiny",phase="{phase}"}} 1.0' in exposition
 
 
 async def test_cancels_every_choice_when_the_client_disconnects(api: Any, chat_body: Any, until: Any) -> None:

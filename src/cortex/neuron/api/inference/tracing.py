@@ -28,7 +28,7 @@ def traced(tracer: Tracer, http: web.Request, watch: RequestWatch) -> Iterator[N
         error = problem.code
         raise
     except (asyncio.CancelledError, ConnectionError):
-        error = "abandoned"
+        error = "client_disconnected"
         raise
     except Exception:
         error = CortexError.code

@@ -1,0 +1,44 @@
+"""The entry points of the commands, as the installed scripts call them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+INTERRUPTED_IMPORT = """
+import sys, time
+
+class SlowImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            print("importing", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, SlowImport())
+from cortex.cli.entry import {program}
+{program}()
+"""
+
+
+@pytest.mark.parametrize("program", ["cortex", "neuron"])
+def test_interrupt_during_imports_prints_no_traceback(program: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT.format(program=program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "importing\n"
+        child.send_signal(signal.SIGINT)
+        _, error = child.communicate(timeout=30)
+    assert error == ""
+    assert child.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("program", ["cortex", "neuron"])
+def test_entry_point_runs_the_command_line(program: str) -> None:
+    code = f"import sys; sys.argv = [{program!r}, '-h']; from cortex.cli.entry import {program}; {program}()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"Usage: {program}")
+    assert "-h, --help" in done.stdout

@@ -24,11 +24,10 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.memory.device import numeric_format
-from cortex.neuron.engine.memory.kv_cache import page_bytes
-from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.sizes import kv_bytes_per_token, state_bytes
 from shapes import SHAPES
 from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, told
 
@@ -86,9 +85,9 @@ class Bench:
         step_s = self.workloads.decode_step_s(streams)
         info = self.engine.info
         model = self.engine._runner.model
-        dtype = model.parameters.dtype
-        kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * page_bytes(model.attentions, 1, dtype)
-        row_bytes = streams * (kv_bytes + state_bytes(model.gated_deltas, dtype))
+        item_bytes = model.parameters.dtype.itemsize
+        kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * kv_bytes_per_token(model.architecture, item_bytes)
+        row_bytes = streams * (kv_bytes + state_bytes(model.architecture, item_bytes))
         unread = self._embedding_bytes() + self._idle_expert_bytes(streams) + self._unread_form_bytes(streams)
         read = info.weight_bytes - unread + row_bytes
         return {

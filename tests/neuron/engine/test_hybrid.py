@@ -11,9 +11,9 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory.state_slots import StateSlots
-from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.sizes import state_bytes
 
 CONFIG = {
     "model_type": "qwen3_5_text",
@@ -128,7 +128,7 @@ def test_a_small_device_runs_fewer_sequences_and_says_so() -> None:
 
 def test_slots_are_planned_in_bytes() -> None:
     model = make_engine()._runner.model
-    slot_bytes = state_bytes(model.gated_deltas, torch.float32)
+    slot_bytes = state_bytes(model.architecture, torch.float32.itemsize)
     assert StateSlots.plan(0, 7, 0, "cpu") == StateSlots(7)
     whole = StateSlots.plan(slot_bytes, 4, 1 << 30, "cpu")
     assert (whole.rows, whole.checkpoints, whole.notes) == (4, 32, ())

@@ -17,7 +17,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.models.registry import SUPPORTED
+from cortex.neuron.models.registry import FAMILIES
 
 CPU = torch.device("cpu")
 VOCAB = 20_000
@@ -133,7 +133,7 @@ def test_an_unsupported_family_is_named_with_those_that_are_supported(checkpoint
     change_config(checkpoint, model_type="mamba7")
     with pytest.raises(LoadError, match="'mamba7' is not supported") as refused:
         load(checkpoint)
-    assert all(name in str(refused.value) for name in SUPPORTED)
+    assert all(name in str(refused.value) for name in FAMILIES)
     assert "docs/adding-a-model.md" in str(refused.value)
 
 
@@ -157,7 +157,7 @@ def test_an_unsupported_family_is_named_with_those_that_are_supported(checkpoint
         ({"max_position_embeddings": None}, "max_position_embeddings"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
-        ({"quantization_config": {"bits": 4}}, "take the model's unquantised repository, or a GGUF file"),
+        ({"quantization_config": {"bits": 4}}, "use the model's unquantised repository, or a GGUF file"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "the weights are quantised (awq)"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
     ],

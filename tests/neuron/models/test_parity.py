@@ -21,7 +21,6 @@ from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
-from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3 import Qwen3
@@ -249,7 +248,7 @@ def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
 )
 def test_layers_that_are_not_what_they_could_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        Qwen3(SIZES | changes, Parameters(torch.device("meta"), torch.float32), 1)
+        Qwen3(SIZES | changes)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -13,9 +13,7 @@ from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
-from cortex.neuron.layers.mlp import MLP
-from cortex.neuron.layers.moe import MoE
-from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.configs import MoEConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_moe import Qwen3Moe
 
@@ -161,9 +159,8 @@ def test_experts_stored_together_and_the_published_spelling_load_the_same(tmp_pa
 )
 def test_the_config_says_which_layers_have_experts(changes, sparse):
     config = SIZES | {"num_hidden_layers": 4} | changes
-    model = Qwen3Moe(config, Parameters(torch.device("meta"), torch.float32), 1)
-    assert [isinstance(layer.mlp, MoE) for layer in model.layers] == sparse
-    assert [isinstance(layer.mlp, MLP) for layer in model.layers] == [not has for has in sparse]
+    blocks = [layer.feed_forward for layer in Qwen3Moe(config).layers]
+    assert [isinstance(block, MoEConfig) for block in blocks] == sparse
 
 
 @pytest.mark.parametrize(
@@ -173,4 +170,4 @@ def test_the_config_says_which_layers_have_experts(changes, sparse):
 def test_a_config_that_cannot_be_run_is_refused_in_words(changes, message):
     config = {name: value for name, value in (SIZES | changes).items() if value is not None}
     with pytest.raises(UnsupportedModel, match=message):
-        Qwen3Moe(config, Parameters(torch.device("meta"), torch.float32), 1)
+        Qwen3Moe(config)

@@ -10,7 +10,6 @@ from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
-from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_next import Qwen3Next
 
@@ -152,7 +151,7 @@ def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
 def test_a_multimodal_checkpoint_says_that_it_reads_text_only(tmp_path):
     loaded = load(randomised(qwen3_5), tmp_path)
     assert loaded.notes == ("text only: the vision tower is not loaded",)
-    assert loaded.model.raw["model_type"] == "qwen3_5"
+    assert loaded.model.architecture.raw["model_type"] == "qwen3_5"
 
 
 @pytest.mark.parametrize(
@@ -167,4 +166,4 @@ def test_a_config_that_cannot_be_run_is_refused_in_words(change, message):
     config = {"model_type": "qwen3_next", **SIZES, **EXPERTS, "num_hidden_layers": 2, "layer_types": None, **change}
     config = {name: value for name, value in config.items() if value is not None}
     with pytest.raises(UnsupportedModel, match=message):
-        Qwen3Next(config, Parameters(torch.device("meta"), torch.float32), 1)
+        Qwen3Next(config)

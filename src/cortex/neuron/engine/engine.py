@@ -90,7 +90,7 @@ class Engine:
         self._counted = _Counted()
         self._build_runtime()
         self.info = EngineInfo(
-            family=str(loaded.model.raw["model_type"]),
+            family=str(loaded.model.architecture.raw["model_type"]),
             dtype=str(loaded.dtype).removeprefix("torch."),
             context_tokens=loaded.context_tokens,
             vocab_size=loaded.model.config.vocab,

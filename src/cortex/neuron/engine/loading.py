@@ -11,17 +11,16 @@ import torch
 
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.memory.device import device_memory, numeric_format
-from cortex.neuron.engine.memory.kv_cache import page_bytes
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.sequences import SequenceMemory
-from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.products.four_bit import rows_worth_it
 from cortex.neuron.kernels.products.four_bit_size import ROW_BLOCK
 from cortex.neuron.layers.parameters import NO_FOUR_BITS, FourBitOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.registry import family_of
+from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.gguf.quants import QUANTISATIONS
@@ -66,7 +65,9 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
         progress("place", 0, 0)
 
     try:
-        return build_model(checkpoint.config, spec, device, fill, four_bit_offer(checkpoint.tensors, spec, device))
+        formats = {name: info.dtype for name, info in checkpoint.tensors.items()}
+        four_bits = four_bit_offer(checkpoint.tensors, spec, device)
+        return build_model(checkpoint.config, spec, device, fill, four_bits, formats)
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
     except Cancelled as error:
@@ -92,12 +93,16 @@ def build_model(
     device: torch.device,
     fill: Callable[[Parameters], None],
     four_bits: FourBitOffer = NO_FOUR_BITS,
+    formats: Mapping[str, str] | None = None,
 ) -> LoadedModel:
-    """Sizes the model, refuses what does not fit, allocates it, has `fill` give it its weights, and adds the pages."""
-    family = family_of(config)
+    """Sizes the model, rejects what does not fit, allocates it, has `fill` give it its weights, and adds the pages.
+
+    `formats`: by tensor, how the checkpoint stores it.
+    """
+    architecture = read_architecture(config)
     dtype = numeric_format(spec.dtype, device)
-    sized = family(config, Parameters(torch.device("meta"), dtype, four_bits), num_positions=1)
-    sizes = _sizes(sized, spec, dtype)
+    storage = WeightStorage(dtype.itemsize, formats or {}, keeps_four_bits=four_bits.max_rows > 0)
+    sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     have_bytes = usable_bytes(spec.min_free_bytes, device)
     have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
     if spec.memory_bytes is not None:
@@ -106,7 +111,7 @@ def build_model(
     if plan.num_pages < MIN_PAGES:
         raise _no_room(sizes, spec, device, have_bytes - plan.slots.num_bytes)
     parameters = Parameters(device, dtype, four_bits)
-    model = family(config, parameters, num_positions=plan.context_tokens)
+    model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
     fill(parameters)
     return LoadedModel(
         model=model,
@@ -114,7 +119,7 @@ def build_model(
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
         memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device),
-        notes=(*model.notes, *plan.notes),
+        notes=(*architecture.notes, *plan.notes),
     )
 
 
@@ -122,17 +127,6 @@ def usable_bytes(min_free_bytes: int, device: torch.device) -> int:
     """What a model may take of the device now, all in all."""
     memory = device_memory(device)
     return memory.free_bytes - min_free_bytes - memory.reserve_bytes
-
-
-def _sizes(sized: Decoder, spec: LoadSpec, dtype: torch.dtype) -> ModelSizes:
-    own_context = sized.config.context_tokens
-    return ModelSizes(
-        weight_bytes=sized.parameters.num_bytes,
-        page_bytes=page_bytes(sized.attentions, PAGE_TOKENS, dtype),
-        slot_bytes=state_bytes(sized.gated_deltas, dtype),
-        vocab=sized.config.vocab,
-        context_tokens=min(spec.context_tokens or own_context, own_context),
-    )
 
 
 def _no_room(sizes: ModelSizes, spec: LoadSpec, device: torch.device, have_bytes: int) -> LoadError:

@@ -15,6 +15,7 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.llama import Llama
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ class Bench:
 
     def __init__(self, capture):
         torch.manual_seed(0)
-        model = Llama(CONFIG, Parameters(CPU, torch.float32), CONTEXT)
+        model = Decoder(Llama(CONFIG), Parameters(CPU, torch.float32), CONTEXT)
         for binding in model.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
         KVCache(model.attentions, 40, 8, torch.float32, CPU)

@@ -10,6 +10,7 @@ import torch
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.kernels.attention import cudnn
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.qwen3 import Qwen3
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def plans_of(
     monkeypatch.setattr(cudnn, "is_faster_on", lambda _: fast)
     monkeypatch.setattr(cudnn, "prepare", library)
     dtype = changes.pop("dtype", torch.bfloat16)
-    return PromptPlans(Qwen3(CONFIG | changes, Parameters(CPU, dtype), 4096), step_tokens)
+    return PromptPlans(Decoder(Qwen3(CONFIG | changes), Parameters(CPU, dtype), 4096), step_tokens)
 
 
 def test_lengths_are_prepared_once_for_all_layers_the_shortest_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faulty_models import write_model
+from faulty_models import CONFIG, write_model
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.files import with_quant
 from cortex.neuron.node.loading.preflight import ModelFacts, check_quant, choose_device, inspect
 from cortex.neuron.worker.discovery import DeviceReading
@@ -12,7 +13,7 @@ from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
 
 GIGABYTE = 10**9
-FACTS = ModelFacts(Path("m"), "llama", None, 4096, 1000, 4 * GIGABYTE, 0, 50_000)
+FACTS = ModelFacts(Path("m"), read_architecture(CONFIG))
 
 
 def device(index, total):
@@ -64,19 +65,20 @@ def test_what_is_kept_free_is_nobodys():
     assert refused.value.details["devices"][0]["reason"] == "too small even when empty"
 
 
-def test_a_model_is_judged_from_its_headers(tmp_path):
+def test_reads_facts_and_sizes_from_config_and_headers(tmp_path):
     facts = inspect(write_model(tmp_path / "m"))
     assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
-    assert facts.token_numbers == 2 * 2 * 16 * 2  # layers × heads × size × (key, value)
-    assert facts.num_weights == 16
     whole, short = facts.sizes(2, None), facts.sizes(2, 100)
-    assert (whole.weight_bytes, whole.page_bytes, whole.context_tokens) == (32, 32 * 2 * facts.token_numbers, 4096)
+    assert whole.page_bytes == 32 * 2 * 2 * 2 * 16 * 2  # tokens × bytes × layers × heads × size × (key, value)
+    assert (whole.context_tokens, short.context_tokens) == (4096, 100)
     assert whole.ceiling_bytes > short.ceiling_bytes
-    assert facts.sizes(4, None).page_bytes == 2 * whole.page_bytes
+    doubled = facts.sizes(4, None)
+    assert (doubled.page_bytes, doubled.weight_bytes) == (2 * whole.page_bytes, 2 * whole.weight_bytes)
 
 
-def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
+def test_recurrent_layers_need_states_and_no_pages(tmp_path):
     delta = {
+        "model_type": "qwen3_next",
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -84,18 +86,22 @@ def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
         "linear_conv_kernel_dim": 4,
     }
     layers = {"layer_types": ["linear_attention", "full_attention"], **delta}
-    hybrid = inspect(write_model(tmp_path / "m", config=layers))
-    assert hybrid.token_numbers == inspect(write_model(tmp_path / "n")).token_numbers // 2
-    assert (hybrid.state_numbers, hybrid.state_float32s) == (4 * (2 * 16 + 32), 32 * 8)
+    hybrid = inspect(write_model(tmp_path / "m", config=layers)).sizes(2, None)
+    plain = inspect(write_model(tmp_path / "n")).sizes(2, None)
+    assert hybrid.page_bytes == plain.page_bytes // 2
+    assert (hybrid.slot_bytes, plain.slot_bytes) == (2 * 4 * (2 * 16 + 32) + 4 * 32 * 8, 0)
 
 
 @pytest.mark.parametrize(
     ("config", "quant", "reason"),
     [
-        ({"model_type": "mamba9000"}, None, "family 'mamba9000', which is not supported; supported are"),
+        ({"model_type": "mamba9000"}, None, "model_type 'mamba9000' is not supported; supported are"),
         ({"quantization_config": {"quant_method": "fp8"}}, None, r"the weights are quantised \(fp8\)"),
-        ({"num_attention_heads": 0}, None, "not usable"),
-        ({"max_position_embeddings": "many"}, None, "not usable"),
+        ({"num_attention_heads": 0}, None, "0 for 'num_attention_heads'"),
+        ({"max_position_embeddings": "many"}, None, "'many' for 'max_position_embeddings'"),
+        ({"num_hidden_layers": 10**9}, None, "1000000000 layers; at most 1000 are supported"),
+        ({"rms_norm_eps": "small"}, None, "config is damaged"),
+        ({"model_type": "qwen3", "layer_types": 7}, None, "config is damaged"),
         ({}, "q4_k", "not quantised at load; for q4_k name a GGUF"),
     ],
 )

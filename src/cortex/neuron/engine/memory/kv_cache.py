@@ -12,12 +12,6 @@ from torch import Tensor
 from cortex.neuron.layers.attention import Attention, LayerCache
 
 
-def page_bytes(attentions: Sequence[Attention], page_tokens: int, dtype: torch.dtype) -> int:
-    """What one page costs over all layers."""
-    per_token = sum(2 * attention.config.kv_heads * attention.config.head_dim for attention in attentions)
-    return per_token * page_tokens * dtype.itemsize
-
-
 class KVCache:
     """Allocates the pages of every layer and gives each attention its own."""
 
@@ -29,10 +23,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_bytes = num_pages * page_bytes(attentions, page_tokens, dtype)
+        self.num_bytes = 0
         for attention in attentions:
             shape = (num_pages, page_tokens, attention.config.kv_heads, attention.config.head_dim)
             attention.cache = LayerCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+            self.num_bytes += attention.cache.keys.nbytes + attention.cache.values.nbytes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

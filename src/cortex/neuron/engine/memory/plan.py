@@ -1,6 +1,6 @@
 """How memory is divided among a model's weights, states and pages: the engine's plan, and the node's forecast of it.
 
-Imports no torch. The engine knows the sizes from the model it builds, the node from the headers of its files.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cortex.neuron.engine.memory.state_slots import StateSlots
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
 
 PAGE_TOKENS = 32
 CACHED_CONTEXTS = 4
@@ -28,7 +30,18 @@ class ModelSizes:
     """One recurrent state over all layers; 0 for a model that has none."""
     vocab: int
     context_tokens: int
-    """Of the longest sequence that is asked for."""
+    """The longest sequence that is asked for, at most what the model was made for."""
+
+    @classmethod
+    def of(cls, architecture: Architecture, storage: WeightStorage, context_tokens: int | None = None) -> ModelSizes:
+        config = architecture.config
+        return cls(
+            weight_bytes=weight_bytes(architecture, storage),
+            page_bytes=PAGE_TOKENS * kv_bytes_per_token(architecture, storage.item_bytes),
+            slot_bytes=state_bytes(architecture, storage.item_bytes),
+            vocab=config.vocab,
+            context_tokens=min(context_tokens or config.context_tokens, config.context_tokens),
+        )
 
     @property
     def num_context_pages(self) -> int:

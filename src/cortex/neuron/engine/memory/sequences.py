@@ -35,11 +35,12 @@ class SequenceMemory:
 
     def allocate(self) -> None:
         """Takes the memory and gives each layer its share."""
-        model, slots = self._model, self.slots
+        model = self._model
         kv = KVCache(model.attentions, self.num_pages, self.page_tokens, self._dtype, self._device)
+        self.num_bytes = kv.num_bytes
         if model.gated_deltas:
-            self.states = StateMemory(model.gated_deltas, slots.num_slots, self._dtype, self._device)
-        self.num_bytes = kv.num_bytes + slots.num_bytes
+            self.states = StateMemory(model.gated_deltas, self.slots.num_slots, self._dtype, self._device)
+            self.num_bytes += self.states.num_bytes
 
     def release(self) -> None:
         """Lets go of all of it, whether or not `allocate` came to its end. No layer can run until it is back."""

@@ -10,15 +10,6 @@ from cortex.neuron.kernels.delta.rules import DeltaState
 from cortex.neuron.layers.gated_delta import GatedDelta
 
 
-def state_bytes(layers: Sequence[GatedDelta], dtype: torch.dtype) -> int:
-    """What one slot costs over all layers."""
-    return sum(
-        layer.rules.conv_weight.numel() * dtype.itemsize
-        + layer.rules.value_size * layer.rules.key_dim * torch.float32.itemsize
-        for layer in layers
-    )
-
-
 class StateMemory:
     """Slots that each hold the state of all layers after some prefix of a sequence, and gives each layer its share.
 
@@ -26,12 +17,12 @@ class StateMemory:
     """
 
     def __init__(self, layers: Sequence[GatedDelta], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_bytes = num_slots * state_bytes(layers, dtype)
         rules = layers[0].rules
         # Not cleared: a row that starts at position 0 does not read what its slot held before.
         self._recent = torch.empty((num_slots, len(layers), *rules.conv_weight.shape), dtype=dtype, device=device)
         shape = (num_slots, len(layers), rules.value_heads, rules.key_dim, rules.value_dim)
         self._memory = torch.empty(shape, dtype=torch.float32, device=device)
+        self.num_bytes = self._recent.nbytes + self._memory.nbytes
         for index, layer in enumerate(layers):
             layer.state = DeltaState(self._recent[:, index], self._memory[:, index])
 

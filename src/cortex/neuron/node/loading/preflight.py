@@ -8,18 +8,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.engine.memory.plan import PAGE_TOKENS, ModelSizes
+from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.kernels.products.four_bit_size import four_bit_bytes
+from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.registry import SUPPORTED, reject_quantised
+from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import CheckpointError
-from cortex.neuron.weights.gguf.types import GROUPED_BITS
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
@@ -28,42 +28,31 @@ from cortex.wire.node import Device
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MIXTURE = re.compile(r"_(?:XS|S|M|L|XL)$")
 """`Q4_K_M` says how Q4_K is mixed with other formats; the tensors themselves only know of Q4_K."""
-_FUSED = re.compile(r"\b(?:[qkv]|gate|up)_proj\b")
-"""Projections of the same input, which are one matrix in memory."""
-_LEFT_OUT = ("visual.", "model.visual.", "vision_tower.", "mtp.")
-"""Parts of a checkpoint that are not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model's files, judged."""
+    """What a model's files say about it."""
 
     path: Path
-    family: str
-    quant: str | None
-    """The format of most of its weights, where that is not a plain one."""
-    context_tokens: int
-    vocab: int
-    num_weights: int
-    """Numbers, whatever the files store them in."""
-    four_bit_bytes: int
-    """Of the second form that a CPU keeps of quantised matrices, where it computes faster with that."""
-    token_numbers: int
-    """Keys and values of one token over the layers that keep them."""
-    state_numbers: int = 0
-    """The latest inputs in a recurrent state, over all layers."""
-    state_float32s: int = 0
-    """Its memory, which is kept in float32 whatever the model computes in."""
+    architecture: Architecture
+    quant: str | None = None
+    """The format of most weights, unless they are dense."""
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that are not stored dense → their format."""
+
+    @property
+    def family(self) -> str:
+        return str(self.architecture.raw["model_type"])
+
+    @property
+    def context_tokens(self) -> int:
+        return self.architecture.config.context_tokens
 
     def sizes(self, item_bytes: int, context_tokens: int | None, *, has_four_bits: bool = False) -> ModelSizes:
-        """What its parts take in numbers of so many bytes."""
-        return ModelSizes(
-            weight_bytes=self.num_weights * item_bytes + (self.four_bit_bytes if has_four_bits else 0),
-            page_bytes=self.token_numbers * PAGE_TOKENS * item_bytes,
-            slot_bytes=self.state_numbers * item_bytes + self.state_float32s * 4,
-            vocab=self.vocab,
-            context_tokens=min(context_tokens or self.context_tokens, self.context_tokens),
-        )
+        """What the model's parts take if it computes in numbers of `item_bytes`."""
+        storage = WeightStorage(item_bytes, self.formats, keeps_four_bits=has_four_bits)
+        return ModelSizes.of(self.architecture, storage, context_tokens)
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None) -> ModelFacts:
@@ -78,7 +67,9 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None) ->
         raise LoadFailed(str(error)) from error
     name = name or path.name
     try:
-        facts = _judge(path, name, checkpoint.config, list(checkpoint.tensors.items()))
+        facts = _read_facts(path, checkpoint.config, checkpoint.tensors)
+    except UnsupportedModel as error:
+        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
     finally:
         checkpoint.close()
     if quant is not None:
@@ -103,93 +94,16 @@ def check_quant(facts: ModelFacts, name: str, quant: str) -> None:
     )
 
 
-def _judge(path: Path, name: str, config: Mapping[str, Any], tensors: Sequence[tuple[str, TensorInfo]]) -> ModelFacts:
-    family = config.get("model_type")
-    if family not in SUPPORTED:
-        raise LoadFailed(
-            f"{name} is of family {family!r}, which is not supported; supported are {', '.join(SUPPORTED)} "
-            "(docs/adding-a-model.md shows how to add one)"
-        )
-    try:
-        reject_quantised(config)
-    except UnsupportedModel as error:
-        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
-    # Models with more than text keep the text part's sizes one level down.
-    sizes: Mapping[str, Any] = config.get("text_config") or config
-    tied = bool(config.get("tie_word_embeddings", sizes.get("tie_word_embeddings", False)))
-    left_out = (*_LEFT_OUT, "lm_head.") if tied else _LEFT_OUT
-    kept = {source: tensor for source, tensor in tensors if not source.startswith(left_out)}
-    num_linear, num_attention = _layer_counts(sizes)
-    try:
-        return ModelFacts(
-            path=path,
-            family=family,
-            quant=_stored_quant(list(kept.values())),
-            context_tokens=int(sizes["max_position_embeddings"]),
-            vocab=int(sizes["vocab_size"]),
-            num_weights=sum(math.prod(tensor.shape) for tensor in kept.values()),
-            four_bit_bytes=_four_bit_bytes(kept, tied=tied),
-            token_numbers=num_attention * _token_numbers(sizes),
-            state_numbers=num_linear * _state_numbers(sizes) if num_linear else 0,
-            state_float32s=num_linear * _state_float32s(sizes) if num_linear else 0,
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise LoadFailed(f"the config of {name} is not usable: {error!r}; download the model again") from error
-
-
-def _stored_quant(tensors: Sequence[TensorInfo]) -> str | None:
-    """The format of most of the weights; None where that is a plain one."""
+def _read_facts(path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> ModelFacts:
+    """Raises UnsupportedModel."""
+    architecture = read_architecture(config)
+    formats = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in _DENSE_FORMATS}
     elements: Counter[str] = Counter()
-    for tensor in tensors:
+    for tensor in tensors.values():
         elements[tensor.dtype] += math.prod(tensor.shape)
-    most = max(elements, key=lambda name: elements[name], default=None)
-    return most.lower() if most is not None and most not in _DENSE_FORMATS else None
-
-
-def _four_bit_bytes(tensors: Mapping[str, TensorInfo], *, tied: bool) -> int:
-    """Of all matrices that are stored in groups; an embedding is multiplied with only where it is the head, too."""
-    matrices: dict[str, list[tuple[int, int]]] = {}
-    for source, tensor in tensors.items():
-        if len(tensor.shape) == 2 and (tied or "embed_tokens" not in source):
-            rows, inputs = tensor.shape
-            bits = GROUPED_BITS.get(tensor.dtype, 0)
-            matrices.setdefault(_FUSED.sub("fused", source), []).append((bits, four_bit_bytes(rows, inputs, bits)))
-    return sum(
-        sum(num_bytes for _, num_bytes in parts)
-        for parts in matrices.values()
-        if len({bits for bits, _ in parts}) == 1 and all(num_bytes for _, num_bytes in parts)
-    )
-
-
-def _layer_counts(sizes: Mapping[str, Any]) -> tuple[int, int]:
-    """(layers with a recurrent state, layers with keys and values)"""
-    num_layers = int(sizes["num_hidden_layers"])
-    layer_types = sizes.get("layer_types")
-    if isinstance(layer_types, list) and layer_types:
-        num_linear = sum(kind == "linear_attention" for kind in layer_types)
-    elif "linear_num_value_heads" in sizes:
-        num_linear = num_layers - num_layers // int(sizes.get("full_attention_interval") or 4)
-    else:
-        num_linear = 0
-    return num_linear, num_layers - num_linear
-
-
-def _token_numbers(sizes: Mapping[str, Any]) -> int:
-    heads = int(sizes["num_attention_heads"])
-    kv_heads = int(sizes.get("num_key_value_heads") or heads)
-    head_dim = int(sizes.get("head_dim") or int(sizes["hidden_size"]) // heads)
-    return kv_heads * head_dim * 2
-
-
-def _state_numbers(sizes: Mapping[str, Any]) -> int:
-    key_size = int(sizes["linear_num_key_heads"]) * int(sizes["linear_key_head_dim"])
-    value_size = int(sizes["linear_num_value_heads"]) * int(sizes["linear_value_head_dim"])
-    return int(sizes["linear_conv_kernel_dim"]) * (2 * key_size + value_size)
-
-
-def _state_float32s(sizes: Mapping[str, Any]) -> int:
-    value_size = int(sizes["linear_num_value_heads"]) * int(sizes["linear_value_head_dim"])
-    return value_size * int(sizes["linear_key_head_dim"])
+    most = max(elements, key=lambda stored: elements[stored], default="F32")
+    quant = None if most in _DENSE_FORMATS else most.lower()
+    return ModelFacts(path, architecture, quant, formats)
 
 
 def choose_device(

@@ -84,7 +84,7 @@ class Bench:
     def decode(self, streams: int, limit_bytes_per_s: float) -> dict[str, float]:
         step_s = self.workloads.decode_step_s(streams)
         info = self.engine.info
-        model = self.engine._runner.model
+        model = self.engine.model
         item_bytes = model.parameters.dtype.itemsize
         kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * kv_bytes_per_token(model.architecture, item_bytes)
         row_bytes = streams * (kv_bytes + state_bytes(model.architecture, item_bytes))
@@ -99,12 +99,12 @@ class Bench:
 
     def _embedding_bytes(self) -> int:
         """The embedding is looked up, not read through."""
-        model = self.engine._runner.model
+        model = self.engine.model
         return 0 if model.config.tied else model.embedding.weight.numel() * model.embedding.weight.element_size()
 
     def _unread_form_bytes(self, rows: int) -> int:
         """Of matrices that are kept dense and in four bits, the form that so many rows do not read."""
-        parameters = self.engine._runner.model.parameters
+        parameters = self.engine.model.parameters
         matrices = {id(binding.matrix): binding.matrix for binding in parameters.four_bit_bindings}.values()
         if any(rows > matrix.max_rows for matrix in matrices):
             return sum(matrix.packed.nbytes + matrix.scales.nbytes for matrix in matrices)
@@ -113,7 +113,7 @@ class Bench:
 
     def _idle_expert_bytes(self, rows: int) -> float:
         """What so many rows leave alone of all layers' experts, if they choose evenly."""
-        blocks = (getattr(layer, "mlp", None) for layer in self.engine._runner.model.layers)
+        blocks = (getattr(layer, "mlp", None) for layer in self.engine.model.layers)
         mixtures = [block.experts for block in blocks if isinstance(block, MoE)]
         idle = 0.0
         for experts in mixtures:
@@ -123,7 +123,7 @@ class Bench:
 
     def prefill(self, tokens: int, limit_flops: float) -> dict[str, float]:
         seconds = self.workloads.prefill_s(tokens)
-        model = self.engine._runner.model
+        model = self.engine.model
         config = model.config
         dense_bytes = self.engine.info.weight_bytes - self._idle_expert_bytes(1) - self._unread_form_bytes(tokens)
         ends = config.vocab * config.hidden * (1 if config.tied else 2)

@@ -15,10 +15,11 @@ import transformers
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.penalties import Penalties
 from cortex.neuron.engine.sampling.sampler import Sampler
-from cortex.neuron.engine.sequence import Sequence
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -53,19 +54,23 @@ EngineMaker = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(checkpoint: Path) -> Iterator[EngineMaker]:
-    """Loads engines; `late` ones collect a step after the next is launched, as on a GPU; `pages` bounds memory."""
+    """Loads engines; `late` ones read a step after the next is launched, as on a GPU; `pages` bounds memory."""
     engines: list[Engine] = []
+
+    def load(spec: LoadSpec, late: bool) -> Engine:
+        engine = Engine(load_model(spec, CPU, lambda *_: None, lambda: False), spec, overlaps=late)
+        engine.warm_up()
+        return engine
 
     def make(*, late: bool = False, pages: int | None = None, **changes: Any) -> Engine:
         spec = LoadSpec(str(checkpoint), **({"dtype": "float32", "max_num_seqs": 6} | changes))
-        engine = Engine.load(spec, CPU, lambda *_: None, lambda: False)
+        engine = load(spec, late)
         if pages is not None:
             page_bytes = engine.info.kv_bytes // (engine.info.num_pages + 1)
             memory_bytes = engine.info.weight_bytes + (pages + 1) * page_bytes
             engine.close()
-            engine = Engine.load(replace(spec, memory_bytes=memory_bytes), CPU, lambda *_: None, lambda: False)
+            engine = load(replace(spec, memory_bytes=memory_bytes), late)
             assert engine.info.num_pages == pages
-        engine._overlaps = late
         engines.append(engine)
         return engine
 
@@ -309,7 +314,7 @@ def test_a_request_may_fill_the_context_to_the_last_token(make_engine: EngineMak
         (ask("bad", (1,), 0), "max_tokens is 0"),
         (ask("bad", (1, VOCAB)), f"vocabulary of {VOCAB}"),
         (ask("bad", (-1,)), f"vocabulary of {VOCAB}"),
-        (ask("bad", (1,) * CONTEXT, 1), f"{CONTEXT} tokens and asks for 1 more, but this model holds {CONTEXT}"),
+        (ask("bad", (1,) * CONTEXT, 1), f"{CONTEXT} tokens and asks for 1 more, but the context of this model holds {CONTEXT}"),
         (ask("running", (1,)), "already running"),
         (ask("bad", (1,), 5, SamplingParams(temperature=math.nan)), "temperature is nan"),
         (ask("bad", (1,), 5, SamplingParams(temperature=1e39)), "temperature is 1e[+]39"),
@@ -345,7 +350,7 @@ def test_logits_that_are_no_numbers_end_one_request_and_spoil_no_other(make_engi
     expected = tokens_of(run(make_engine(), healthy)["healthy"])
     sick_token = next(token for token in range(VOCAB) if token not in (*start, *expected))
     engine = make_engine(late=late, prefill_chunk_tokens=40)
-    engine._runner.model.embedding.weight[sick_token] = torch.nan
+    engine.model.embedding.weight[sick_token] = torch.nan
     sick = ask("sick", (*start, sick_token, *start[:29]))
     for _ in range(2):
         outputs = run(engine, healthy, sick)
@@ -353,9 +358,9 @@ def test_logits_that_are_no_numbers_end_one_request_and_spoil_no_other(make_engi
         (last,) = outputs["sick"]
         assert last.finish == "error"
         assert "not finite" in (last.error or "")
-    digests = Sequence.of(sick).digests_of_full_pages(PAGE)
-    assert len(digests) == 2
-    assert engine._scheduler.pool.match(digests) == [], "what it was made of is still in the cache"
+        assert last.cached_tokens is None
+    again = run(engine, ask("again", (*sick.prompt[:PAGE], 1)))["again"]
+    assert again[0].cached_tokens == 0, "a page of the failed request is still in the cache"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -371,7 +376,7 @@ def test_a_step_that_fails_is_as_if_it_had_not_been(
 ) -> None:
     requests = [request for request in crowd() if request.id in ("long", "penalised", "seeded")]
     engine = make_engine(late=late, prefill_chunk_tokens=33)
-    launch = engine._runner.launch
+    launch = Runner.launch
     launches = 0
 
     def failing(*arguments: Any, **named: Any) -> Any:
@@ -385,7 +390,7 @@ def test_a_step_that_fails_is_as_if_it_had_not_been(
             raise RuntimeError("out of memory")
         return launched
 
-    monkeypatch.setattr(engine._runner, "launch", failing)
+    monkeypatch.setattr(Runner, "launch", failing)
     said: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         engine.submit(request)
@@ -413,7 +418,7 @@ def test_the_requests_of_a_failed_step_can_be_cancelled(
         raise RuntimeError("out of memory")
 
     engine.submit(ask("r", some_tokens(50)))
-    monkeypatch.setattr(engine._runner, "launch", failing)
+    monkeypatch.setattr(Runner, "launch", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step()
     engine.cancel("r")

@@ -10,7 +10,7 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
-from cortex.neuron.engine.memory.state_slots import StateSlots
+from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.sizes import state_bytes
@@ -127,7 +127,7 @@ def test_a_small_device_runs_fewer_sequences_and_says_so() -> None:
 
 
 def test_slots_are_planned_in_bytes() -> None:
-    model = make_engine()._runner.model
+    model = make_engine().model
     slot_bytes = state_bytes(model.architecture, torch.float32.itemsize)
     assert StateSlots.plan(0, 7, 0, "cpu") == StateSlots(7)
     whole = StateSlots.plan(slot_bytes, 4, 1 << 30, "cpu")

@@ -7,8 +7,9 @@ import pytest
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import MAX_OVERTAKEN, RowPlan, Scheduler, SchedulerLimits, StepPlan
+from cortex.neuron.engine.scheduler import MAX_OVERTAKEN, Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 PAGE = 4
 
@@ -97,7 +98,7 @@ def test_what_prompts_get_of_a_step(num_decodes, num_waiting, expected):
     [
         (request("r", ()), "empty"),
         (request("r", 3, max_tokens=0), "max_tokens is 0"),
-        (request("r", 30, max_tokens=3), "30 tokens and asks for 3 more, but this model holds 32"),
+        (request("r", 30, max_tokens=3), "30 tokens and asks for 3 more, but the context of this model holds 32"),
     ],
 )
 def test_what_can_never_run_is_refused_and_leaves_no_trace(bad: EngineRequest, message: str) -> None:

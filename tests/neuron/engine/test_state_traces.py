@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.step_plan import StepPlan
 
 VOCAB = 3
 Tokens = tuple[int, ...]
@@ -75,8 +76,8 @@ class Trace(RuleBasedStateMachine):
         late: bool,
     ) -> None:
         self.limits = SchedulerLimits(max_rows, step_tokens, step_tokens // 2, context_tokens=num_pages * page_tokens)
-        states = RecurrentCheckpoints(max_rows + 1, num_slots, spacing)
-        self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits, states)
+        self.checkpoints = RecurrentCheckpoints(max_rows + 1, num_slots, spacing)
+        self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits, self.checkpoints)
         self.device = FoldingDevice()
         self.late = late
         self.live: dict[str, Sequence] = {}
@@ -126,8 +127,7 @@ class Trace(RuleBasedStateMachine):
     def a_result_is_not_a_number(self, data: st.DataObject) -> None:
         sequence = self.live[data.draw(st.sampled_from(sorted(self.live)))]
         self.scheduler.distrust(sequence)
-        assert self.scheduler.states is not None
-        assert self.scheduler.states.longest(sequence.digests) == 0
+        assert self.checkpoints.longest(sequence.digests) == 0
         self._end(sequence)
 
     def _collect(self) -> None:

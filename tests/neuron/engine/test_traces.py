@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cortex.neuron.engine.pages import PADDING_PAGE, PagePool
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import RowPlan, Scheduler, SchedulerLimits, StepPlan
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 VOCAB = 3
 """Few tokens, so that requests meet each other's prefixes by chance too."""

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cortex.neuron.engine.memory.kv_cache import KVCache
-from cortex.neuron.engine.memory.states import StateMemory
+from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
 from cortex.neuron.layers.parameters import FourBitOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture

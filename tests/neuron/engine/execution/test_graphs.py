@@ -9,7 +9,7 @@ import torch
 
 from cortex.neuron.engine.execution.graphs import OFTEN, SIZES, GraphSizes
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.memory.kv_cache import KVCache
+from cortex.neuron.engine.memory.sequences import KVCache
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampling.sampler import Draw

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cortex.neuron.engine.pages import PADDING_PAGE
-from cortex.neuron.engine.scheduler import StepPlan
+from cortex.neuron.engine.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, StepGrap
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.threads import StepThreads
-from cortex.neuron.engine.memory.states import StateMemory
+from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
-from cortex.neuron.engine.scheduler import StepPlan
+from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.models.decoder import Decoder
 

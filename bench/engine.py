@@ -23,7 +23,7 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model, load_model
-from cortex.neuron.engine.memory.device import numeric_format
+from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
@@ -179,7 +179,7 @@ def gpu_limits(device: torch.device) -> dict[str, float]:
 def cpu_limits() -> dict[str, float]:
     """The same of a CPU, which others use too: the best try counts."""
     numbers = torch.ones(128 << 20)
-    left, right = torch.randn(2, 2048, 2048).to(numeric_format("auto", torch.device("cpu")))
+    left, right = torch.randn(2, 2048, 2048).to(compute_dtype("auto", torch.device("cpu")))
     return {
         "bytes/s": numbers.nbytes / best_seconds(numbers.sum),
         "flop/s": 2 * 2048**3 / best_seconds(lambda: left @ right),

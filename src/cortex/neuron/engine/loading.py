@@ -1,4 +1,4 @@
-"""From a checkpoint to a model in memory: sizes first, then the memory, then the weights."""
+"""From a checkpoint to a model in memory: first the sizes, then the memory, then the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
-from cortex.neuron.engine.memory.device import device_memory, numeric_format
+from cortex.neuron.engine.memory.device import compute_dtype, device_memory
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
@@ -28,7 +28,7 @@ from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.weights.transfer import Placement, group_runs, load_into
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, bytes done, bytes in all)."""
+"""Called with (stage, bytes done, bytes in total)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
         )
         for binding in parameters.four_bit_bindings:
             if cancelled():
-                raise Cancelled("the load was called off")
+                raise Cancelled("the load was cancelled")
             for first_row, groups in group_runs(checkpoint, binding.source, ROW_BLOCK):
                 binding.matrix.put(binding.first_row + first_row, groups.q, groups.scale, groups.minimum)
         progress("place", 0, 0)
@@ -71,7 +71,7 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
     except Cancelled as error:
-        raise LoadCancelled(f"loading {spec.path} was called off") from error
+        raise LoadCancelled(f"loading {spec.path} was cancelled") from error
     except CheckpointError as error:
         raise LoadError(str(error)) from error
     finally:
@@ -79,12 +79,12 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
 
 
 def four_bit_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> FourBitOffer:
-    """What a checkpoint and a CPU make of a second form of quantised matrices; nothing for who asked for a dtype."""
+    """Which matrices a CPU also keeps in their stored four bits; none if the spec names a dtype."""
     if device.type != "cpu" or spec.dtype != "auto":
         return NO_FOUR_BITS
     formats = {name: QUANTISATIONS.get(info.dtype) for name, info in tensors.items() if len(info.shape) == 2}
     bits = {name: found.bits for name, found in formats.items() if found is not None and found.groups is not None}
-    return FourBitOffer(bits, rows_worth_it(numeric_format(spec.dtype, device))) if bits else NO_FOUR_BITS
+    return FourBitOffer(bits, rows_worth_it(compute_dtype(spec.dtype, device))) if bits else NO_FOUR_BITS
 
 
 def build_model(
@@ -95,12 +95,12 @@ def build_model(
     four_bits: FourBitOffer = NO_FOUR_BITS,
     formats: Mapping[str, str] | None = None,
 ) -> LoadedModel:
-    """Sizes the model, rejects what does not fit, allocates it, has `fill` give it its weights, and adds the pages.
+    """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
     `formats`: by tensor, how the checkpoint stores it.
     """
     architecture = read_architecture(config)
-    dtype = numeric_format(spec.dtype, device)
+    dtype = compute_dtype(spec.dtype, device)
     storage = WeightStorage(dtype.itemsize, formats or {}, keeps_four_bits=four_bits.max_rows > 0)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     have_bytes = usable_bytes(spec.min_free_bytes, device)
@@ -124,14 +124,14 @@ def build_model(
 
 
 def usable_bytes(min_free_bytes: int, device: torch.device) -> int:
-    """What a model may take of the device now, all in all."""
+    """The memory of the device that a model may take now."""
     memory = device_memory(device)
     return memory.free_bytes - min_free_bytes - memory.reserve_bytes
 
 
 def _no_room(sizes: ModelSizes, spec: LoadSpec, device: torch.device, have_bytes: int) -> LoadError:
     need_bytes = sizes.weight_bytes + MIN_PAGES * sizes.page_bytes
-    # Room that others leave does not help a model that is not allowed to take it.
+    # Unloading other models does not help a model whose own limit is too low.
     forbidden = spec.memory_bytes is not None and need_bytes > spec.memory_bytes
     return (LoadError if forbidden else NoRoomError)(
         f"the model needs {need_bytes / 1e9:.2f} GB on {device} (weights {sizes.weight_bytes / 1e9:.2f} GB and "

@@ -1,4 +1,4 @@
-"""The waiting line: first come first served within a principal, fair between principals."""
+"""The queue of waiting sequences: first come first served within a principal, fair between principals."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from cortex.neuron.engine.sequence import Sequence
 
 
 class FairQueue:
-    """Sequences that wait for a row. Preempted ones stand in front of their principal's line."""
+    """Sequences that wait for a row. Preempted ones go to the front of their principal's queue."""
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[str, deque[Sequence]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[Sequence]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        for line in self._lines.values():
-            yield from line
+        for queue in self._queues.values():
+            yield from queue
 
     def push(self, sequence: Sequence) -> None:
-        self._lines.setdefault(sequence.request.principal, deque()).append(sequence)
+        self._queues.setdefault(sequence.request.principal, deque()).append(sequence)
 
     def push_front(self, sequence: Sequence) -> None:
-        self._lines.setdefault(sequence.request.principal, deque()).appendleft(sequence)
+        self._queues.setdefault(sequence.request.principal, deque()).appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out a sequence that is in line."""
+        """Removes a queued sequence."""
         principal = sequence.request.principal
-        self._lines[principal].remove(sequence)
-        if not self._lines[principal]:
-            del self._lines[principal]
+        self._queues[principal].remove(sequence)
+        if not self._queues[principal]:
+            del self._queues[principal]
 
     def heads(self, running: Mapping[str, int]) -> list[Sequence]:
-        """The first of every line, the principal with the fewest running sequences first.
+        """The first sequence of every principal, the principal with the fewest running sequences first.
 
-        The anonymous principal takes what is left: it comes last among equals and counts one more than it runs.
+        The anonymous principal has the lowest priority: it comes last among equals, and counts as running one more.
         """
 
         def share(principal: str) -> tuple[int, bool]:
             is_anonymous = principal == ""
             return running.get(principal, 0) + is_anonymous, is_anonymous
 
-        return [self._lines[principal][0] for principal in sorted(self._lines, key=share)]
+        return [self._queues[principal][0] for principal in sorted(self._queues, key=share)]

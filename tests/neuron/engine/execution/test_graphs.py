@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from cortex.neuron.engine.execution.graphs import OFTEN, SIZES, GraphSizes
+from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, SIZES, GraphSizes
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.memory.sequences import KVCache
 from cortex.neuron.engine.pages import PagePool
@@ -119,7 +119,7 @@ def test_a_step_takes_the_next_larger_size_that_is_there():
 
 def test_only_a_size_that_was_often_missed_is_wanted_at_once():
     sizes = GraphSizes(64)
-    assert [sizes.missed(3) for _ in range(OFTEN)] == [None] * (OFTEN - 1) + [4]
+    assert [sizes.missed(3) for _ in range(CAPTURE_AFTER_MISSES)] == [None] * (CAPTURE_AFTER_MISSES - 1) + [4]
     assert sizes.missed(7) is None  # another size: counted apart
 
 
@@ -129,7 +129,7 @@ def test_nothing_is_wanted_any_more_once_it_was_given_up():
     sizes.give_up()
     assert sizes.next_missing is None
     assert sizes.serving(2) == 2
-    assert [sizes.missed(5) for _ in range(2 * OFTEN)] == [None] * (2 * OFTEN)
+    assert [sizes.missed(5) for _ in range(2 * CAPTURE_AFTER_MISSES)] == [None] * (2 * CAPTURE_AFTER_MISSES)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -152,7 +152,7 @@ def test_graphs_are_prepared_one_by_one_the_smallest_first():
 def test_a_step_without_its_graph_runs_all_the_same_and_captures_it_only_when_often_needed():
     bench = Bench(ReplayOnCpu())
     bench.runner.prepare()
-    bench.answers(PROMPTS, OFTEN)  # the first token comes from the prompt: one step fewer than tokens
+    bench.answers(PROMPTS, CAPTURE_AFTER_MISSES)  # the first token comes from the prompt: one step fewer than tokens
     assert bench.capture.sizes == [1]
     bench.answers(PROMPTS, 3)
     assert bench.capture.sizes == [1, 4]
@@ -174,7 +174,7 @@ def test_out_of_memory_ends_capturing_but_no_answer():
     bench = Bench(ReplayOnCpu(room=1))
     assert bench.runner.prepare()
     assert not bench.runner.prepare()
-    assert bench.answers(PROMPTS, 2 * OFTEN) == Bench(None).answers(PROMPTS, 2 * OFTEN)
+    assert bench.answers(PROMPTS, 2 * CAPTURE_AFTER_MISSES) == Bench(None).answers(PROMPTS, 2 * CAPTURE_AFTER_MISSES)
     assert bench.capture.sizes == [1]
     assert not bench.runner.prepare()
 

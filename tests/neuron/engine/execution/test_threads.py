@@ -17,7 +17,7 @@ def run(choice: ThreadChoice, seconds: dict[int, float], steps: int) -> list[int
     taken = []
     for _ in range(steps):
         taken.append(choice.threads)
-        choice.took(seconds[choice.threads])
+        choice.record(seconds[choice.threads])
     return taken
 
 

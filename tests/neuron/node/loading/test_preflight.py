@@ -44,7 +44,7 @@ def test_a_refusal_names_every_device_with_need_have_and_reason():
     reasons = [row["reason"] for row in refused.value.details["devices"]]
     assert reasons == [
         "too little is free; unload something",
-        "the device does not answer",
+        "the device does not respond",
         "too small even when empty",
     ]
     assert "needs at least 8.00 GB" in refused.value.message

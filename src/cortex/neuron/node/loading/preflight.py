@@ -1,5 +1,5 @@
-"""Everything that can be known before memory is touched: are the files whole, is the family supported, is the
-quantisation what was asked for, does it fit. Reads headers only, imports no torch; run on a thread: disks may be slow.
+"""Checks before any memory is allocated: the files are complete, the family is supported, the quantisation is the
+requested one, the model fits. Reads headers only and imports no torch. Run it on a thread: disks may be slow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cortex.wire.node import Device
 
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MIXTURE = re.compile(r"_(?:XS|S|M|L|XL)$")
-"""`Q4_K_M` says how Q4_K is mixed with other formats; the tensors themselves only know of Q4_K."""
+"""`Q4_K_M` names a mixture of Q4_K with other formats; the tensors themselves are stored as Q4_K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,9 @@ class ModelFacts:
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None) -> ModelFacts:
-    """Opens the files at `path` and judges them; with `quant`, they must be quantised that way already. `name` is what
-    people call the model: a snapshot's folder is named by a digest.
+    """Reads the config and the headers of the files at `path`. With `quant`, they must be stored in that format.
 
-    Raises LoadFailed with the reason and what to do about it.
+    `name`: the model's name for messages, because a snapshot's folder is named by a digest. Raises LoadFailed.
     """
     try:
         checkpoint = open_checkpoint(path)
@@ -78,7 +77,7 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None) ->
 
 
 def check_quant(facts: ModelFacts, name: str, quant: str) -> None:
-    """Raises LoadFailed unless the files are quantised as asked: nothing is quantised at load."""
+    """Raises LoadFailed unless the files are quantised as `quant`: a load does not quantise."""
     wanted = quant.upper()
     is_gguf = facts.path.suffix == ".gguf"
     if is_gguf and (wanted in facts.path.stem.upper() or _MIXTURE.sub("", wanted) == (facts.quant or "").upper()):
@@ -86,11 +85,11 @@ def check_quant(facts: ModelFacts, name: str, quant: str) -> None:
     if not is_gguf:
         raise LoadFailed(
             f"{name} is not quantised at load; for {quant} name a GGUF of it as the source (a file, or "
-            f"owner/name-GGUF:{quant} on the hub), or leave `quant` out"
+            f"owner/name-GGUF:{quant} on the hub), or omit `quant`"
         )
     raise LoadFailed(
         f"{name} is quantised as {facts.quant or 'plain numbers'}, not as {quant}; name the GGUF of {quant} "
-        "as the source, or leave `quant` out"
+        "as the source, or omit `quant`"
     )
 
 
@@ -115,9 +114,10 @@ def choose_device(
     allowed: Sequence[int],
     reserve: Callable[[Device], MemoryReserve],
 ) -> int:
-    """The index of the device with the most room among those where `need_bytes` fit, `allowed` ones only when given.
+    """The index of the device with the most free memory among those where `need_bytes` fit; only `allowed` ones, if any
+    are given.
 
-    Raises InsufficientCapacity with need and have of every device.
+    Raises InsufficientCapacity with the needed and the available bytes of every device.
     """
     table: list[dict[str, Any]] = []
     fitting: list[tuple[int, int]] = []
@@ -127,9 +127,9 @@ def choose_device(
         free_bytes = reading.free_bytes if reading is not None else 0
         have_bytes = max(0, kept.usable_bytes(free_bytes))
         if allowed and device.index not in allowed:
-            reason = "not among the devices asked for"
+            reason = "not among the requested devices"
         elif reading is None:
-            reason = "the device does not answer"
+            reason = "the device does not respond"
         elif need_bytes > kept.usable_bytes(device.total_bytes):
             reason = "too small even when empty"
         elif need_bytes > have_bytes:

@@ -11,19 +11,19 @@ from typing import Final
 from cortex.neuron.text import files
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.facts import TextFacts
-from cortex.neuron.text.grammar.request import Thought, build_grammar, is_constrained
+from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar, is_constrained
 from cortex.neuron.text.output.detect import (
     PYTHON_TAG,
     TOOL_CALL_CLOSE,
     TOOL_CALL_OPEN,
-    ThoughtMarkers,
+    ReasoningMarkers,
     ToolSyntax,
-    thought_markers,
+    reasoning_markers,
     tool_syntax,
 )
 from cortex.neuron.text.output.parser import OutputParser, call_syntax, new_call_id
-from cortex.neuron.text.output.reasoning import ReasoningSplitter, closes_thought, opens_thought
-from cortex.neuron.text.output.thought_watch import ThoughtWatch
+from cortex.neuron.text.output.reasoning import ReasoningSplitter, closes_reasoning, opens_reasoning
+from cortex.neuron.text.output.reasoning_watch import ReasoningWatch
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.prompt import Rendered, prompt_text, render_conversation, render_raw
@@ -48,7 +48,7 @@ class TextModel:
     tools_template: ChatTemplate
     """Used for requests with tools; the same one unless the model brings two."""
     generation: GenerationDefaults
-    thought_end: tuple[int, ...] = ()
+    reasoning_end: tuple[int, ...] = ()
     """The tokens that end a thought, laid out as templates write it; none for a model that does not think."""
     notes: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ class TextModel:
             template,
             tools_template,
             facts.generation,
-            _thought_end(template, tokenizer),
+            _reasoning_end(template, tokenizer),
             _notes(facts.templates, has_vision=facts.has_vision),
         )
 
@@ -95,7 +95,7 @@ class TextModel:
         if request.prompt is not None:
             return render_raw(request.prompt, self.tokenizer, context_tokens)
         return render_conversation(
-            request, self._template_for(request), self.tokenizer, self._thought_markers, context_tokens
+            request, self._template_for(request), self.tokenizer, self._reasoning_markers, context_tokens
         )
 
     def detokenizer(self) -> Detokenizer:
@@ -107,7 +107,7 @@ class TextModel:
         if request.prompt is not None:
             return OutputParser(None, None, index)
         splitter = scanner = None
-        if self._thought_markers is not None:
+        if self._reasoning_markers is not None:
             splitter = self._splitter(rendered)
         if request.tools and request.tool_choice.mode != "none" and self._tool_syntax is not None:
             scanner = CallScanner(call_syntax(self._tool_syntax, request.callable_tools), new_call_id, index)
@@ -118,35 +118,37 @@ class TextModel:
         if not is_constrained(request):
             return None
         return build_grammar(
-            request, self.tokenizer, self._tool_syntax, self._thought_markers, self._thought_before(request)
+            request, self.tokenizer, self._tool_syntax, self._reasoning_markers, self._leading_reasoning(request)
         )
 
-    def answer_grammar(self, request: GenerateRequest) -> str | None:
+    def response_grammar(self, request: GenerateRequest) -> str | None:
         """What constrains the output once the thought is over. Raises InvalidValue."""
-        return build_grammar(request, self.tokenizer, self._tool_syntax, self._thought_markers, Thought.ABSENT)
+        return build_grammar(
+            request, self.tokenizer, self._tool_syntax, self._reasoning_markers, LeadingReasoning.ABSENT
+        )
 
-    def may_think(self, request: GenerateRequest) -> bool:
+    def may_reason(self, request: GenerateRequest) -> bool:
         """Whether an answer to `request` may begin with a thought."""
-        return self._thought_markers is not None and request.prompt is None and request.thinking.enabled is not False
+        return self._reasoning_markers is not None and request.prompt is None and request.thinking.enabled is not False
 
-    def thought_watch(self, rendered: Rendered) -> ThoughtWatch:
+    def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
         """For one choice of an answer that may begin with a thought."""
-        return ThoughtWatch(self.detokenizer(), self._splitter(rendered))
+        return ReasoningWatch(self.detokenizer(), self._splitter(rendered))
 
     def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
-        assert self._thought_markers is not None, "only a model that thinks aloud has thoughts to tell apart"
-        return ReasoningSplitter(self._thought_markers, starts_in_thought=rendered.starts_in_reasoning)
+        assert self._reasoning_markers is not None, "only a model that thinks aloud has thoughts to tell apart"
+        return ReasoningSplitter(self._reasoning_markers, starts_in_reasoning=rendered.starts_in_reasoning)
 
-    def _thought_before(self, request: GenerateRequest) -> Thought:
-        markers = self._thought_markers
+    def _leading_reasoning(self, request: GenerateRequest) -> LeadingReasoning:
+        markers = self._reasoning_markers
         if markers is None or request.prompt is not None:
-            return Thought.ABSENT
+            return LeadingReasoning.ABSENT
         prompt = prompt_text(request, self._template_for(request), self.tokenizer)
-        if opens_thought(prompt.generation_prompt, markers):
-            return Thought.OPENED
-        if request.thinking.enabled is False or closes_thought(prompt.generation_prompt, markers):
-            return Thought.ABSENT
-        return Thought.POSSIBLE
+        if opens_reasoning(prompt.generation_prompt, markers):
+            return LeadingReasoning.OPENED
+        if request.thinking.enabled is False or closes_reasoning(prompt.generation_prompt, markers):
+            return LeadingReasoning.ABSENT
+        return LeadingReasoning.POSSIBLE
 
     def _template_for(self, request: GenerateRequest) -> ChatTemplate:
         return self.tools_template if request.tools else self.template
@@ -156,12 +158,12 @@ class TextModel:
         return tool_syntax(self.tools_template)
 
     @cached_property
-    def _thought_markers(self) -> ThoughtMarkers | None:
-        return thought_markers(self.template)
+    def _reasoning_markers(self) -> ReasoningMarkers | None:
+        return reasoning_markers(self.template)
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
-        markers = self._thought_markers
+        markers = self._reasoning_markers
         shown = (*_OUTPUT_MARKERS, *((markers.open, markers.close) if markers else ()))
         return self.tokenizer.special_ids - {self.tokenizer.whole_id(marker) for marker in shown}
 
@@ -195,12 +197,12 @@ def _notes(sources: TemplateSources, *, has_vision: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _thought_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
-    markers = thought_markers(template)
+def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    markers = reasoning_markers(template)
     return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}\n\n"))
 
 
 def _capabilities(template: ChatTemplate, tools_template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:
     return Capabilities(
-        tools=tool_syntax(tools_template) is not None, reasoning=thought_markers(template) is not None, notes=notes
+        tools=tool_syntax(tools_template) is not None, reasoning=reasoning_markers(template) is not None, notes=notes
     )

@@ -104,7 +104,7 @@ async def test_an_answer_in_a_form_is_held_to_it_after_the_cut_too(text: TextMod
     engine = Engine(text)
     asked = request(20, output=OutputFormat(kind="choice", choices=("Forty-two.",)))
     await run(engine, asked)
-    assert engine.jobs[1].grammar == text.answer_grammar(asked)
+    assert engine.jobs[1].grammar == text.response_grammar(asked)
     assert engine.jobs[1].grammar is not None
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cortex.neuron.text.output.detect import ThoughtMarkers, ToolSyntax
+from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.output.parser import OutputParser, call_syntax
 from cortex.neuron.text.output.reasoning import ReasoningSplitter
 from cortex.neuron.text.tools.scanner import CallScanner
@@ -20,7 +20,7 @@ from cortex.wire.requests import Tool
 
 from ..conftest import random_splits
 
-THINK = ThoughtMarkers("<think>", "</think>")
+THINK = ReasoningMarkers("<think>", "</think>")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -38,7 +38,7 @@ Told = list[tuple[str, ...]]
 
 def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = False) -> OutputParser:
     numbers = itertools.count()
-    splitter = ReasoningSplitter(THINK, starts_in_thought=opened) if thinks or opened else None
+    splitter = ReasoningSplitter(THINK, starts_in_reasoning=opened) if thinks or opened else None
     scanner = syntax and CallScanner(call_syntax(syntax, TOOLS), lambda: f"call_{next(numbers)}", 0)
     return OutputParser(splitter, scanner or None, 0)
 

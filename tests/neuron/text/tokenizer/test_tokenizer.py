@@ -279,7 +279,7 @@ def test_no_text_has_fewer_tokens_than_its_length_tells(
         "Ǖ" * 9,
         unicodedata.normalize("NFD", "ᾂǕ힣" * 40),
     ):
-        least = tokenizer.least_tokens(each)
+        least = tokenizer.min_tokens(each)
         assert (1 if each else 0) <= least <= len(tokenizer.encode(each))
 
 
@@ -303,7 +303,7 @@ def test_composing_shortens_no_text_by_more_than_a_third_of_its_characters() -> 
 def test_the_length_tells_nothing_where_characters_can_vanish(
     backend: Tokenizer, sentencepiece: dict[str, Any]
 ) -> None:
-    assert from_gguf(sentencepiece).least_tokens("word " * 1000) > 0
+    assert from_gguf(sentencepiece).min_tokens("word " * 1000) > 0
     greedy = Tokenizer.from_str(backend.to_str())
     greedy.add_tokens([AddedToken("<greedy>", rstrip=True, normalized=False)])
     stripping = Tokenizer.from_str(backend.to_str())
@@ -311,16 +311,16 @@ def test_the_length_tells_nothing_where_characters_can_vanish(
     lossy = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     lossy.decoder = decoders.ByteLevel()
     for changed in (greedy, stripping, lossy):
-        assert local(LibraryTokenizer(changed, {}, ())).least_tokens(" " * 1000) == 0
+        assert local(LibraryTokenizer(changed, {}, ())).min_tokens(" " * 1000) == 0
 
 
 def test_characters_without_a_token_do_not_count(demo_model: Path) -> None:
     tokenizer = load(demo_model)  # it knows no token for some control characters
     assert "\x04" in tokenizer.vocabulary.silent_characters
     for text in ("\x04" * 10_000, "\x04a" * 10_000, "word " * 10_000, "\U000fffff" * 1000):
-        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
-    assert tokenizer.least_tokens("\x04" * 10_000) == 0
-    assert tokenizer.least_tokens("word " * 10_000) > 100
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.min_tokens("\x04" * 10_000) == 0
+    assert tokenizer.min_tokens("word " * 10_000) > 100
 
 
 def test_a_vocabulary_survives_the_way_between_processes(backend: Tokenizer, tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from enum import Enum, auto
 from typing import Any
 
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
-from cortex.neuron.text.output.detect import ThoughtMarkers, ToolSyntax
+from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.neuron.text.tools.grammar import MARKED, add_calls, add_free_answer
+from cortex.neuron.text.tools.grammar import MARKED, add_calls, add_free_response
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
 
 
-class Thought(Enum):
+class LeadingReasoning(Enum):
     """Where the model stands when it begins to write."""
 
     ABSENT = auto()
@@ -45,11 +45,11 @@ def build_grammar(
     request: GenerateRequest,
     tokenizer: Tokenizer,
     syntax: ToolSyntax | None,
-    markers: ThoughtMarkers | None,
-    thought: Thought,
+    markers: ReasoningMarkers | None,
+    thought: LeadingReasoning,
 ) -> str | None:
     """The grammar, or None for free output; raises InvalidValue for what cannot be enforced."""
-    if not is_constrained(request) or (request.output is None and _reader_suffices(request, syntax)):
+    if not is_constrained(request) or (request.output is None and _parser_suffices(request, syntax)):
         return None
     grammar = LarkGrammar(tokenizer)
     before = _thought(grammar, markers, thought)
@@ -60,9 +60,9 @@ def build_grammar(
         return _checked(grammar, f"{before}{calls}", param="tools")
     if request.output is None:
         assert syntax is not None, "without a syntax of calls there is nothing to restrict"
-        free = add_free_answer(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
+        free = add_free_response(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
         return _checked(grammar, f"{before}{free}", param="tools")
-    answer = _answer(grammar, request.output)
+    answer = _response(grammar, request.output)
     if request.callable_tools and mode == "auto" and syntax is not None:
         # Either way the client gets something it can parse.
         calls = add_calls(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
@@ -70,7 +70,7 @@ def build_grammar(
     return _checked(grammar, f"{before}{answer}", param="response_format")
 
 
-def _reader_suffices(request: GenerateRequest, syntax: ToolSyntax | None) -> bool:
+def _parser_suffices(request: GenerateRequest, syntax: ToolSyntax | None) -> bool:
     """Whether a restriction is kept without a grammar: where calls have no markers, whoever reads the answer takes
     only what names a callable tool for a call, and the rest for text."""
     return request.tool_choice.mode == "auto" and syntax not in MARKED
@@ -91,16 +91,16 @@ def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
     return named
 
 
-def _thought(grammar: LarkGrammar, markers: ThoughtMarkers | None, thought: Thought) -> str:
-    if markers is None or thought is Thought.ABSENT:
+def _thought(grammar: LarkGrammar, markers: ReasoningMarkers | None, thought: LeadingReasoning) -> str:
+    if markers is None or thought is LeadingReasoning.ABSENT:
         return ""
     rest = f"{grammar.text_until(markers.close)} /\\n{{0,2}}/"
-    if thought is Thought.OPENED:
+    if thought is LeadingReasoning.OPENED:
         return f"{rest} "
     return f"({grammar.marker(markers.open)} {rest})? "
 
 
-def _answer(grammar: LarkGrammar, output: OutputFormat) -> str:
+def _response(grammar: LarkGrammar, output: OutputFormat) -> str:
     match output.kind:
         case "json_object":
             return grammar.json({"type": "object"})

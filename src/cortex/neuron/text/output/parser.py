@@ -47,7 +47,7 @@ class OutputParser:
         for piece in pieces:
             if not piece.text:
                 continue
-            if piece.is_thought:
+            if piece.is_reasoning:
                 yield ReasoningDelta(index=self._index, text=piece.text)
             elif self._scanner is not None:
                 yield from self._scanner.push(piece.text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from cortex.neuron.text.output.detect import ThoughtMarkers
+from cortex.neuron.text.output.detect import ReasoningMarkers
 from cortex.neuron.text.output.stops import held_suffix
 
 _BREAKS: Final = "\r\n"
@@ -18,7 +18,7 @@ _BREAKS: Final = "\r\n"
 class OutputPiece(NamedTuple):
     """Some text, and whether it is thought."""
 
-    is_thought: bool
+    is_reasoning: bool
     text: str
 
 
@@ -39,9 +39,9 @@ class ReasoningSplitter:
     Line breaks next to the markers are layout and not given on, as templates strip them when a turn comes back.
     """
 
-    def __init__(self, markers: ThoughtMarkers, *, starts_in_thought: bool) -> None:
+    def __init__(self, markers: ReasoningMarkers, *, starts_in_reasoning: bool) -> None:
         self._markers = markers
-        self._state = _State.OPENED if starts_in_thought else _State.BEGINNING
+        self._state = _State.OPENED if starts_in_reasoning else _State.BEGINNING
         self._held = ""
 
     @property
@@ -127,11 +127,11 @@ class ReasoningSplitter:
         return False
 
 
-def opens_thought(generation_prompt: str, markers: ThoughtMarkers) -> bool:
+def opens_reasoning(generation_prompt: str, markers: ReasoningMarkers) -> bool:
     """Whether the prompt's tail leaves the model inside a thought."""
     return generation_prompt.rfind(markers.open) > generation_prompt.rfind(markers.close)
 
 
-def closes_thought(generation_prompt: str, markers: ThoughtMarkers) -> bool:
+def closes_reasoning(generation_prompt: str, markers: ReasoningMarkers) -> bool:
     """Whether the prompt's tail has a finished, perhaps empty, thought: the model is to answer at once."""
-    return not opens_thought(generation_prompt, markers) and markers.close in generation_prompt
+    return not opens_reasoning(generation_prompt, markers) and markers.close in generation_prompt

@@ -99,11 +99,11 @@ class _Namespace(jinja2.utils.Namespace):
         # No named `self`: a template may well have a namespace variable of that name.
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
-            _refuse_private(name)
+            _reject_private(name)
         jinja2.utils.Namespace.__init__(args[0], attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
+        _reject_private(name)
         super().__setitem__(name, value)
 
 
@@ -117,7 +117,7 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-def _refuse_private(name: str) -> None:
+def _reject_private(name: str) -> None:
     if name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a chat template may not store {name!r} in a namespace; rename it")
 

@@ -34,7 +34,7 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
             f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; use the request's own fields",
             param="chat_template_kwargs",
         )
-    _refuse_unspeakable_tools(request, template)
+    _reject_unsupported_tools(request, template)
     return {
         **named_tokens,
         "documents": None,
@@ -132,7 +132,7 @@ def _thinking(request: GenerateRequest) -> dict[str, Any]:
     return switch
 
 
-def _refuse_unspeakable_tools(request: GenerateRequest, template: ChatTemplate) -> None:
+def _reject_unsupported_tools(request: GenerateRequest, template: ChatTemplate) -> None:
     """A template without tools would drop them, and the model would invent a format."""
     if request.tools and request.tool_choice.mode != "none" and "tools" not in template.variables:
         raise UnsupportedModality(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cortex.neuron.text.output.detect import ThoughtMarkers
-from cortex.neuron.text.output.reasoning import opens_thought
+from cortex.neuron.text.output.detect import ReasoningMarkers
+from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def render_conversation(
     request: GenerateRequest,
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    markers: ThoughtMarkers | None,
+    markers: ReasoningMarkers | None,
     context_tokens: int | None = None,
 ) -> Rendered:
     """Raises TemplateRenderFailed, UnsupportedModality, InvalidValue or ContextLengthExceeded."""
@@ -75,7 +75,7 @@ def render_conversation(
         prompt.text,
         encoded.ids,
         tuple(sorted(turn_ends - {0})),
-        markers is not None and opens_thought(prompt.generation_prompt, markers),
+        markers is not None and opens_reasoning(prompt.generation_prompt, markers),
     )
 
 
@@ -101,7 +101,7 @@ def prompt_text(request: GenerateRequest, template: ChatTemplate, tokenizer: Tok
 
 def _check_length(text: str, tokenizer: Tokenizer, context_tokens: int | None) -> None:
     """Tokenising twenty megabytes takes a core for a minute, only to find that they are too many."""
-    if context_tokens is None or (least := tokenizer.least_tokens(text)) < context_tokens:
+    if context_tokens is None or (least := tokenizer.min_tokens(text)) < context_tokens:
         return
     raise ContextLengthExceeded(
         f"prompt is too long: {least} tokens > {context_tokens - 1} maximum (at the least, told by its "

@@ -37,7 +37,7 @@ _GPT4O: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Pretokenizer:
     """One way to cut. `pattern=None` is GPT-2's own, which the byte-level step brings along."""
 
     pattern: str | None = None
@@ -58,39 +58,39 @@ class Cut:
         return normalizers.NFC() if self.normal_form_c else None
 
 
-_GPT2_CUT: Final = Cut()
-_DIGITS_CUT: Final = Cut(single_digits=True)
-_LLAMA3_CUT: Final = Cut(_LLAMA3, whole_words_first=True)
-_QWEN2_CUT: Final = Cut(_QWEN2, normal_form_c=True)
+_GPT2_PRETOKENIZER: Final = Pretokenizer()
+_DIGITS_PRETOKENIZER: Final = Pretokenizer(single_digits=True)
+_LLAMA3_PRETOKENIZER: Final = Pretokenizer(_LLAMA3, whole_words_first=True)
+_QWEN2_PRETOKENIZER: Final = Pretokenizer(_QWEN2, normal_form_c=True)
 
-BY_NAME: Final[dict[str, Cut]] = {
-    "default": _GPT2_CUT,
-    "gpt-2": _GPT2_CUT,
-    "gpt2": _GPT2_CUT,
-    "smollm": _DIGITS_CUT,
-    "starcoder": _DIGITS_CUT,
-    "refact": _DIGITS_CUT,
-    "codeshell": _DIGITS_CUT,
-    "llama-bpe": _LLAMA3_CUT,
-    "llama3": _LLAMA3_CUT,
-    "llama-v3": _LLAMA3_CUT,
-    "falcon3": _LLAMA3_CUT,
-    "pixtral": _LLAMA3_CUT,
-    "lfm2": _LLAMA3_CUT,
-    "dbrx": Cut(_LLAMA3),
-    "smaug-bpe": Cut(_LLAMA3),
-    "qwen2": _QWEN2_CUT,
-    "deepseek-r1-qwen": _QWEN2_CUT,
-    "megrez": Cut(_QWEN2),
-    "stablelm2": Cut(_QWEN2),
-    "qwen35": Cut(_QWEN35, normal_form_c=True),
-    "tekken": Cut(_TEKKEN, whole_words_first=True),
-    "gpt-4o": Cut(_GPT4O),
-    "llama4": Cut(_GPT4O),
+BY_NAME: Final[dict[str, Pretokenizer]] = {
+    "default": _GPT2_PRETOKENIZER,
+    "gpt-2": _GPT2_PRETOKENIZER,
+    "gpt2": _GPT2_PRETOKENIZER,
+    "smollm": _DIGITS_PRETOKENIZER,
+    "starcoder": _DIGITS_PRETOKENIZER,
+    "refact": _DIGITS_PRETOKENIZER,
+    "codeshell": _DIGITS_PRETOKENIZER,
+    "llama-bpe": _LLAMA3_PRETOKENIZER,
+    "llama3": _LLAMA3_PRETOKENIZER,
+    "llama-v3": _LLAMA3_PRETOKENIZER,
+    "falcon3": _LLAMA3_PRETOKENIZER,
+    "pixtral": _LLAMA3_PRETOKENIZER,
+    "lfm2": _LLAMA3_PRETOKENIZER,
+    "dbrx": Pretokenizer(_LLAMA3),
+    "smaug-bpe": Pretokenizer(_LLAMA3),
+    "qwen2": _QWEN2_PRETOKENIZER,
+    "deepseek-r1-qwen": _QWEN2_PRETOKENIZER,
+    "megrez": Pretokenizer(_QWEN2),
+    "stablelm2": Pretokenizer(_QWEN2),
+    "qwen35": Pretokenizer(_QWEN35, normal_form_c=True),
+    "tekken": Pretokenizer(_TEKKEN, whole_words_first=True),
+    "gpt-4o": Pretokenizer(_GPT4O),
+    "llama4": Pretokenizer(_GPT4O),
 }
 
 
-def by_name(name: str) -> Cut:
+def by_name(name: str) -> Pretokenizer:
     """Raises TokenizerUnsupported: a wrong cut would serve a subtly worse model without a word."""
     try:
         return BY_NAME[name]

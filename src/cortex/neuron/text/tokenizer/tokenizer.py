@@ -53,7 +53,7 @@ class Tokenizer:
         """Like `encode`, with the places around whole tokens."""
         return self.encoder.encode_segmented(text)
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at the least, told by its length alone."""
         most = self.vocabulary.characters_per_token
         if most is None:

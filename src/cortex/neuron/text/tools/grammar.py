@@ -24,7 +24,7 @@ def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, 
     return one
 
 
-def add_free_answer(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
+def add_free_response(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
     """Add rules for any text, in which only `tools` are called if any is, at its end; returns the rule's name.
 
     For syntaxes that are `MARKED`: what begins with the marker must be a call, and one of these.

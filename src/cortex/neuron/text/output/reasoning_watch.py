@@ -6,7 +6,7 @@ from cortex.neuron.text.output.reasoning import ReasoningSplitter
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 
 
-class ThoughtWatch:
+class ReasoningWatch:
     """Follows one choice from its first token on. Owned by one request."""
 
     def __init__(self, detokenizer: Detokenizer, splitter: ReasoningSplitter) -> None:

@@ -153,7 +153,7 @@ def alone(checkpoint: Path) -> dict[str, list[int]]:
     ],
     ids=str,
 )
-def test_a_crowd_says_what_each_says_alone(
+def test_mixed_batch_responds_as_each_request_does_alone(
     make_engine: EngineMaker, alone: dict[str, list[int]], changes: dict[str, int], late: bool
 ) -> None:
     """Batched, chunked, short of rows, short of pages; the second time from the cache."""
@@ -164,7 +164,7 @@ def test_a_crowd_says_what_each_says_alone(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_preempted_requests_go_on_as_if_nothing_had_been(
+def test_preempted_requests_continue_unchanged(
     make_engine: EngineMaker, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more begin than can end
@@ -181,14 +181,14 @@ def test_preempted_requests_go_on_as_if_nothing_had_been(
         assert sum(part.cached_tokens is not None for part in parts) == 1
 
 
-def test_short_answers_wait_for_pages_instead_of_taking_them_from_each_other(make_engine: EngineMaker) -> None:
+def test_short_responses_wait_for_pages_instead_of_preempting(make_engine: EngineMaker) -> None:
     tight = make_engine(pages=6)
     outputs = run(tight, *(ask(str(number), some_tokens(30, seed=number), 60) for number in range(3)))
     assert [len(tokens_of(parts)) for parts in outputs.values()] == [60] * 3
     assert tight.stats().preemptions == 0
 
 
-def test_a_later_turn_takes_all_but_its_tail_from_the_cache(make_engine: EngineMaker) -> None:
+def test_later_turn_takes_all_but_its_end_from_the_cache(make_engine: EngineMaker) -> None:
     engine = make_engine()
     history = some_tokens(50)
     for turn in range(4):
@@ -201,7 +201,7 @@ def test_a_later_turn_takes_all_but_its_tail_from_the_cache(make_engine: EngineM
         history = (*history, *tokens_of(outputs), *some_tokens(5, seed=turn))
 
 
-def test_a_prompt_that_is_wholly_cached_computes_one_token(make_engine: EngineMaker) -> None:
+def test_fully_cached_prompt_computes_one_token(make_engine: EngineMaker) -> None:
     engine = make_engine()
     prompt = some_tokens(2 * PAGE)
     first = tokens_of(run(engine, ask("first", prompt))["first"])
@@ -215,7 +215,7 @@ def test_a_prompt_that_is_wholly_cached_computes_one_token(make_engine: EngineMa
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("steps", range(9))
-def test_cancelling_frees_everything_at_once_in_every_phase(make_engine: EngineMaker, steps: int, late: bool) -> None:
+def test_cancel_frees_everything_at_once_in_every_phase(make_engine: EngineMaker, steps: int, late: bool) -> None:
     """Waiting, prefilling, drawing, in flight, decoding: `steps` into a prompt of six chunks and four tokens."""
     engine = make_engine(late=late, prefill_chunk_tokens=16, max_num_seqs=2)
     engine.submit(ask("r", some_tokens(90), 4))
@@ -232,7 +232,7 @@ def test_cancelling_frees_everything_at_once_in_every_phase(make_engine: EngineM
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_cancelling_one_leaves_the_others_alone(
+def test_cancel_does_not_change_other_requests(
     make_engine: EngineMaker, alone: dict[str, list[int]], late: bool
 ) -> None:
     engine = make_engine(late=late, pages=12)
@@ -255,7 +255,7 @@ def test_cancelling_one_leaves_the_others_alone(
     assert said == {name: alone[name] for name in said}
 
 
-def test_cancelling_what_is_not_there_is_ignored(make_engine: EngineMaker) -> None:
+def test_cancel_ignores_unknown_ids(make_engine: EngineMaker) -> None:
     engine = make_engine()
     engine.cancel("nobody")
     assert not engine.has_work
@@ -269,7 +269,7 @@ def test_cancelling_what_is_not_there_is_ignored(make_engine: EngineMaker) -> No
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_stop_token_ends_a_request_and_is_returned(make_engine: EngineMaker, late: bool) -> None:
+def test_stop_token_ends_a_request_and_is_returned(make_engine: EngineMaker, late: bool) -> None:
     engine = make_engine(late=late)
     prompt = some_tokens(40, seed=9)
     free = run(engine, ask("free", prompt, 30))["free"]
@@ -284,14 +284,14 @@ def test_a_stop_token_ends_a_request_and_is_returned(make_engine: EngineMaker, l
     assert stopped[-1].tokens == (stop,)
 
 
-def test_a_stop_on_the_last_token_allowed_is_a_stop(make_engine: EngineMaker) -> None:
+def test_stop_token_at_max_tokens_finishes_with_stop(make_engine: EngineMaker) -> None:
     engine = make_engine()
     prompt = some_tokens(40, seed=9)
     (first,) = tokens_of(run(engine, ask("free", prompt, 1))["free"])
     assert run(engine, ask("stopped", prompt, 1, stop_token_ids=(first,)))["stopped"][-1].finish == "stop"
 
 
-def test_stop_tokens_wait_for_the_minimum(make_engine: EngineMaker) -> None:
+def test_stop_tokens_are_ignored_below_min_tokens(make_engine: EngineMaker) -> None:
     engine = make_engine()
     everything = tuple(range(VOCAB // 2))
     outputs = run(engine, ask("r", some_tokens(10), 40, stop_token_ids=everything, min_tokens=6))["r"]
@@ -301,7 +301,7 @@ def test_stop_tokens_wait_for_the_minimum(make_engine: EngineMaker) -> None:
     assert outputs[-1].finish == ("stop" if said[-1] in everything else "length")
 
 
-def test_a_request_may_fill_the_context_to_the_last_token(make_engine: EngineMaker) -> None:
+def test_request_can_fill_the_context(make_engine: EngineMaker) -> None:
     engine = make_engine()
     outputs = run(engine, ask("full", some_tokens(CONTEXT - 10), 10), ask("one", some_tokens(CONTEXT - 1, 2), 1))
     assert [len(tokens_of(parts)) for parts in outputs.values()] == [10, 1]
@@ -328,7 +328,7 @@ def test_a_request_may_fill_the_context_to_the_last_token(make_engine: EngineMak
         (ask("bad", (1,), 5, SamplingParams(top_logprobs=-1)), "top_logprobs is -1"),
     ],
 )
-def test_what_can_never_be_served_is_refused_and_troubles_nobody(
+def test_rejects_an_impossible_request_without_affecting_others(
     make_engine: EngineMaker, bad: EngineRequest, message: str
 ) -> None:
     engine = make_engine()
@@ -344,7 +344,7 @@ def test_what_can_never_be_served_is_refused_and_troubles_nobody(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_logits_that_are_no_numbers_end_one_request_and_spoil_no_other(make_engine: EngineMaker, late: bool) -> None:
+def test_non_finite_logits_end_only_their_own_request(make_engine: EngineMaker, late: bool) -> None:
     start = some_tokens(40)
     healthy = ask("healthy", start, 10)
     expected = tokens_of(run(make_engine(), healthy)["healthy"])
@@ -366,7 +366,7 @@ def test_logits_that_are_no_numbers_end_one_request_and_spoil_no_other(make_engi
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("when", ["before the forward pass", "after it"])
 @pytest.mark.parametrize("step", range(1, 8))
-def test_a_step_that_fails_is_as_if_it_had_not_been(
+def test_failed_step_is_repeated_with_the_same_result(
     make_engine: EngineMaker,
     alone: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -409,9 +409,7 @@ def test_a_step_that_fails_is_as_if_it_had_not_been(
     assert engine.stats().used_pages == 0
 
 
-def test_the_requests_of_a_failed_step_can_be_cancelled(
-    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_a_failed_step_can_be_cancelled(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
     def failing(*_: Any, **__: Any) -> Any:
@@ -461,7 +459,7 @@ def crowd_with_poison(*places: int) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_parameters_that_cannot_be_assigned_end_their_own_request(
+def test_parameters_that_cannot_be_assigned_end_only_their_own_request(
     make_engine: EngineMaker, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     assign = Sampler.assign
@@ -481,7 +479,7 @@ def test_parameters_that_cannot_be_assigned_end_their_own_request(
 @pytest.mark.parametrize(
     "changes", [{"max_num_seqs": 12}, {"prefill_chunk_tokens": 33}, {"pages": 8, "max_num_seqs": 3}], ids=str
 )
-def test_a_draw_that_fails_for_one_request_ends_it_alone_and_the_others_say_what_they_say_alone(
+def test_failed_draw_ends_only_its_own_request(
     make_engine: EngineMaker,
     alone: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -502,9 +500,7 @@ def test_a_draw_that_fails_for_one_request_ends_it_alone_and_the_others_say_what
     assert said == alone | {"poison 0": [], "poison 1": []}
 
 
-def test_a_model_that_fails_its_self_test_blames_nobody(
-    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_self_test_blames_no_request(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
     def failing(*_: Any, **__: Any) -> Any:
@@ -523,7 +519,7 @@ def test_a_model_that_fails_its_self_test_blames_nobody(
     assert engine.stats().used_pages == 0
 
 
-def test_the_largest_integers_are_cut_to_what_there_is(make_engine: EngineMaker) -> None:
+def test_huge_integers_are_cut_to_the_vocabulary_and_context(make_engine: EngineMaker) -> None:
     huge = SamplingParams(
         temperature=0.8, seed=2**70, top_k=2**70, repetition_window=2**70, repetition_penalty=1.2, top_logprobs=2**70
     )
@@ -538,7 +534,7 @@ def test_the_largest_integers_are_cut_to_what_there_is(make_engine: EngineMaker)
     assert len(outputs["huge"][0].logprobs[0].top_ids) == VOCAB
 
 
-def test_logprobs_come_in_the_number_each_request_asked_for(make_engine: EngineMaker) -> None:
+def test_each_request_gets_the_number_of_logprobs_it_asked_for(make_engine: EngineMaker) -> None:
     engine = make_engine()
     prompt = some_tokens(20)
     outputs = run(
@@ -557,7 +553,7 @@ def test_logprobs_come_in_the_number_each_request_asked_for(make_engine: EngineM
         assert many.top_logprobs[0] == pytest.approx(many.logprob, abs=1e-6)
 
 
-def test_the_same_seed_says_the_same_in_any_company(make_engine: EngineMaker) -> None:
+def test_same_seed_draws_the_same_tokens_in_any_batch(make_engine: EngineMaker) -> None:
     params = SamplingParams(temperature=1.2, seed=99)
     seeded = ask("mine", some_tokens(40), 25, params)
     said = tokens_of(run(make_engine(), seeded)["mine"])
@@ -566,7 +562,7 @@ def test_the_same_seed_says_the_same_in_any_company(make_engine: EngineMaker) ->
     assert tokens_of(other) != said
 
 
-def test_stats_count_what_was_done(make_engine: EngineMaker) -> None:
+def test_stats_count_completed_work(make_engine: EngineMaker) -> None:
     engine = make_engine()
     assert engine.stats().steps == engine.stats().prompt_tokens == engine.stats().completion_tokens == 0
     prompt = some_tokens(70)
@@ -581,7 +577,7 @@ def test_stats_count_what_was_done(make_engine: EngineMaker) -> None:
     assert stats.num_pages == engine.info.num_pages
 
 
-def test_a_busy_engine_says_so(make_engine: EngineMaker) -> None:
+def test_busy_engine_reports_running_and_waiting(make_engine: EngineMaker) -> None:
     engine = make_engine(max_num_seqs=1)
     engine.submit(ask("first", some_tokens(40)))
     engine.submit(ask("second", some_tokens(40, 1)))

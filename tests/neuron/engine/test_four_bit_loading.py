@@ -116,7 +116,7 @@ def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("worth_it")
 @pytest.mark.parametrize("matrices", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("embedding", ["Q4_0", "Q8_0"])
-def test_it_answers_as_the_dense_model_does(tmp_path: Path, matrices: str, embedding: str) -> None:
+def test_four_bit_model_responds_like_the_dense_model(tmp_path: Path, matrices: str, embedding: str) -> None:
     write_model(tmp_path / "model.gguf", matrices, embedding)
     tokens = torch.randint(0, VOCAB, (48,), generator=torch.Generator().manual_seed(2)).tolist()
     packed = load(tmp_path / "model.gguf")
@@ -126,7 +126,7 @@ def test_it_answers_as_the_dense_model_does(tmp_path: Path, matrices: str, embed
 
 
 @pytest.mark.usefixtures("worth_it")
-def test_what_is_kept_twice_is_counted_twice(tmp_path: Path) -> None:
+def test_both_forms_of_a_matrix_count_as_weights(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     packed, dense = load(tmp_path / "model.gguf"), load(tmp_path / "model.gguf", "float32")
     itemsize = packed.dtype.itemsize
@@ -137,12 +137,12 @@ def test_what_is_kept_twice_is_counted_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("worth_it")
-def test_who_asks_for_a_dtype_gets_only_that(tmp_path: Path) -> None:
+def test_requested_dtype_keeps_only_the_dense_form(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     assert load(tmp_path / "model.gguf", "float32").model.head.four_bit is None
 
 
-def test_where_it_is_not_faster_nothing_is_kept_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeps_only_the_dense_form_if_four_bits_are_not_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "rows_worth_it", lambda _: 0)
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     loaded = load(tmp_path / "model.gguf")

@@ -25,7 +25,7 @@ def names(sequences: list[Sequence]) -> list[str]:
     return [sequence.request.id for sequence in sequences]
 
 
-def test_a_principal_is_served_in_order_of_arrival() -> None:
+def test_principal_is_served_in_order_of_arrival() -> None:
     first, second = waiting("1", "ada"), waiting("2", "ada")
     queue = queue_of(first, second)
     assert names(queue.heads({})) == ["1"]
@@ -34,12 +34,12 @@ def test_a_principal_is_served_in_order_of_arrival() -> None:
     assert len(queue) == 1
 
 
-def test_whoever_runs_least_comes_first() -> None:
+def test_principal_with_the_fewest_running_comes_first() -> None:
     queue = queue_of(waiting("a", "ada"), waiting("b", "bob"), waiting("c", "cyd"))
     assert names(queue.heads({"ada": 2, "bob": 0, "cyd": 1})) == ["b", "c", "a"]
 
 
-def test_among_equals_whoever_waits_longest_comes_first() -> None:
+def test_among_equals_the_longest_waiting_principal_comes_first() -> None:
     first, second = waiting("a1", "ada"), waiting("b1", "bob")
     queue = queue_of(first, second, waiting("a2", "ada"))
     assert names(queue.heads({})) == ["a1", "b1"]
@@ -48,20 +48,20 @@ def test_among_equals_whoever_waits_longest_comes_first() -> None:
     assert names(queue.heads({})) == ["a2", "b1", "c1"]
 
 
-def test_the_anonymous_come_last_among_equals_even_when_they_came_first() -> None:
+def test_anonymous_principal_comes_last_among_equals() -> None:
     queue = queue_of(waiting("anonymous"), waiting("a", "ada"))
     assert names(queue.heads({})) == ["a", "anonymous"]
     assert names(queue.heads({"ada": 1})) == ["a", "anonymous"]
     assert names(queue.heads({"ada": 2})) == ["anonymous", "a"]
 
 
-def test_a_preempted_sequence_stands_in_front_of_its_own_line_only() -> None:
+def test_preempted_sequence_goes_to_the_front_of_its_own_queue_only() -> None:
     queue = queue_of(waiting("a", "ada"), waiting("b", "bob"))
     queue.push_front(waiting("b0", "bob"))
     assert names(queue.heads({})) == ["a", "b0"]
 
 
-def test_a_line_that_empties_leaves_nothing_behind() -> None:
+def test_emptied_queue_leaves_nothing_behind() -> None:
     sequence = waiting("a", "ada")
     queue = queue_of(sequence)
     queue.remove(sequence)
@@ -71,7 +71,7 @@ def test_a_line_that_empties_leaves_nothing_behind() -> None:
 
 
 @given(st.lists(st.sampled_from(["", "ada", "bob", "cyd"]), max_size=30), st.integers(1, 4))
-def test_rows_are_shared_evenly_while_everybody_waits(arrivals: list[str], num_rows: int) -> None:
+def test_rows_are_shared_evenly_while_all_principals_wait(arrivals: list[str], num_rows: int) -> None:
     """Seats are filled one by one and nobody leaves: no two named principals who still wait differ by more than one."""
     queue = queue_of(*(waiting(str(index), principal) for index, principal in enumerate(arrivals)))
     running: dict[str, int] = {}

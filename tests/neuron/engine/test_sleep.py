@@ -338,7 +338,7 @@ def test_pinned_memory_is_locked_until_released(monkeypatch: pytest.MonkeyPatch)
 
 def test_driver_that_cannot_lock_memory_raises_sleep_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(error=2))
-    monkeypatch.setattr("cortex.neuron.engine.memory.host_weights._clear_driver_error", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # a launch, which needs a GPU
     with pytest.raises(SleepError, match="error 2"):
         HostBuffer(10_000, pinned=True)
 

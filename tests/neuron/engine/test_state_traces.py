@@ -182,7 +182,7 @@ def conversation(num_slots: int = 8) -> tuple[Scheduler, FoldingDevice]:
     return Scheduler(PagePool(101, 4), limits, RecurrentCheckpoints(3, num_slots)), FoldingDevice()
 
 
-def test_the_next_turn_goes_on_from_the_end_of_the_last_answer() -> None:
+def test_next_turn_continues_from_the_end_of_the_last_response() -> None:
     scheduler, device = conversation()
     first, plans = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=12))
     assert first.cached == 0
@@ -191,7 +191,7 @@ def test_the_next_turn_goes_on_from_the_end_of_the_last_answer() -> None:
     assert second.cached == 32  # the last token drawn is not computed: 21 + 12 − 1 positions, whole pages
 
 
-def test_a_next_turn_that_rewrites_the_last_one_goes_on_from_the_turn_before() -> None:
+def test_next_turn_that_rewrites_the_last_one_continues_from_the_turn_before() -> None:
     scheduler, device = conversation()
     first, plans = run(scheduler, device, EngineRequest("1", (1,) * 41, max_tokens=2, checkpoint_at=(9, 30)))
     assert [row.count for plan in plans for row in plan.rows if row.tokens is not None] == [8, 20, 12, 1]
@@ -201,7 +201,7 @@ def test_a_next_turn_that_rewrites_the_last_one_goes_on_from_the_turn_before() -
     assert other.cached == 8
 
 
-def test_the_same_prompt_again_is_computed_from_its_last_page_end_on() -> None:
+def test_repeated_prompt_is_computed_from_its_last_page_end() -> None:
     scheduler, device = conversation()
     for length, cached in ((32, 28), (33, 32), (35, 32)):
         run(scheduler, device, EngineRequest("1", (length % VOCAB,) * length, max_tokens=1))
@@ -210,7 +210,7 @@ def test_the_same_prompt_again_is_computed_from_its_last_page_end_on() -> None:
         assert len(plans) == 1
 
 
-def test_a_prompt_that_ends_where_a_state_is_kept_cannot_use_it() -> None:
+def test_prompt_that_ends_at_a_checkpoint_cannot_use_it() -> None:
     """Its last token has to be computed, and the state has taken it in already."""
     scheduler, device = conversation()
     run(scheduler, device, EngineRequest("1", (1,) * 41, max_tokens=1, checkpoint_at=(20,)))
@@ -218,7 +218,7 @@ def test_a_prompt_that_ends_where_a_state_is_kept_cannot_use_it() -> None:
     assert shorter.cached == 20
 
 
-def test_without_slots_nothing_is_reused_and_nothing_is_cut() -> None:
+def test_without_slots_nothing_is_reused_and_no_chunk_is_split() -> None:
     scheduler, device = conversation(num_slots=0)
     request = EngineRequest("1", (1,) * 41, max_tokens=8, checkpoint_at=(9, 30))
     for _ in range(2):

@@ -35,7 +35,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("added")
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_walk_throughs_family_says_what_the_reference_library_says(window: int | None, tmp_path: Path) -> None:
+def test_family_of_the_walk_through_matches_the_reference_library(window: int | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.MistralConfig(
         vocab_size=97,
@@ -72,6 +72,6 @@ def _outputs(engine: Engine) -> Iterator[tuple[int, ...]]:
             yield output.tokens
 
 
-def test_before_it_is_added_it_is_refused() -> None:
+def test_unregistered_family_is_rejected() -> None:
     with pytest.raises(registry.UnsupportedModel, match="'mistral' is not supported"):
         registry.read_architecture({"model_type": "mistral"})

@@ -187,7 +187,7 @@ def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_p
 
 @pytest.mark.parametrize("name", ["plain", "odd heads"])
 @torch.inference_mode()
-def test_token_by_token_is_the_whole(name: str, tmp_path: Path) -> None:
+def test_logits_token_by_token_equal_the_whole_prompt(name: str, tmp_path: Path) -> None:
     reference = reference_of("qwen3", name)
     reference.save_pretrained(tmp_path)
     tokens = some_tokens(PROMPT_TOKENS)
@@ -197,7 +197,7 @@ def test_token_by_token_is_the_whole(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_a_checkpoint_in_sharded_half_precision_computes_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_sharded_half_precision_checkpoint_computes_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     reference_of("llama", "plain").to(dtype).save_pretrained(tmp_path, max_shard_size="20KB")
     reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -207,7 +207,7 @@ def test_a_checkpoint_in_sharded_half_precision_computes_in_float32(dtype: torch
 
 
 @torch.inference_mode()
-def test_a_config_in_the_older_spelling_means_the_same(tmp_path: Path) -> None:
+def test_older_spelling_of_a_config_means_the_same(tmp_path: Path) -> None:
     """Published checkpoints say `rope_theta` and `rope_scaling`, and leave out what the library now fills in."""
     reference = reference_of("qwen3", "windows after the first layers")
     reference.save_pretrained(tmp_path)
@@ -223,7 +223,7 @@ def test_a_config_in_the_older_spelling_means_the_same(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
+def test_disabled_window_is_ignored(tmp_path: Path) -> None:
     """Published Qwen3 configs carry a window size that `use_sliding_window: false` switches off."""
     reference = reference_of("qwen3", "plain")
     reference.save_pretrained(tmp_path)
@@ -246,7 +246,7 @@ def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "0 for 'sliding_window'"),
     ],
 )
-def test_layers_that_are_not_what_they_could_be_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_rejects_invalid_layer_types(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         Qwen3(SIZES | changes)
 
@@ -255,7 +255,7 @@ def test_layers_that_are_not_what_they_could_be_are_refused(changes: dict[str, A
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_files_of_any_precision_tied_or_not_match(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_files_of_any_precision_match_tied_or_not(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     reference_of(family, "tied" if tied else "plain").to(dtype).save_pretrained(tmp_path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = some_tokens(PROMPT_TOKENS)
@@ -267,7 +267,7 @@ def test_files_of_any_precision_tied_or_not_match(family: str, tied: bool, dtype
     ("family", "name"), [("llama", "plain"), ("llama", "llama3 rope"), ("qwen3", "windows by turns"), ("qwen3", "tied")]
 )
 @torch.inference_mode()
-def test_the_engine_says_what_the_reference_library_says(family: str, name: str, tmp_path: Path) -> None:
+def test_engine_matches_generate_of_the_reference_library(family: str, name: str, tmp_path: Path) -> None:
     """Prompts longer than a chunk, prefilled beside rows that decode."""
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)

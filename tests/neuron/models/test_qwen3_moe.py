@@ -125,7 +125,7 @@ def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", "many experts", "dense layers between"])
 @torch.inference_mode()
-def test_the_engine_says_what_the_reference_library_says(name, tmp_path):
+def test_engine_matches_generate_of_the_reference_library(name, tmp_path):
     """Chunked prefill, prefill beside decode, and decode alone: whatever else is in the batch."""
     reference = randomised(**CHECKPOINTS[name])
     reference.save_pretrained(tmp_path)
@@ -135,7 +135,7 @@ def test_the_engine_says_what_the_reference_library_says(name, tmp_path):
 
 
 @torch.inference_mode()
-def test_experts_stored_together_and_the_published_spelling_load_the_same(tmp_path):
+def test_stacked_experts_and_published_spelling_load_the_same(tmp_path):
     reference = randomised(norm_topk_prob=True)
     apart, together = tmp_path / "apart", tmp_path / "together"
     reference.save_pretrained(apart)
@@ -157,7 +157,7 @@ def test_experts_stored_together_and_the_published_spelling_load_the_same(tmp_pa
         ({"mlp_only_layers": None, "decoder_sparse_step": 3}, [False, False, True, False]),
     ],
 )
-def test_the_config_says_which_layers_have_experts(changes, sparse):
+def test_config_selects_the_layers_with_experts(changes, sparse):
     config = SIZES | {"num_hidden_layers": 4} | changes
     blocks = [layer.feed_forward for layer in Qwen3Moe(config).layers]
     assert [isinstance(block, MoEConfig) for block in blocks] == sparse
@@ -167,7 +167,7 @@ def test_the_config_says_which_layers_have_experts(changes, sparse):
     ("changes", "message"),
     [({"num_experts_per_tok": 9}, "9 of 8 experts"), ({"moe_intermediate_size": None}, "moe_intermediate_size")],
 )
-def test_a_config_that_cannot_be_run_is_refused_in_words(changes, message):
+def test_rejects_an_invalid_config_by_option(changes, message):
     config = {name: value for name, value in (SIZES | changes).items() if value is not None}
     with pytest.raises(UnsupportedModel, match=message):
         Qwen3Moe(config)

@@ -148,7 +148,7 @@ def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_a_multimodal_checkpoint_says_that_it_reads_text_only(tmp_path):
+def test_multimodal_checkpoint_notes_that_it_reads_text_only(tmp_path):
     loaded = load(randomised(qwen3_5), tmp_path)
     assert loaded.notes == ("text only: the vision tower is not loaded",)
     assert loaded.model.architecture.raw["model_type"] == "qwen3_5"
@@ -162,7 +162,7 @@ def test_a_multimodal_checkpoint_says_that_it_reads_text_only(tmp_path):
         ({"linear_key_head_dim": None}, "linear_key_head_dim"),
     ],
 )
-def test_a_config_that_cannot_be_run_is_refused_in_words(change, message):
+def test_rejects_an_invalid_config_by_option(change, message):
     config = {"model_type": "qwen3_next", **SIZES, **EXPERTS, "num_hidden_layers": 2, "layer_types": None, **change}
     config = {name: value for name, value in config.items() if value is not None}
     with pytest.raises(UnsupportedModel, match=message):

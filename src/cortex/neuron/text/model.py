@@ -1,4 +1,4 @@
-"""Everything about a model that is text: one object, without its weights."""
+"""The text side of a model: tokenizer, templates and output syntax, without its weights."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class TextModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     tools_template: ChatTemplate
-    """Used for requests with tools; the same one unless the model brings two."""
+    """For requests with tools; the same as `template` unless the model has two."""
     generation: GenerationDefaults
     reasoning_end: tuple[int, ...] = ()
-    """The tokens that end a thought, laid out as templates write it; none for a model that does not think."""
+    """The tokens that end reasoning, laid out as templates write them; empty for a model that does not reason."""
     notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, facts: TextFacts, encoder: TextEncoder) -> TextModel:
-        """Encodes a few letters, so call it off the event loop."""
+        """Encodes a short text: do not call it on the event loop."""
         tokenizer = Tokenizer(facts.vocabulary, encoder)
         template, tools_template = _templates(facts.templates)
         return cls(
@@ -79,7 +79,7 @@ class TextModel:
         return _capabilities(self.template, self.tools_template, self.notes)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, control tokens in it included, nothing added."""
+        """Token ids of `text`, including control tokens in it; adds no token."""
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -87,10 +87,10 @@ class TextModel:
         return self.tokenizer.decode(ids)
 
     def render(self, request: GenerateRequest, context_tokens: int | None = None) -> Rendered:
-        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; never a fallback. With
-        `context_tokens`, ContextLengthExceeded for a text that is too long for them however it is cut.
+        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; there is no fallback. With
+        `context_tokens`, raises ContextLengthExceeded for a text that certainly has more tokens.
 
-        100k new tokens take a third of a second, so call it off the event loop; turns seen before cost next to nothing.
+        Do not call it on the event loop: 100k new tokens take a third of a second. Known turns cost almost nothing.
         """
         if request.prompt is not None:
             return render_raw(request.prompt, self.tokenizer, context_tokens)
@@ -99,11 +99,11 @@ class TextModel:
         )
 
     def detokenizer(self) -> Detokenizer:
-        """For one answer. Control tokens are not shown, but for the ones that the parser reads."""
+        """A detokenizer for one response. Control tokens are hidden, except those that the parser reads."""
         return Detokenizer(self.tokenizer, self._hidden_ids)
 
     def parser(self, request: GenerateRequest, rendered: Rendered, index: int = 0) -> OutputParser:
-        """For choice `index` of the answer. A raw prompt is continued by raw text: nothing in it is parsed."""
+        """A parser for choice `index` of the response. The response to a raw prompt is not parsed."""
         if request.prompt is not None:
             return OutputParser(None, None, index)
         splitter = scanner = None
@@ -114,7 +114,7 @@ class TextModel:
         return OutputParser(splitter, scanner, index)
 
     def grammar(self, request: GenerateRequest) -> str | None:
-        """What constrains the output, for `EngineRequest.grammar`; None: free. Raises InvalidValue."""
+        """The grammar of the output, for `EngineRequest.grammar`; None: no constraint. Raises InvalidValue."""
         if not is_constrained(request):
             return None
         return build_grammar(
@@ -122,21 +122,21 @@ class TextModel:
         )
 
     def response_grammar(self, request: GenerateRequest) -> str | None:
-        """What constrains the output once the thought is over. Raises InvalidValue."""
+        """The grammar of the output after the reasoning. Raises InvalidValue."""
         return build_grammar(
             request, self.tokenizer, self._tool_syntax, self._reasoning_markers, LeadingReasoning.ABSENT
         )
 
     def may_reason(self, request: GenerateRequest) -> bool:
-        """Whether an answer to `request` may begin with a thought."""
+        """Whether the response to `request` may begin with reasoning."""
         return self._reasoning_markers is not None and request.prompt is None and request.thinking.enabled is not False
 
     def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
-        """For one choice of an answer that may begin with a thought."""
+        """A watch for one choice of a response that may begin with reasoning."""
         return ReasoningWatch(self.detokenizer(), self._splitter(rendered))
 
     def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
-        assert self._reasoning_markers is not None, "only a model that thinks aloud has thoughts to tell apart"
+        assert self._reasoning_markers is not None, "the model has no reasoning markers"
         return ReasoningSplitter(self._reasoning_markers, starts_in_reasoning=rendered.starts_in_reasoning)
 
     def _leading_reasoning(self, request: GenerateRequest) -> LeadingReasoning:
@@ -169,10 +169,10 @@ class TextModel:
 
 
 def capabilities_of(path: Path) -> Capabilities:
-    """What the model at `path` would be able to do, told by the templates alone.
+    """The capabilities of the model at `path`, from its templates alone.
 
-    A tokenizer is not made for it, which takes a second and a hundred megabytes where the vocabulary is large. Raises
-    TextModelError, or CheckpointError for a bad GGUF header.
+    It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
+    CheckpointError for a bad GGUF header.
     """
     gguf = files.gguf_file(path)
     if gguf is not None:
@@ -193,7 +193,7 @@ def _notes(sources: TemplateSources, *, has_vision: bool) -> tuple[str, ...]:
     if not (sources.default or sources.with_tools):
         notes.append("the model has no chat template: conversations are written as ChatML")
     if has_vision:
-        notes.append("images are not read: the vision tower is left out")
+        notes.append("images are not read: the vision tower is not loaded")
     return tuple(notes)
 
 

@@ -95,7 +95,7 @@ PROMPTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3)]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300])
-def test_every_number_of_rows_has_a_size_in_the_end(max_rows):
+def test_every_number_of_rows_has_a_size_once_all_are_captured(max_rows):
     sizes = GraphSizes(max_rows)
     order = []
     while (size := sizes.next_missing) is not None:
@@ -107,7 +107,7 @@ def test_every_number_of_rows_has_a_size_in_the_end(max_rows):
     assert sizes.serving(max_rows + 1) is None
 
 
-def test_a_step_takes_the_next_larger_size_that_is_there():
+def test_step_uses_the_next_larger_captured_size():
     sizes = GraphSizes(64)
     assert sizes.serving(1) is None
     sizes.add(1)
@@ -117,13 +117,13 @@ def test_a_step_takes_the_next_larger_size_that_is_there():
     assert sizes.next_missing == 2
 
 
-def test_only_a_size_that_was_often_missed_is_wanted_at_once():
+def test_size_is_captured_between_steps_only_after_enough_misses():
     sizes = GraphSizes(64)
     assert [sizes.missed(3) for _ in range(CAPTURE_AFTER_MISSES)] == [None] * (CAPTURE_AFTER_MISSES - 1) + [4]
     assert sizes.missed(7) is None  # another size: counted apart
 
 
-def test_nothing_is_wanted_any_more_once_it_was_given_up():
+def test_captures_nothing_after_giving_up():
     sizes = GraphSizes(8)
     sizes.add(2)
     sizes.give_up()
@@ -134,14 +134,14 @@ def test_nothing_is_wanted_any_more_once_it_was_given_up():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("num_prepared", range(5))
-def test_answers_are_the_same_whatever_is_captured(num_prepared, temperature):
+def test_responses_do_not_depend_on_captured_graphs(num_prepared, temperature):
     plain = Bench(None).answers(PROMPTS, 12, temperature)
     bench = Bench(ReplayOnCpu())
     assert list(itertools.islice(iter(bench.runner.prepare, False), num_prepared)) == [True] * min(num_prepared, 4)
     assert bench.answers(PROMPTS, 12, temperature) == plain
 
 
-def test_graphs_are_prepared_one_by_one_the_smallest_first():
+def test_graphs_are_captured_one_by_one_smallest_first():
     bench = Bench(ReplayOnCpu())
     for expected in ([1], [1, 2], [1, 2, 4], [1, 2, 4, 6]):
         assert bench.runner.prepare()
@@ -149,7 +149,7 @@ def test_graphs_are_prepared_one_by_one_the_smallest_first():
     assert not bench.runner.prepare()
 
 
-def test_a_step_without_its_graph_runs_all_the_same_and_captures_it_only_when_often_needed():
+def test_step_without_a_graph_runs_and_captures_one_only_after_enough_misses():
     bench = Bench(ReplayOnCpu())
     bench.runner.prepare()
     bench.answers(PROMPTS, CAPTURE_AFTER_MISSES)  # the first token comes from the prompt: one step fewer than tokens
@@ -159,7 +159,7 @@ def test_a_step_without_its_graph_runs_all_the_same_and_captures_it_only_when_of
     assert bench.capture.replays > 0
 
 
-def test_a_larger_graph_serves_while_the_right_one_is_missing():
+def test_larger_graph_is_used_while_the_exact_one_is_missing():
     bench = Bench(ReplayOnCpu())
     for _ in range(2):
         bench.runner.prepare()
@@ -170,7 +170,7 @@ def test_a_larger_graph_serves_while_the_right_one_is_missing():
     assert bench.capture.sizes == [1, 2]
 
 
-def test_out_of_memory_ends_capturing_but_no_answer():
+def test_out_of_memory_ends_capturing_but_no_response():
     bench = Bench(ReplayOnCpu(room=1))
     assert bench.runner.prepare()
     assert not bench.runner.prepare()
@@ -179,5 +179,5 @@ def test_out_of_memory_ends_capturing_but_no_answer():
     assert not bench.runner.prepare()
 
 
-def test_a_cpu_has_nothing_to_prepare():
+def test_cpu_has_nothing_to_prepare():
     assert not Bench(None).runner.prepare()

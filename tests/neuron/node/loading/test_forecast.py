@@ -67,7 +67,7 @@ def known(path: Path, **facts: int) -> KnownModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_headers_say_is_what_the_engine_takes(tmp_path: Path, family: str) -> None:
+def test_forecast_from_headers_equals_what_the_engine_takes(tmp_path: Path, family: str) -> None:
     FAMILIES[family]().save_pretrained(tmp_path)
     loaded = load_model(LoadSpec(str(tmp_path), dtype="float32", max_num_seqs=8), CPU, lambda *_: None, lambda: False)
     expected = forecast("float32", max_num_seqs=8).expected_bytes(known(tmp_path), inspect(tmp_path), cpu_device())
@@ -75,7 +75,7 @@ def test_what_headers_say_is_what_the_engine_takes(tmp_path: Path, family: str) 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_with_the_least_the_engine_accepts_a_model_and_with_much_less_it_does_not(tmp_path: Path, family: str) -> None:
+def test_engine_accepts_a_model_with_its_least_bytes(tmp_path: Path, family: str) -> None:
     FAMILIES[family]().save_pretrained(tmp_path)
     facts, rows = inspect(tmp_path), 8
     ahead = forecast("float32", max_num_seqs=rows)
@@ -90,7 +90,7 @@ def test_with_the_least_the_engine_accepts_a_model_and_with_much_less_it_does_no
     assert least_bytes <= ahead.expected_bytes(known(tmp_path), facts, cpu_device())
 
 
-def test_the_demo_model_takes_what_its_node_said() -> None:
+def test_demo_model_takes_the_forecast_bytes() -> None:
     path = cache_directory() / "models" / SMOLLM2.file_name
     if not path.exists():
         pytest.skip("the demo model is not in the cache; `cortex up --demo` fetches it")
@@ -104,7 +104,7 @@ def test_the_demo_model_takes_what_its_node_said() -> None:
     assert ahead.least_bytes(known(path), facts, cpu_device()) < expected
 
 
-def test_a_gpu_gives_a_few_contexts_if_it_has_them(tmp_path: Path) -> None:
+def test_gpu_gives_a_model_a_few_full_contexts_if_free(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     facts, ahead = inspect(tmp_path), forecast(max_num_seqs=8, min_free_vram_mb=0)
     sizes = facts.sizes(2, None)
@@ -120,7 +120,7 @@ def test_a_gpu_gives_a_few_contexts_if_it_has_them(tmp_path: Path) -> None:
     )
 
 
-def test_a_footprint_is_that_of_the_devices_a_model_may_use(tmp_path: Path) -> None:
+def test_footprint_covers_only_the_allowed_devices(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     facts, ahead = inspect(tmp_path), forecast(max_num_seqs=8)
     tight = Device(index=0, kind="cuda", name="card", total_bytes=GIB + (256 << 20) + 700_000)
@@ -131,7 +131,7 @@ def test_a_footprint_is_that_of_the_devices_a_model_may_use(tmp_path: Path) -> N
     assert anywhere.least_bytes == confined.least_bytes
 
 
-def test_what_stays_free_is_the_operators_share_and_the_engines() -> None:
+def test_reserve_is_the_operators_share_and_the_engines() -> None:
     kept = forecast(min_free_vram_mb=512).reserve(gpu(32 * GIB))
     assert kept.usable_bytes(10 * GIB) == 10 * GIB - 2 * GIB - (512 << 20)
     on_cpu = forecast(min_free_vram_mb=512).reserve(cpu_device(32 * GIB))

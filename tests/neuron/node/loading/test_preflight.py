@@ -32,37 +32,37 @@ def choose(readings, allowed=(), kept=0):
     )
 
 
-def test_the_device_with_the_most_room_is_chosen():
+def test_chooses_the_device_with_the_most_free_memory():
     assert choose({0: 10, 1: 20, 2: 6}) == 1
     assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == 0
     assert choose({0: 10, 1: 10, 2: 6}) == 0
 
 
-def test_a_refusal_names_every_device_with_need_have_and_reason():
-    with pytest.raises(InsufficientCapacity) as refused:
+def test_rejection_lists_every_device_with_its_numbers_and_reason():
+    with pytest.raises(InsufficientCapacity) as rejected:
         choose({0: 5, 2: 6}, allowed=(0, 1, 2))
-    reasons = [row["reason"] for row in refused.value.details["devices"]]
+    reasons = [row["reason"] for row in rejected.value.details["devices"]]
     assert reasons == [
         "too little is free; unload something",
         "the device does not respond",
         "too small even when empty",
     ]
-    assert "needs at least 8.00 GB" in refused.value.message
-    assert "device 0 (card) has 5.00 GB of 24.00 GB to give" in refused.value.message
+    assert "needs at least 8.00 GB" in rejected.value.message
+    assert "device 0 (card) has 5.00 GB of 24.00 GB to give" in rejected.value.message
 
 
-def test_what_is_kept_free_is_nobodys():
+def test_reserved_memory_is_not_used():
     assert choose({0: 10, 1: 9}, kept=1) == 0
-    with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as refused:
+    with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as rejected:
         choose({0: 10, 1: 9}, kept=3)
-    rows = refused.value.details["devices"]
+    rows = rejected.value.details["devices"]
     assert [(row["have_bytes"], row["kept_free_bytes"]) for row in rows[:2]] == [
         (7 * GIGABYTE, 3 * GIGABYTE),
         (6 * GIGABYTE, 3 * GIGABYTE),
     ]
-    with pytest.raises(InsufficientCapacity) as refused:
+    with pytest.raises(InsufficientCapacity) as rejected:
         choose({0: 24, 1: 24}, kept=17)
-    assert refused.value.details["devices"][0]["reason"] == "too small even when empty"
+    assert rejected.value.details["devices"][0]["reason"] == "too small even when empty"
 
 
 def test_reads_facts_and_sizes_from_config_and_headers(tmp_path):
@@ -105,13 +105,13 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path):
         ({}, "q4_k", "not quantised at load; for q4_k name a GGUF"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_reason(tmp_path, config, quant, reason):
-    with pytest.raises(LoadFailed, match=reason) as refused:
+def test_rejects_an_unusable_model_with_a_reason(tmp_path, config, quant, reason):
+    with pytest.raises(LoadFailed, match=reason) as rejected:
         inspect(write_model(tmp_path / "0a1b2c", config=config), quant, name="org/model")
-    assert "org/model" in str(refused.value)
+    assert "org/model" in str(rejected.value)
 
 
-def test_damaged_files_are_refused(tmp_path):
+def test_rejects_damaged_files(tmp_path):
     folder = write_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"\xff" * 32)
     with pytest.raises(LoadFailed):
@@ -128,7 +128,7 @@ def test_damaged_files_are_refused(tmp_path):
         ("model-F16.gguf", None, "F16"),
     ],
 )
-def test_a_gguf_of_the_quantisation_asked_for_is_taken(name, stored, asked):
+def test_accepts_a_gguf_of_the_requested_quantisation(name, stored, asked):
     check_quant(replace(FACTS, path=Path(name), quant=stored), name, asked)
 
 
@@ -140,7 +140,7 @@ def test_a_gguf_of_the_quantisation_asked_for_is_taken(name, stored, asked):
         ("some-q8_0-directory", None, "owner/name-GGUF:q8_0"),
     ],
 )
-def test_weights_of_another_quantisation_are_refused_with_what_to_do(name, stored, reason):
+def test_rejects_another_quantisation_and_says_what_to_do(name, stored, reason):
     with pytest.raises(LoadFailed, match=reason):
         check_quant(replace(FACTS, path=Path(name), quant=stored), name, "q8_0")
 
@@ -156,5 +156,5 @@ def test_weights_of_another_quantisation_are_refused_with_what_to_do(name, store
         ("not a model", "Q4_K_M", "not a model"),
     ],
 )
-def test_a_quantisation_picks_a_file_of_a_repository(source, quant, named):
+def test_quantisation_selects_a_file_of_a_repository(source, quant, named):
     assert with_quant(source, quant) == named

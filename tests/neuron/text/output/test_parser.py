@@ -231,7 +231,7 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
 
 
 @pytest.mark.parametrize(("text", "syntax", "how", "expected"), CASES)
-def test_output_is_told_apart_and_streaming_equals_not_streaming(
+def test_output_is_parsed_the_same_streaming_or_not(
     text: str, syntax: ToolSyntax | None, how: dict[str, bool], expected: Told
 ) -> None:
     assert tell([text], syntax, **how) == expected
@@ -277,7 +277,7 @@ def test_any_text_gives_the_same_events_for_any_split(
         assert "".join(told[1] for told in whole) == text
 
 
-def test_an_answer_streams_without_waiting_for_its_end() -> None:
+def test_response_streams_before_its_end() -> None:
     reading = parser(H)
     assert [event.text for event in reading.push("Hello wor")] == ["Hello wor"]  # type: ignore[union-attr]
     reading = parser(P)
@@ -301,7 +301,7 @@ def test_an_answer_streams_without_waiting_for_its_end() -> None:
         ),
     ],
 )
-def test_arguments_are_told_while_they_are_written(text: str, syntax: ToolSyntax, pieces: list[str]) -> None:
+def test_arguments_stream_while_they_are_written(text: str, syntax: ToolSyntax, pieces: list[str]) -> None:
     reading = parser(syntax)
     told: list[str] = []
     for event in (event for character in text for event in reading.push(character)):

@@ -28,6 +28,10 @@ class Penalties:
         self._counts: Tensor | None = None  # [rows, vocab] int32, drawn tokens
         self._history: Tensor | None = None  # [rows, context] int32, prompt and drawn tokens by position
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (self._counts, self._history) if part is not None)
+
     def assign(self, row: int, params: SamplingParams, prompt: Sequence[int], drawn: Sequence[int]) -> None:
         """Starts a row with its tokens so far. Rows of requests without penalties are not updated."""
         if not is_penalised(params):

@@ -1,6 +1,6 @@
-"""What a model's output looks like, read off its chat template.
+"""Detects the syntax of a model's output from its chat template.
 
-A template has to write earlier turns' tool calls and thoughts in the model's own syntax, so its text names the markers:
+A template writes the tool calls and reasoning of earlier turns in the model's own syntax, so it contains the markers:
 
 | the template contains | tool calls are parsed as |
 |---|---|
@@ -10,7 +10,7 @@ A template has to write earlier turns' tool calls and thoughts in the model's ow
 | the variable `tools`, and none of these | plain JSON: `{"name": …, "arguments": …}` |
 | no variable `tools` | not at all: the model has no tools |
 
-A template that contains one of the pairs in `REASONING_MARKERS` belongs to a model that thinks aloud between them.
+A model whose template contains one of the pairs in `REASONING_MARKERS` writes its reasoning between them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ToolSyntax(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """What a model writes before and after thinking."""
+    """What a model writes before and after its reasoning."""
 
     open: str
     close: str
@@ -70,7 +70,7 @@ def tool_syntax(template: ChatTemplate) -> ToolSyntax | None:
 
 
 def reasoning_markers(template: ChatTemplate) -> ReasoningMarkers | None:
-    # The closing marker decides: a template that strips old thoughts has to look for it.
+    # The closing marker decides: a template that strips old reasoning contains it.
     return next((markers for markers in REASONING_MARKERS if template.mentions(markers.close)), None) or next(
         (markers for markers in REASONING_MARKERS if template.mentions(markers.open)), None
     )

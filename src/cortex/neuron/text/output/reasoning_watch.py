@@ -1,4 +1,4 @@
-"""Whether a model is still thinking, token by token."""
+"""Tracks whether a model is still reasoning, token by token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 
 
 class ReasoningWatch:
-    """Follows one choice from its first token on. Owned by one request."""
+    """Tracks one choice from its first token on. Owned by one request."""
 
     def __init__(self, detokenizer: Detokenizer, splitter: ReasoningSplitter) -> None:
         self._detokenizer = detokenizer
@@ -23,5 +23,5 @@ class ReasoningWatch:
 
     @property
     def is_over(self) -> bool:
-        """The answer has begun, so no thought can follow."""
+        """Whether the response has begun, so that no reasoning can follow."""
         return self._splitter.is_over

@@ -1,6 +1,6 @@
-"""How text is cut before byte-level merges apply, by the names that GGUF files use.
+"""How text is split before byte-level merges apply, by the names that GGUF files use.
 
-The patterns are facts of the published tokenizers: a model's merges were learned on exactly these cuts.
+The patterns are those of the published tokenizers: a model's merges were learned on exactly these splits.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _GPT4O: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Pretokenizer:
-    """One way to cut. `pattern=None` is GPT-2's own, which the byte-level step brings along."""
+    """One way to split. `pattern=None` is GPT-2's own, which the byte-level step contains."""
 
     pattern: str | None = None
     single_digits: bool = False
     normal_form_c: bool = False
     whole_words_first: bool = False
-    """A word that is in the vocabulary is taken whole, without replaying its merges."""
+    """Whether a word in the vocabulary becomes one token without applying merges."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
@@ -91,7 +91,7 @@ BY_NAME: Final[dict[str, Pretokenizer]] = {
 
 
 def by_name(name: str) -> Pretokenizer:
-    """Raises TokenizerUnsupported: a wrong cut would serve a subtly worse model without a word."""
+    """Raises TokenizerUnsupported: a wrong split would silently make the model worse."""
     try:
         return BY_NAME[name]
     except KeyError:

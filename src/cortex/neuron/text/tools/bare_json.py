@@ -1,6 +1,6 @@
 """JSON without markers, `{"name": "f", "parameters": {…}}`: Llama 3, and models without a syntax of their own.
 
-Only an object at the start of the answer that names one of the request's tools is a call; other JSON is the answer.
+Only an object at the start of the response that names one of the request's tools is a call; other JSON is text.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ class PlainJSON:
 
 
 class LlamaJSON(PlainJSON):
-    """The same, and `<|python_tag|>` before it announces a call anywhere."""
+    """Plain JSON, and `<|python_tag|>` begins a call anywhere."""
 
     openings: tuple[str, ...] = (PYTHON_TAG,)

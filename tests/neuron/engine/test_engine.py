@@ -1,5 +1,5 @@
-"""The engine over a tiny random model on the CPU: whatever happens around a request, it gets the tokens it would get
-alone; and what it held is free when it ends."""
+"""The engine over a tiny random model on the CPU: whatever happens beside a request, it gets the tokens that it would
+get alone, and its memory is free when it ends."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def tokens_of(outputs: list[StepOutput]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 
 
-def crowd() -> list[EngineRequest]:
+def mixed_batch() -> list[EngineRequest]:
     """Short and long, alike and different, greedy and sampled, plain and penalised."""
     shared = some_tokens(70, seed=1)
     return [
@@ -131,9 +131,9 @@ def crowd() -> list[EngineRequest]:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> dict[str, list[int]]:
-    """What each of the crowd says with an engine to itself, whole and uncached."""
+    """The response to each request alone in an engine, in one prefill and uncached."""
     said = {}
-    for request in crowd():
+    for request in mixed_batch():
         engine = Engine.load(LoadSpec(str(checkpoint), dtype="float32"), CPU, lambda *_: None, lambda: False)
         said[request.id] = tokens_of(run(engine, request)[request.id])
         engine.close()
@@ -156,10 +156,10 @@ def alone(checkpoint: Path) -> dict[str, list[int]]:
 def test_mixed_batch_responds_as_each_request_does_alone(
     make_engine: EngineMaker, alone: dict[str, list[int]], changes: dict[str, int], late: bool
 ) -> None:
-    """Batched, chunked, short of rows, short of pages; the second time from the cache."""
+    """Batched, chunked, with few rows, with few pages; the second time from the cache."""
     engine = make_engine(late=late, **changes)
     for _ in range(2):
-        outputs = run(engine, *crowd())
+        outputs = run(engine, *mixed_batch())
         assert {name: tokens_of(parts) for name, parts in outputs.items()} == alone
 
 
@@ -167,7 +167,7 @@ def test_mixed_batch_responds_as_each_request_does_alone(
 def test_preempted_requests_continue_unchanged(
     make_engine: EngineMaker, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more begin than can end
+    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more sequences start than fit
     requests = [
         ask(str(number), some_tokens(30, seed=number), 60, SamplingParams(temperature=0.0, presence_penalty=0.5))
         for number in range(3)
@@ -238,7 +238,7 @@ def test_cancel_does_not_change_other_requests(
     engine = make_engine(late=late, pages=12)
     said: dict[str, list[int]] = {}
     names = list(alone)
-    for request in crowd():
+    for request in mixed_batch():
         engine.submit(request)
     for step in range(1000):
         if step < 2 * len(names) and step % 4 == 0:
@@ -348,18 +348,18 @@ def test_non_finite_logits_end_only_their_own_request(make_engine: EngineMaker, 
     start = some_tokens(40)
     healthy = ask("healthy", start, 10)
     expected = tokens_of(run(make_engine(), healthy)["healthy"])
-    sick_token = next(token for token in range(VOCAB) if token not in (*start, *expected))
+    faulty_token = next(token for token in range(VOCAB) if token not in (*start, *expected))
     engine = make_engine(late=late, prefill_chunk_tokens=40)
-    engine.model.embedding.weight[sick_token] = torch.nan
-    sick = ask("sick", (*start, sick_token, *start[:29]))
+    engine.model.embedding.weight[faulty_token] = torch.nan
+    faulty = ask("faulty", (*start, faulty_token, *start[:29]))
     for _ in range(2):
-        outputs = run(engine, healthy, sick)
+        outputs = run(engine, healthy, faulty)
         assert tokens_of(outputs["healthy"]) == expected
-        (last,) = outputs["sick"]
+        (last,) = outputs["faulty"]
         assert last.finish == "error"
         assert "not finite" in (last.error or "")
         assert last.cached_tokens is None
-    again = run(engine, ask("again", (*sick.prompt[:PAGE], 1)))["again"]
+    again = run(engine, ask("again", (*faulty.prompt[:PAGE], 1)))["again"]
     assert again[0].cached_tokens == 0, "a page of the failed request is still in the cache"
 
 
@@ -374,7 +374,7 @@ def test_failed_step_is_repeated_with_the_same_result(
     when: str,
     late: bool,
 ) -> None:
-    requests = [request for request in crowd() if request.id in ("long", "penalised", "seeded")]
+    requests = [request for request in mixed_batch() if request.id in ("long", "penalised", "seeded")]
     engine = make_engine(late=late, prefill_chunk_tokens=33)
     launch = Runner.launch
     launches = 0
@@ -426,11 +426,11 @@ def test_requests_of_a_failed_step_can_be_cancelled(make_engine: EngineMaker, mo
 
 
 POISON = SamplingParams(temperature=0.5, frequency_penalty=0.625)
-"""What the faults injected below know the request at fault by."""
+"""Marks the request at fault for the injected faults below."""
 
 
 def run_with_worker(engine: Engine, requests: list[EngineRequest]) -> tuple[dict[str, list[int]], list[str]]:
-    """What each request says and which ones were blamed, where a failed step is treated as a worker treats it."""
+    """The response to each request and the blamed requests, if failed steps are handled like in a worker."""
     said: dict[str, list[int]] = {request.id: [] for request in requests}
     blamed = []
     for request in requests:
@@ -451,8 +451,8 @@ def run_with_worker(engine: Engine, requests: list[EngineRequest]) -> tuple[dict
     return said, blamed
 
 
-def crowd_with_poison(*places: int) -> list[EngineRequest]:
-    requests = crowd()
+def batch_with_poison(*places: int) -> list[EngineRequest]:
+    requests = mixed_batch()
     for number, place in enumerate(places):
         requests.insert(place, ask(f"poison {number}", some_tokens(45, seed=8 + number), 9, POISON))
     return requests
@@ -470,7 +470,7 @@ def test_parameters_that_cannot_be_assigned_end_only_their_own_request(
         assign(sampler, row, request, drawn)
 
     monkeypatch.setattr(Sampler, "assign", failing)
-    said, blamed = run_with_worker(make_engine(late=late, max_num_seqs=12), crowd_with_poison(0, 4))
+    said, blamed = run_with_worker(make_engine(late=late, max_num_seqs=12), batch_with_poison(0, 4))
     assert sorted(blamed) == ["poison 0", "poison 1"]
     assert said == alone | {"poison 0": [], "poison 1": []}
 
@@ -486,7 +486,7 @@ def test_failed_draw_ends_only_its_own_request(
     changes: dict[str, int],
     late: bool,
 ) -> None:
-    """The fault comes in the middle of a step of many, where nothing says whose it is."""
+    """The fault is raised in a step of many requests, without naming the one at fault."""
     apply = Penalties.apply
 
     def failing(penalties: Penalties, logits: Any, rows: Any, positions: Any, params: Any) -> Any:
@@ -495,7 +495,7 @@ def test_failed_draw_ends_only_its_own_request(
         return apply(penalties, logits, rows, positions, params)
 
     monkeypatch.setattr(Penalties, "apply", failing)
-    said, blamed = run_with_worker(make_engine(late=late, **changes), crowd_with_poison(1, 6))
+    said, blamed = run_with_worker(make_engine(late=late, **changes), batch_with_poison(1, 6))
     assert sorted(blamed) == ["poison 0", "poison 1"]
     assert said == alone | {"poison 0": [], "poison 1": []}
 
@@ -557,7 +557,7 @@ def test_same_seed_draws_the_same_tokens_in_any_batch(make_engine: EngineMaker) 
     params = SamplingParams(temperature=1.2, seed=99)
     seeded = ask("mine", some_tokens(40), 25, params)
     said = tokens_of(run(make_engine(), seeded)["mine"])
-    assert tokens_of(run(make_engine(late=True, prefill_chunk_tokens=9), *crowd(), seeded)["mine"]) == said
+    assert tokens_of(run(make_engine(late=True, prefill_chunk_tokens=9), *mixed_batch(), seeded)["mine"]) == said
     other = run(make_engine(), ask("other", some_tokens(40), 25, replace(params, seed=100)))["other"]
     assert tokens_of(other) != said
 

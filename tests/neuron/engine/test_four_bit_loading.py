@@ -1,4 +1,4 @@
-"""A quantised checkpoint on a CPU: its matrices are kept in four bits too, and answer as the dense ones do."""
+"""A quantised checkpoint on a CPU: its matrices are also kept in four bits, and compute like the dense ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34), "F32": (0, 4)}
 
 
 def blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> bytes:
-    """Random numbers of about the size that keeps activations at theirs."""
+    """Random numbers of a size that keeps activations stable."""
     if kind == "F32":
         return (torch.rand(rows * columns, generator=generator) + 0.5).numpy().tobytes()
     scale = columns**-0.5 / (4 if kind.startswith("Q4") else 64)
@@ -108,7 +108,7 @@ def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine at hand is fast at; and matrices come in as many runs of rows as they can."""
+    """Four bits count as faster on any machine, and matrices arrive in as many runs of rows as possible."""
     monkeypatch.setattr(loading, "rows_worth_it", lambda _: 4)
     monkeypatch.setattr(transfer, "_RUN_NUMBERS", 1)
 

@@ -1,5 +1,5 @@
-"""An engine over a model with recurrent layers: what comes from the cache, and from a crowded batch, is what it would
-say alone."""
+"""An engine over a model with recurrent layers: responses from the cache and from a full batch equal those of a request
+alone."""
 
 from __future__ import annotations
 

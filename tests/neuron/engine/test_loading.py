@@ -1,4 +1,4 @@
-"""Loading: what cannot be loaded says why in one line, and neither a failed nor a closed engine leaves anything."""
+"""Loading: errors are one line, and neither a failed load nor a closed engine leaves anything behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def change_config(path: Path, **changes: Any) -> None:
 
 
 def live_tensors() -> int:
-    """Bytes of the tensors that somebody still refers to."""
+    """Bytes of all live tensors."""
     gc.collect()
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -108,7 +108,7 @@ def test_progress_is_monotonic_and_ends_with_all_bytes(checkpoint: Path) -> None
 
 
 def test_engine_can_step_while_another_loads(checkpoint: Path) -> None:
-    """No mode of the loader (default dtype, default device, inference) reaches whoever is called from within."""
+    """No mode of the loader (default dtype, default device, inference) affects the progress callback."""
     running = load(checkpoint)
     request = EngineRequest("r", (1, 2, 3), 12, SamplingParams(temperature=0.0))
     running.submit(request)
@@ -196,7 +196,7 @@ def test_rejects_a_model_that_does_not_fit_without_allocating(checkpoint: Path) 
         load(checkpoint, memory_bytes=5_000_000)
     assert "the model needs 0.01 GB on cpu (weights 0.01 GB" in str(rejected.value)
     assert "0.01 GB can be used" in str(rejected.value) or "0.00 GB can be used" in str(rejected.value)
-    assert not isinstance(rejected.value, NoRoomError), "room that others leave would not help"
+    assert not isinstance(rejected.value, NoRoomError), "unloading other models would not help"
     del rejected
     assert live_tensors() <= before
 
@@ -207,7 +207,7 @@ def test_rejects_a_load_if_the_reserve_leaves_nothing(checkpoint: Path) -> None:
 
 
 def test_load_leaves_room_for_penalties(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are taken when a request first asks for one, long after the pages have taken the rest."""
+    """They are allocated when a request first uses one, long after the pages have taken the rest."""
     whole = load(checkpoint)
     page_bytes = whole.info.kv_bytes // (whole.info.num_pages + 1)
     free_bytes = whole.info.weight_bytes + 9 * page_bytes

@@ -1,4 +1,4 @@
-"""The page pool: every page is in exactly one place, and a name always leads to the contents it stands for."""
+"""The page pool: every page is in exactly one state, and a digest always leads to its contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def digests(*pages: tuple[int, ...]) -> list[bytes]:
 
 
 def committed(pool: PagePool, *chain: bytes) -> list[int]:
-    """Held pages that bear the names of `chain`."""
+    """Held pages with the digests of `chain`."""
     pages = pool.allocate(len(chain))
     assert pages is not None
     for page, digest in zip(pages, chain, strict=True):
@@ -104,7 +104,7 @@ def test_allocates_blank_pages_first_then_the_least_recently_used() -> None:
     pool.release([first])
     pool.release([second])
     pool.hold([first])
-    pool.release([first])  # used again: now `second` went unused longest
+    pool.release([first])  # used again: now `second` is the least recently used
     assert pool.allocate(1) == [3]
     assert pool.allocate(1) == [second]
     assert pool.match(new) == []
@@ -145,7 +145,7 @@ def test_disowned_prefix_is_not_matched_whether_held_or_idle() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random use of a small pool, beside a model of who holds what and what each page contains."""
+    """Random use of a small pool, compared with a model of its holders and contents."""
 
     chains = Bundle("chains")
 
@@ -153,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = PagePool(7, 1)
         self.contents: dict[int, bytes] = {}
-        """What was last said to be written in each page, by anybody who held it."""
+        """The digest that a holder last committed for each page."""
         self.held: list[list[int]] = []
 
     @rule(target=chains, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
@@ -196,7 +196,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.match(chain) == []
 
     @invariant()
-    def books_agree(self) -> None:
+    def state_is_consistent(self) -> None:
         self.pool.check_integrity(self.held)
         assert self.pool.num_held + self.pool.num_free == self.pool.num_pages
         assert self.pool.num_held == len({page for pages in self.held for page in pages})

@@ -1,4 +1,4 @@
-"""The waiting line: first come first served within a principal, fair between principals."""
+"""The queue: first come first served within a principal, fair between principals."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_emptied_queue_leaves_nothing_behind() -> None:
 
 @given(st.lists(st.sampled_from(["", "ada", "bob", "cyd"]), max_size=30), st.integers(1, 4))
 def test_rows_are_shared_evenly_while_all_principals_wait(arrivals: list[str], num_rows: int) -> None:
-    """Seats are filled one by one and nobody leaves: no two named principals who still wait differ by more than one."""
+    """Rows are filled one by one and none ends: waiting named principals differ by at most one running sequence."""
     queue = queue_of(*(waiting(str(index), principal) for index, principal in enumerate(arrivals)))
     running: dict[str, int] = {}
     for _ in range(min(num_rows, len(arrivals))):

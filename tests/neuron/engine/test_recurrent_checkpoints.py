@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent states: every slot is in exactly one place, and a name leads to what was kept under it."""
+"""Checkpoints of recurrent states: every slot is in exactly one state, and a digest leads to the state saved for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def names(count: int) -> list[bytes]:
     [
         ((), 100, (96,)),
         ((), 97, (96,)),
-        ((), 96, (64,)),  # the 96th token has to be computed, so its page cannot be skipped
+        ((), 96, (64,)),  # the 96th token must be computed, so its page cannot be skipped
         ((), 32, ()),
         ((40, 70), 100, (32, 64, 96)),
         ((33, 60), 62, (32,)),
@@ -70,7 +70,7 @@ def test_evicts_the_least_recently_used_state_first() -> None:
     assert checkpoints.use(a) == slot_a
     assert checkpoints.keep(c) == slot_b
     assert checkpoints.longest([b]) == 0
-    assert checkpoints.keep(a) is None  # known: kept as it is, and refreshed
+    assert checkpoints.keep(a) is None  # known: now the most recently used
     assert checkpoints.keep(b) == slot_b
     assert checkpoints.longest([c]) == 0
 
@@ -85,8 +85,8 @@ def test_decode_checkpoints_leave_half_of_the_slots_to_prompts() -> None:
     assert RecurrentCheckpoints(FIRST, 0).keep(b"a") is None
 
 
-class Books(RuleBasedStateMachine):
-    """A model of what each slot's memory holds, beside the books."""
+class CheckpointMachine(RuleBasedStateMachine):
+    """Random use, compared with a model of what each slot contains."""
 
     @initialize(num_slots=st.integers(0, 6))
     def start(self, num_slots: int) -> None:
@@ -132,5 +132,5 @@ class Books(RuleBasedStateMachine):
         self.checkpoints.check_integrity(self.lent)
 
 
-TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCheckpointMachine = CheckpointMachine.TestCase
+TestCheckpointMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

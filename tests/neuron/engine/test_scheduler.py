@@ -1,4 +1,4 @@
-"""What the scheduler plans in the situations that matter. Random traces are in `test_traces.py`."""
+"""What the scheduler plans in important situations. Random traces are in `test_traces.py`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def planned(scheduler: Scheduler) -> StepPlan:
 
 
 def collect(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> None:
-    """The host reads a step in which every row drew `token`; whoever has enough ends."""
+    """The host reads a step in which every row drew `token`; complete sequences end."""
     by_row = {sequence.row: sequence for sequence in scheduler.running}
     for row in plan.rows:
         if row.draws:
@@ -77,15 +77,15 @@ def spans(plan: StepPlan) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("num_decodes", "num_waiting", "expected"),
     [
-        (0, 1, 16_384),  # nobody to hold up
+        (0, 1, 16_384),  # no stream to delay
         (0, 200, 16_384),
         (1, 1, 2_048),
         (200, 7, 2_048),
         (1, 15, 2_048),
-        (1, 16, 4_096),  # the more wait, the more they get
+        (1, 16, 4_096),  # more waiting prompts get more
         (16, 31, 6_144),
         (16, 240, 8_192),  # but never more than half of a step
-        (15_000, 240, 1_384),  # what is left of it
+        (15_000, 240, 1_384),  # the rest of the step
     ],
 )
 def test_prefill_budget_of_a_step(num_decodes, num_waiting, expected):

@@ -1,5 +1,5 @@
-"""Random lives of a scheduler whose model folds its tokens into a state: what a row goes on from must be the fold of
-exactly its own tokens, whatever was kept, evicted, preempted, cancelled or undone before."""
+"""Random traces of a scheduler whose model folds its tokens into a state. The state of a row must always be the fold of
+exactly its own tokens, whatever was saved, evicted, preempted, cancelled or retracted before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cortex.neuron.engine.step_plan import StepPlan
 
 VOCAB = 3
 Tokens = tuple[int, ...]
-SPOILT: Tokens = (-1,)
+GARBAGE: Tokens = (-1,)
 
 
 def next_token(past: Tokens) -> int:
@@ -26,7 +26,7 @@ def next_token(past: Tokens) -> int:
 
 
 class FoldingDevice:
-    """Its state of a prefix is the prefix itself, so that every confusion shows."""
+    """The state of a prefix is the prefix itself, so that every mix-up shows."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Tokens] = {}
@@ -49,10 +49,10 @@ class FoldingDevice:
             self.slots[slot] = self.slots[row]
         return drawn
 
-    def spoil(self, plan: StepPlan) -> None:
-        """A step that broke down: whatever it was to write is garbage."""
+    def fail(self, plan: StepPlan) -> None:
+        """A failed step: everything that it was to write is garbage."""
         for slot in [*(row.row for row in plan.rows), *(slot for _, slot in plan.saves)]:
-            self.slots[slot] = SPOILT
+            self.slots[slot] = GARBAGE
 
 
 class Trace(RuleBasedStateMachine):
@@ -82,7 +82,7 @@ class Trace(RuleBasedStateMachine):
         self.late = late
         self.live: dict[str, Sequence] = {}
         self.in_flight: deque[tuple[list[Sequence], list[int]]] = deque()
-        self.said: list[Tokens] = [()]
+        self.conversations: list[Tokens] = [()]
         self.num_submitted = 0
 
     @rule(
@@ -92,9 +92,9 @@ class Trace(RuleBasedStateMachine):
         turns=st.lists(st.integers(0, 40), max_size=3),
     )
     def next_turn(self, data: st.DataObject, more: list[int], max_tokens: int, turns: list[int]) -> None:
-        """A request that goes on from something said before."""
+        """A request that continues an earlier conversation."""
         max_tokens = min(max_tokens, self.limits.context_tokens // 2)
-        prompt = (*data.draw(st.sampled_from(self.said)), *more)[: self.limits.context_tokens - max_tokens]
+        prompt = (*data.draw(st.sampled_from(self.conversations)), *more)[: self.limits.context_tokens - max_tokens]
         self.num_submitted += 1
         request = EngineRequest(str(self.num_submitted), prompt, max_tokens, checkpoint_at=tuple(turns))
         self.live[request.id] = self.scheduler.submit(request)
@@ -111,10 +111,10 @@ class Trace(RuleBasedStateMachine):
             self._collect()
 
     @rule()
-    def a_step_breaks_down(self) -> None:
+    def a_step_fails(self) -> None:
         plan = self.scheduler.plan()
         if plan is not None:
-            self.device.spoil(plan)
+            self.device.fail(plan)
             self.scheduler.retract(plan)
 
     @rule(data=st.data())
@@ -124,7 +124,7 @@ class Trace(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @precondition(lambda self: self.live)
-    def a_result_is_not_a_number(self, data: st.DataObject) -> None:
+    def a_result_is_not_finite(self, data: st.DataObject) -> None:
         sequence = self.live[data.draw(st.sampled_from(sorted(self.live)))]
         self.scheduler.distrust(sequence)
         assert self.checkpoints.longest(sequence.digests) == 0
@@ -137,7 +137,7 @@ class Trace(RuleBasedStateMachine):
             assert token == next_token(tuple(sequence.tokens)), "a token was drawn from another history"
             self.scheduler.token_drawn(sequence, token)
             if len(sequence.tokens) == len(sequence.request.prompt) + sequence.request.max_tokens:
-                self.said.append(tuple(sequence.tokens))
+                self.conversations.append(tuple(sequence.tokens))
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -211,7 +211,7 @@ def test_repeated_prompt_is_computed_from_its_last_page_end() -> None:
 
 
 def test_prompt_that_ends_at_a_checkpoint_cannot_use_it() -> None:
-    """Its last token has to be computed, and the state has taken it in already."""
+    """Its last token must be computed, and the state already includes it."""
     scheduler, device = conversation()
     run(scheduler, device, EngineRequest("1", (1,) * 41, max_tokens=1, checkpoint_at=(20,)))
     shorter, _ = run(scheduler, device, EngineRequest("2", (1,) * 40, max_tokens=1))

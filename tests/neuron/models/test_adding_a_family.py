@@ -23,7 +23,7 @@ PROMPT = (5, 90, 3, 17, 44, 2, 61, 8, 33, 70) * 5
 
 @pytest.fixture
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file and the line that the walk-through shows, in place."""
+    """Adds the file and the line from the walk-through."""
     file, line = re.findall(r"```python\n(.*?)```", WALK_THROUGH.read_text(), flags=re.DOTALL)
     added = re.fullmatch(r'\s*"(\w+)": (\w+),\s*', line)
     assert added is not None
@@ -57,12 +57,12 @@ def test_family_of_the_walk_through_matches_the_reference_library(window: int | 
     engine = Engine.load(spec, torch.device("cpu"), lambda *_: None, lambda: False)
     assert sizes.weight_bytes == engine.info.weight_bytes
     engine.submit(EngineRequest("one", PROMPT, 12, SamplingParams(temperature=0.0)))
-    said = [token for output in _outputs(engine) for token in output]
+    drawn = [token for output in _outputs(engine) for token in output]
     with torch.inference_mode():
         ids = reference.generate(
             torch.tensor([PROMPT]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
         )
-    assert said == ids[0, len(PROMPT) :].tolist()
+    assert drawn == ids[0, len(PROMPT) :].tolist()
     engine.close()
 
 

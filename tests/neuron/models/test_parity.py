@@ -97,7 +97,7 @@ CASES = [("llama", name) for name in LLAMA] + [("qwen3", name) for name in QWEN3
 
 
 def reference_of(family: str, name: str) -> Any:
-    """A reference model whose every parameter matters: the library starts norms and biases at one or zero."""
+    """A reference model whose every parameter matters: the library initialises norms and biases to one or zero."""
     torch.manual_seed(0)
     sizes = SIZES | (LLAMA if family == "llama" else QWEN3)[name]
     config_class, model_class = {
@@ -208,7 +208,7 @@ def test_sharded_half_precision_checkpoint_computes_in_float32(dtype: torch.dtyp
 
 @torch.inference_mode()
 def test_older_spelling_of_a_config_means_the_same(tmp_path: Path) -> None:
-    """Published checkpoints say `rope_theta` and `rope_scaling`, and leave out what the library now fills in."""
+    """Published checkpoints have `rope_theta` and `rope_scaling`, and leave out options that the library now writes."""
     reference = reference_of("qwen3", "windows after the first layers")
     reference.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -224,7 +224,7 @@ def test_older_spelling_of_a_config_means_the_same(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_disabled_window_is_ignored(tmp_path: Path) -> None:
-    """Published Qwen3 configs carry a window size that `use_sliding_window: false` switches off."""
+    """Published Qwen3 configs have a window size that `use_sliding_window: false` disables."""
     reference = reference_of("qwen3", "plain")
     reference.save_pretrained(tmp_path)
     path = tmp_path / "config.json"

@@ -45,7 +45,7 @@ CHECKPOINTS = {
 
 
 def randomised(**changes):
-    """A reference model whose every parameter matters: the library starts norms and biases at zero or one."""
+    """A reference model whose every parameter matters: the library initialises norms and biases to zero or one."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(**(SIZES | changes), attn_implementation="eager")
     reference = transformers.Qwen3MoeForCausalLM(config).eval()
@@ -76,7 +76,7 @@ def logits_of(model, tokens):
 
 
 def greedily(path, prompts, max_tokens):
-    """What the engine says to all prompts together."""
+    """The engine's response to all prompts together."""
     engine = Engine.load(spec(path), CPU, lambda *_: None, lambda: False)
     said = {}
     for number, prompt in enumerate(prompts):

@@ -83,7 +83,7 @@ CHECKPOINTS = {
 
 
 def randomised(build):
-    """A reference model whose every parameter matters: the library starts norms and biases at zero or one."""
+    """A reference model whose every parameter matters: the library initialises norms and biases to zero or one."""
     torch.manual_seed(0)
     reference = build().eval()
     for parameter in reference.parameters():

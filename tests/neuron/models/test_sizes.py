@@ -68,7 +68,7 @@ def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dt
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computed_size_includes_the_four_bit_form_of_quantised_matrices(family: str, changes: str, mixed: str) -> None:
-    """Values are stored in `mixed`, all other matrices in Q4_K: the projections of attention differ, or do not."""
+    """Value projections are stored in `mixed`, all other matrices in Q4_K."""
     architecture = read_architecture(config_of(family, CHANGES[changes]))
     dense = Decoder(architecture, Parameters(META, torch.float32), num_positions=1)
     matrices = [binding.source for binding in dense.parameters.bindings if binding.destination.dim() == 2]

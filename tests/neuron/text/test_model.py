@@ -74,7 +74,7 @@ def test_notes_name_missing_template_and_vision_tower(backend: Tokenizer, tmp_pa
     ("family", "enabled", "expected"),
     [
         ("chatml", None, False),
-        ("qwen3", None, False),  # the model opens its thought itself
+        ("qwen3", None, False),  # the model opens its reasoning itself
         ("qwen3", False, False),
         ("qwen_xml", None, True),  # the template opens it
         ("qwen_xml", False, False),
@@ -94,12 +94,12 @@ def test_continued_reasoning_is_reasoning(make_model: Any) -> None:
     template_without_stripping = make_model("chatml").template
     model = make_model("qwen3")
     continued = TextModel(model.tokenizer, template_without_stripping, model.template, model.generation)
-    assert not continued.render(request).starts_in_reasoning  # a model without thoughts has none
+    assert not continued.render(request).starts_in_reasoning  # a model without reasoning
     assert model.render(request).starts_in_reasoning
 
 
 def grown(family: str) -> tuple[GenerateRequest, list[GenerateRequest]]:
-    """A conversation, and what it may become with later turns."""
+    """A conversation, and its later turns."""
     start = (said("system", "S."), said("user", "Hi"))
     later = [ask(*start, said("assistant", "Hello"), said("user", "Go on"))]
     if family in ("qwen3", "qwen_xml", "hermes", "llama3"):
@@ -133,7 +133,7 @@ def test_later_turns_repeat_the_prompt_up_to_the_turn_end(make_model: Any, famil
 
 
 def test_turn_ends_include_the_end_of_the_last_query(make_model: Any) -> None:
-    """After the query a template may strip thoughts once the next one comes."""
+    """A template may strip the reasoning after a query once the next query comes."""
     model = make_model("qwen3")
     first, later = grown("qwen3")
     during, after = later[1], later[2]
@@ -142,7 +142,7 @@ def test_turn_ends_include_the_end_of_the_last_query(make_model: Any) -> None:
     assert model.decode(rendered.ids[:system_end]).endswith("</tool_call><|im_end|>\n")
     assert query_end == model.render(first).turn_ends[-1]
     assert next_query.ids[:query_end] == rendered.ids[:query_end]
-    assert next_query.ids[:last] != rendered.ids[:last]  # the thought is gone
+    assert next_query.ids[:last] != rendered.ids[:last]  # the reasoning is gone
 
 
 def test_turn_end_is_never_inside_text_that_could_merge(backend: Tokenizer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When graphs are captured and which steps take them: pure, and with a capture that replays on the CPU."""
+"""When graphs are captured and which steps use them: pure, and with a capture that replays on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTEXT = 48
 
 
 class ReplayOnCpu:
-    """Captures as a GPU does: a replay computes the step anew into the outputs of its capture."""
+    """Captures like a GPU: a replay computes the step again, into the outputs of its capture."""
 
     def __init__(self, room=100):
         self.sizes = []
@@ -72,7 +72,7 @@ class Bench:
         self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture)
         self.scheduler = Scheduler(PagePool(40, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
 
-    def answers(self, prompts, max_tokens, temperature=0.0):
+    def respond(self, prompts, max_tokens, temperature=0.0):
         sequences = [
             self.scheduler.submit(
                 EngineRequest(str(number), prompt, max_tokens, SamplingParams(temperature=temperature, seed=number))
@@ -120,7 +120,7 @@ def test_step_uses_the_next_larger_captured_size():
 def test_size_is_captured_between_steps_only_after_enough_misses():
     sizes = GraphSizes(64)
     assert [sizes.missed(3) for _ in range(CAPTURE_AFTER_MISSES)] == [None] * (CAPTURE_AFTER_MISSES - 1) + [4]
-    assert sizes.missed(7) is None  # another size: counted apart
+    assert sizes.missed(7) is None  # another size: counted separately
 
 
 def test_captures_nothing_after_giving_up():
@@ -135,10 +135,10 @@ def test_captures_nothing_after_giving_up():
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("num_prepared", range(5))
 def test_responses_do_not_depend_on_captured_graphs(num_prepared, temperature):
-    plain = Bench(None).answers(PROMPTS, 12, temperature)
+    plain = Bench(None).respond(PROMPTS, 12, temperature)
     bench = Bench(ReplayOnCpu())
     assert list(itertools.islice(iter(bench.runner.prepare, False), num_prepared)) == [True] * min(num_prepared, 4)
-    assert bench.answers(PROMPTS, 12, temperature) == plain
+    assert bench.respond(PROMPTS, 12, temperature) == plain
 
 
 def test_graphs_are_captured_one_by_one_smallest_first():
@@ -152,9 +152,9 @@ def test_graphs_are_captured_one_by_one_smallest_first():
 def test_step_without_a_graph_runs_and_captures_one_only_after_enough_misses():
     bench = Bench(ReplayOnCpu())
     bench.runner.prepare()
-    bench.answers(PROMPTS, CAPTURE_AFTER_MISSES)  # the first token comes from the prompt: one step fewer than tokens
+    bench.respond(PROMPTS, CAPTURE_AFTER_MISSES)  # the first token comes from the prompt: one step fewer than tokens
     assert bench.capture.sizes == [1]
-    bench.answers(PROMPTS, 3)
+    bench.respond(PROMPTS, 3)
     assert bench.capture.sizes == [1, 4]
     assert bench.capture.replays > 0
 
@@ -163,9 +163,9 @@ def test_larger_graph_is_used_while_the_exact_one_is_missing():
     bench = Bench(ReplayOnCpu())
     for _ in range(2):
         bench.runner.prepare()
-    bench.answers(PROMPTS[:1], 4)
+    bench.respond(PROMPTS[:1], 4)
     assert bench.capture.replays == 3
-    bench.answers(PROMPTS[:2], 4)
+    bench.respond(PROMPTS[:2], 4)
     assert bench.capture.replays == 6
     assert bench.capture.sizes == [1, 2]
 
@@ -174,7 +174,7 @@ def test_out_of_memory_ends_capturing_but_no_response():
     bench = Bench(ReplayOnCpu(room=1))
     assert bench.runner.prepare()
     assert not bench.runner.prepare()
-    assert bench.answers(PROMPTS, 2 * CAPTURE_AFTER_MISSES) == Bench(None).answers(PROMPTS, 2 * CAPTURE_AFTER_MISSES)
+    assert bench.respond(PROMPTS, 2 * CAPTURE_AFTER_MISSES) == Bench(None).respond(PROMPTS, 2 * CAPTURE_AFTER_MISSES)
     assert bench.capture.sizes == [1]
     assert not bench.runner.prepare()
 

@@ -1,4 +1,4 @@
-"""Which plans are built, in which order, and what happens when the library will not."""
+"""Which plans are built, in which order, and what happens if the library cannot build one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOWED = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_
 
 
 class Library:
-    """Takes the place of `cudnn.prepare`: notes what is asked for, and fails from a length on."""
+    """Takes the place of `cudnn.prepare`: notes its calls, and fails from a length on."""
 
     def __init__(self, fails_from: int = 1 << 30, error: Exception | None = None) -> None:
         self.lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""Decode steps on a CPU go over to the number of threads that is faster, and back."""
+"""Decode steps on a CPU switch to the faster number of threads, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = 8
 
 
 def run(choice: ThreadChoice, seconds: dict[int, float], steps: int) -> list[int]:
-    """The threads that each of so many steps took, when a step takes `seconds` by their number."""
+    """The threads of each step, if a step takes `seconds` by its number of threads."""
     taken = []
     for _ in range(steps):
         taken.append(choice.threads)

@@ -1,4 +1,4 @@
-"""Outputs of a random model under a grammar: noise, if the mask did not hold."""
+"""Output of a random model under a grammar: without the mask it would be noise."""
 
 import json
 

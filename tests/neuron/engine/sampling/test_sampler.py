@@ -1,4 +1,4 @@
-"""Drawing tokens, against plain references that look at one row at a time."""
+"""Sampling, compared with plain references for one row at a time."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_penalties_equal_the_reference(
     prompt: list[int],
     drawn: list[int],
 ) -> None:
-    """The penalised row stands between two others with other penalties, and draws greedily from the changed logits."""
+    """The penalised row is between two others with other penalties, and draws greedily from the changed logits."""
     params = SamplingParams(
         temperature=0.0,
         repetition_penalty=repetition,
@@ -200,7 +200,7 @@ def test_penalties_equal_the_reference(
 
 
 def test_penalties_count_drawn_tokens_step_by_step() -> None:
-    """A row that goes on is penalised like one that is told its past at once."""
+    """A continued row is penalised like a row that gets all earlier tokens at once."""
     params = SamplingParams(temperature=0.0, frequency_penalty=0.6, repetition_penalty=1.2, repetition_window=5)
     sampler = Sampler(2, VOCAB, CONTEXT, torch.device("cpu"))
     one = request(params)

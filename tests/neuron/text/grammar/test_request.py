@@ -48,7 +48,7 @@ def allowed(row: numpy.ndarray[Any, numpy.dtype[numpy.int32]]) -> list[int]:
 
 
 def draw(matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens: int = 4000) -> str:
-    """Sample uniformly from the mask, leaning towards tokens that come to an end."""
+    """Sample uniformly from the mask, with a preference for tokens that end it."""
     generator = random.Random(seed)
     state = matcher.compile(grammar)
     row = numpy.zeros(matcher.mask_words, dtype=numpy.int32)
@@ -61,7 +61,7 @@ def draw(matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens
         assert choices, "a mask must leave something to choose"
         assert max(choices) < model.vocab_size, "padding must never be chosen"
         if not planned and generator.random() < 0.05:
-            planned = model.encode("\n</parameter>\n")  # chance alone would never close a raw value
+            planned = model.encode("\n</parameter>\n")  # random draws would never close a raw value
         ends = [i for i in choices if i in model.eos_ids or i in closing]
         token = generator.choice(ends if ends and generator.random() < 0.3 else choices)
         if planned:
@@ -199,7 +199,7 @@ def test_reasoning_is_allowed_only_if_the_model_reasons(matchers: Matcher, make_
     assert may_start_with("qwen3", "<think>", None)
     assert may_start_with("qwen3", "{", None)
     assert not may_start_with("qwen3", "<think>", False)
-    assert may_start_with("qwen_xml", "</think>", None)  # the prompt has opened the thought
+    assert may_start_with("qwen_xml", "</think>", None)  # the prompt has opened reasoning
     assert may_start_with("qwen_xml", "a", None)
     assert not may_start_with("qwen_xml", "a", False)
     assert not may_start_with("chatml", "<think>", None)

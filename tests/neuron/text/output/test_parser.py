@@ -1,4 +1,4 @@
-"""Thoughts and tool calls: whatever the split, the same events; whatever the text, nothing lost."""
+"""Reasoning and tool calls: the same events for any split, and no text is lost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = Fa
 
 
 def tell(pieces: list[str], syntax: ToolSyntax | None, **how: bool) -> Told:
-    """What a client would have at the end: joined deltas, in order. Checks the grammar of blocks on the way."""
+    """The client's view at the end: joined deltas, in order. Also checks the order of blocks."""
     reading = parser(syntax, **how)
     events = [event for piece in pieces for event in reading.push(piece)] + reading.finish()
     told: Told = []
@@ -105,7 +105,7 @@ LLAMA_CALL = call("get_weather", city="Zürich {")
 Q, H, L, P = ToolSyntax.QWEN_XML, ToolSyntax.HERMES_JSON, ToolSyntax.LLAMA_JSON, ToolSyntax.PLAIN_JSON
 
 CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
-    # thoughts
+    # reasoning
     ("<think>\nhm\n\nso\n</think>\n\nHi\n", None, {"thinks": True}, [("thought", "hm\n\nso"), ("text", "Hi\n")]),
     ("hm\n</think>\n\nHi", None, {"opened": True}, [("thought", "hm"), ("text", "Hi")]),
     ("<think>again</think>Hi", None, {"opened": True}, [("thought", "again"), ("text", "Hi")]),

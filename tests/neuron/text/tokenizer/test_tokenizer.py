@@ -58,7 +58,7 @@ def test_byte_level_gguf_vocabulary_encodes_like_the_reference(gguf_metadata: di
         if BY_NAME[name].normal_form_c:
             text = normalizers.NFC().normalize_str(text)
         expected = theirs.encode(text, add_special_tokens=False)
-        if BY_NAME[name].whole_words_first:  # the reference does not know this, but its cuts must be ours
+        if BY_NAME[name].whole_words_first:  # the reference lacks this option, but must split alike
             cuts = LibraryTokenizer.from_gguf(metadata).backend.pre_tokenizer
             assert cuts.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
         else:
@@ -91,7 +91,7 @@ def test_same_vocabulary_gives_the_same_ids_from_both_kinds_of_file(
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> dict[str, Any]:
-    """A SentencePiece vocabulary with byte fallback, as GGUF states it: pieces and scores, no merges."""
+    """A SentencePiece vocabulary with byte fallback, as in GGUF: pieces and scores, no merges."""
     model = Tokenizer(models.BPE(unk_token="<unk>"))
     model.normalizer = normalizers.Replace(" ", SPACE)
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, limit_alphabet=60)
@@ -123,7 +123,7 @@ def test_sentencepiece_gguf_vocabulary_encodes_like_the_reference(sentencepiece:
 def test_sentencepiece_keeps_the_space_of_a_continuation_and_spells_bytes(sentencepiece: dict[str, Any]) -> None:
     tokenizer = from_gguf(sentencepiece)
     assert tokenizer.decode(tokenizer.encode("the 😀 fox")) == " the 😀 fox"
-    assert tokenizer.encode_document("fox")[0] == 1  # its beginning, which these models expect
+    assert tokenizer.encode_document("fox")[0] == 1  # the begin token, which these models expect
     assert tokenizer.token_bytes(3 + 0xF0) == b"\xf0"
 
 
@@ -291,7 +291,7 @@ def _by_cut(metadata: dict[str, Any], name: str) -> TextTokenizer:
 
 
 def test_nfc_removes_at_most_a_third_of_the_characters() -> None:
-    """What the bound on the characters of a token rests on where text is brought into normal form C."""
+    """The bound on the characters of a token relies on this for text that is normalised to NFC."""
     for code in range(0x110000):
         apart = unicodedata.normalize("NFD", chr(code))
         if len(apart) > 1 and unicodedata.normalize("NFC", apart) == chr(code):
@@ -311,7 +311,7 @@ def test_min_tokens_is_zero_if_characters_can_vanish(backend: Tokenizer, sentenc
 
 
 def test_min_tokens_ignores_characters_without_a_token(demo_model: Path) -> None:
-    tokenizer = load(demo_model)  # it knows no token for some control characters
+    tokenizer = load(demo_model)  # it has no token for some control characters
     assert "\x04" in tokenizer.vocabulary.silent_characters
     for text in ("\x04" * 10_000, "\x04a" * 10_000, "word " * 10_000, "\U000fffff" * 1000):
         assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))

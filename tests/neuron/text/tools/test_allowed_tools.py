@@ -1,4 +1,4 @@
-"""`allowed_tools`: the model is told of every tool and may call only some of them."""
+"""`allowed_tools`: the prompt names every tool, and the model may call only some of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def request(mode: Any = "auto", *, parallel: bool = True, **fields: Any) -> Gene
 
 
 def can_say(matcher: Matcher, model: TextModel, asked: GenerateRequest, text: str) -> bool:
-    """Whether the grammar of `asked` lets the model write `text` and end there."""
+    """Whether the grammar of `asked` allows `text` as the whole output."""
     return lets_pass(matcher, model.grammar(asked) or "", [*model.encode(text), next(iter(model.eos_ids))])
 
 
@@ -120,7 +120,7 @@ def test_disallowed_call_without_markers_is_text(make_model: Any) -> None:
 
 
 def test_prompt_names_every_tool_in_its_place(make_model: Any) -> None:
-    """What is allowed may change from turn to turn; the cached prefix stays."""
+    """The allowed tools may change from turn to turn; the cached prefix stays valid."""
     model = make_model("hermes")
     free = msgspec.structs.replace(request(), tool_choice=ToolChoice())
     assert model.render(request()) == model.render(free)

@@ -22,8 +22,7 @@ from cortex.neuron.text.output.detect import (
     tool_syntax,
 )
 from cortex.neuron.text.output.parser import OutputParser, call_syntax, new_call_id
-from cortex.neuron.text.output.reasoning import ReasoningSplitter, closes_reasoning, opens_reasoning
-from cortex.neuron.text.output.reasoning_watch import ReasoningWatch
+from cortex.neuron.text.output.reasoning import ReasoningSplitter, ReasoningWatch, closes_reasoning, opens_reasoning
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.prompt import Rendered, prompt_text, render_conversation, render_raw

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.output.reasoning import OutputPiece, ReasoningSplitter
-from cortex.neuron.text.tools.bare_json import LlamaJSON, PlainJSON
 from cortex.neuron.text.tools.call import CallSyntax
-from cortex.neuron.text.tools.hermes import HermesJSON
+from cortex.neuron.text.tools.json_syntax import HermesJSON, LlamaJSON, PlainJSON
 from cortex.neuron.text.tools.qwen_xml import QwenXML
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop

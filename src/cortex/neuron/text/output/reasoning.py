@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from cortex.neuron.text.output.detect import ReasoningMarkers
 from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 
 _BREAKS: Final = "\r\n"
 
@@ -125,6 +126,27 @@ class ReasoningSplitter:
             pieces.append(OutputPiece(True, reasoning[:clear]))
             self._held = reasoning[clear:]
         return False
+
+
+class ReasoningWatch:
+    """Tracks whether one choice is still reasoning, token by token from its first. Owned by one request."""
+
+    def __init__(self, detokenizer: Detokenizer, splitter: ReasoningSplitter) -> None:
+        self._detokenizer = detokenizer
+        self._splitter = splitter
+
+    def push(self, token: int) -> None:
+        if text := self._detokenizer.push((token,)):
+            self._splitter.push(text)
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._splitter.is_thinking
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the response has begun, so that no reasoning can follow."""
+        return self._splitter.is_over
 
 
 def opens_reasoning(generation_prompt: str, markers: ReasoningMarkers) -> bool:

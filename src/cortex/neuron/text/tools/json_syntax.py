@@ -1,7 +1,7 @@
 """Tool calls as JSON objects: between markers as Hermes writes them, or bare as Llama 3 and models without a syntax do.
 
-A bare object is a call only at the start of the response, and only if it names one of the request's tools; other JSON is
-text.
+A bare object is a call only at the start of the response, and only if it names one of the request's tools; other JSON
+is text.
 """
 
 from __future__ import annotations

@@ -23,15 +23,14 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model, load_model
-from cortex.neuron.engine.memory.device import numeric_format
-from cortex.neuron.engine.memory.kv_cache import page_bytes
-from cortex.neuron.engine.memory.states import state_bytes
+from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
+from cortex.neuron.models.sizes import kv_bytes_per_token, state_bytes
 from shapes import SHAPES
 from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, table_row
 
@@ -118,10 +117,10 @@ class Bench:
     def decode(self, streams: int, limit_bytes_per_s: float) -> dict[str, float]:
         step_s = self.workloads.decode_step_s(streams)
         info = self.engine.info
-        model = self.engine._runner.model
-        dtype = model.parameters.dtype
-        kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * page_bytes(model.attentions, 1, dtype)
-        row_bytes = streams * (kv_bytes + state_bytes(model.gated_deltas, dtype))
+        model = self.engine.model
+        item_bytes = model.parameters.dtype.itemsize
+        kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * kv_bytes_per_token(model.architecture, item_bytes)
+        row_bytes = streams * (kv_bytes + state_bytes(model.architecture, item_bytes))
         unread = self._embedding_bytes() + self._idle_expert_bytes(streams) + self._unread_form_bytes(streams)
         read = info.weight_bytes - unread + row_bytes
         return {
@@ -133,7 +132,7 @@ class Bench:
 
     def _embedding_bytes(self) -> int:
         """The embedding matrix; a step reads only a few of its rows."""
-        model = self.engine._runner.model
+        model = self.engine.model
         if model.config.tied:
             return 0
         tensors = [model.embedding.weight]
@@ -143,7 +142,7 @@ class Bench:
 
     def _unread_form_bytes(self, rows: int) -> int:
         """Of matrices that are kept dense and in four bits, the form that a batch of `rows` does not read."""
-        parameters = self.engine._runner.model.parameters
+        parameters = self.engine.model.parameters
         matrices = {id(binding.matrix): binding.matrix for binding in parameters.four_bit_bindings}.values()
         if any(rows > matrix.max_rows for matrix in matrices):
             return sum(matrix.packed.nbytes + matrix.scales.nbytes for matrix in matrices)
@@ -152,7 +151,7 @@ class Bench:
 
     def _idle_expert_bytes(self, rows: int) -> float:
         """The experts of all layers that a batch of `rows` does not select under uniform routing."""
-        blocks = (getattr(layer, "mlp", None) for layer in self.engine._runner.model.layers)
+        blocks = (getattr(layer, "mlp", None) for layer in self.engine.model.layers)
         mixtures = [block.experts for block in blocks if isinstance(block, MoE)]
         idle = 0.0
         for experts in mixtures:
@@ -162,7 +161,7 @@ class Bench:
 
     def prefill(self, tokens: int, limit_flops: float) -> dict[str, float]:
         seconds = self.workloads.prefill_s(tokens)
-        model = self.engine._runner.model
+        model = self.engine.model
         config = model.config
         matrices = {id(binding.matrix): binding.matrix for binding in model.parameters.packed_bindings}.values()
         packed_bytes = sum(matrix.layout.num_bytes(matrix.outputs, matrix.inputs) for matrix in matrices)
@@ -225,7 +224,7 @@ def gpu_limits(device: torch.device) -> dict[str, float]:
 def cpu_limits() -> dict[str, float]:
     """The same limits of a CPU. Other programs use it too, so the best try counts."""
     numbers = torch.ones(128 << 20)
-    left, right = torch.randn(2, 2048, 2048).to(numeric_format("auto", torch.device("cpu")))
+    left, right = torch.randn(2, 2048, 2048).to(compute_dtype("auto", torch.device("cpu")))
     return {
         "bytes/s": numbers.nbytes / best_seconds(numbers.sum),
         "flop/s": 2 * 2048**3 / best_seconds(lambda: left @ right),

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.layers.parameters import Binding, Parameters
-from cortex.neuron.models.registry import family_of
+from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.registry import read_architecture
 
 SHARD_BYTES = 2 << 30
 BLOCK_ELEMENTS = (1 << 24) + 43
@@ -46,7 +47,7 @@ def write_checkpoint(config: Mapping[str, Any], folder: Path) -> None:
 def shapes_on_disk(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors that the layers of the model read from a checkpoint, with their shapes."""
     parameters = Parameters(torch.device("meta"), torch.bfloat16)
-    family_of(config)(config, parameters, num_positions=1)
+    Decoder(read_architecture(config), parameters, num_positions=1)
     return {binding.source: _stored_shape(binding) for binding in parameters.bindings_from(())}
 
 

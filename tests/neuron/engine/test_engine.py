@@ -1,5 +1,5 @@
-"""The engine over a tiny random model on the CPU: whatever happens around a request, it gets the tokens it would get
-alone; and what it held is free when it ends."""
+"""The engine over a tiny random model on the CPU: whatever happens beside a request, it gets the tokens that it would
+get alone, and its memory is free when it ends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import transformers
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.penalties import Penalties
 from cortex.neuron.engine.sampling.sampler import Sampler
-from cortex.neuron.engine.sequence import Sequence
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -53,19 +54,23 @@ EngineMaker = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(checkpoint: Path) -> Iterator[EngineMaker]:
-    """Loads engines; `late` ones collect a step after the next is launched, as on a GPU; `pages` bounds memory."""
+    """Loads engines; `late` ones read a step after the next is launched, as on a GPU; `pages` bounds memory."""
     engines: list[Engine] = []
+
+    def load(spec: LoadSpec, late: bool) -> Engine:
+        engine = Engine(load_model(spec, CPU, lambda *_: None, lambda: False), spec, overlaps=late)
+        engine.warm_up()
+        return engine
 
     def make(*, late: bool = False, pages: int | None = None, **changes: Any) -> Engine:
         spec = LoadSpec(str(checkpoint), **({"dtype": "float32", "max_num_seqs": 6} | changes))
-        engine = Engine.load(spec, CPU, lambda *_: None, lambda: False)
+        engine = load(spec, late)
         if pages is not None:
             page_bytes = engine.info.kv_bytes // (engine.info.num_pages + 1)
             memory_bytes = engine.info.weight_bytes + (pages + 1) * page_bytes
             engine.close()
-            engine = Engine.load(replace(spec, memory_bytes=memory_bytes), CPU, lambda *_: None, lambda: False)
+            engine = load(replace(spec, memory_bytes=memory_bytes), late)
             assert engine.info.num_pages == pages
-        engine._overlaps = late
         engines.append(engine)
         return engine
 
@@ -102,7 +107,7 @@ def tokens_of(outputs: list[StepOutput]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 
 
-def crowd() -> list[EngineRequest]:
+def mixed_batch() -> list[EngineRequest]:
     """Short and long, alike and different, greedy and sampled, plain and penalised."""
     shared = some_tokens(70, seed=1)
     return [
@@ -126,9 +131,9 @@ def crowd() -> list[EngineRequest]:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> dict[str, list[int]]:
-    """What each of the crowd says with an engine to itself, whole and uncached."""
+    """The response to each request alone in an engine, in one prefill and uncached."""
     said = {}
-    for request in crowd():
+    for request in mixed_batch():
         engine = Engine.load(LoadSpec(str(checkpoint), dtype="float32"), CPU, lambda *_: None, lambda: False)
         said[request.id] = tokens_of(run(engine, request)[request.id])
         engine.close()
@@ -148,21 +153,21 @@ def alone(checkpoint: Path) -> dict[str, list[int]]:
     ],
     ids=str,
 )
-def test_a_crowd_says_what_each_says_alone(
+def test_mixed_batch_responds_as_each_request_does_alone(
     make_engine: EngineMaker, alone: dict[str, list[int]], changes: dict[str, int], late: bool
 ) -> None:
-    """Batched, chunked, short of rows, short of pages; the second time from the cache."""
+    """Batched, chunked, with few rows, with few pages; the second time from the cache."""
     engine = make_engine(late=late, **changes)
     for _ in range(2):
-        outputs = run(engine, *crowd())
+        outputs = run(engine, *mixed_batch())
         assert {name: tokens_of(parts) for name, parts in outputs.items()} == alone
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_preempted_requests_go_on_as_if_nothing_had_been(
+def test_preempted_requests_continue_unchanged(
     make_engine: EngineMaker, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more begin than can end
+    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more sequences start than fit
     requests = [
         ask(str(number), some_tokens(30, seed=number), 60, SamplingParams(temperature=0.0, presence_penalty=0.5))
         for number in range(3)
@@ -176,14 +181,14 @@ def test_preempted_requests_go_on_as_if_nothing_had_been(
         assert sum(part.cached_tokens is not None for part in parts) == 1
 
 
-def test_short_answers_wait_for_pages_instead_of_taking_them_from_each_other(make_engine: EngineMaker) -> None:
+def test_short_responses_wait_for_pages_instead_of_preempting(make_engine: EngineMaker) -> None:
     tight = make_engine(pages=6)
     outputs = run(tight, *(ask(str(number), some_tokens(30, seed=number), 60) for number in range(3)))
     assert [len(tokens_of(parts)) for parts in outputs.values()] == [60] * 3
     assert tight.stats().preemptions == 0
 
 
-def test_a_later_turn_takes_all_but_its_tail_from_the_cache(make_engine: EngineMaker) -> None:
+def test_later_turn_takes_all_but_its_end_from_the_cache(make_engine: EngineMaker) -> None:
     engine = make_engine()
     history = some_tokens(50)
     for turn in range(4):
@@ -196,7 +201,7 @@ def test_a_later_turn_takes_all_but_its_tail_from_the_cache(make_engine: EngineM
         history = (*history, *tokens_of(outputs), *some_tokens(5, seed=turn))
 
 
-def test_a_prompt_that_is_wholly_cached_computes_one_token(make_engine: EngineMaker) -> None:
+def test_fully_cached_prompt_computes_one_token(make_engine: EngineMaker) -> None:
     engine = make_engine()
     prompt = some_tokens(2 * PAGE)
     first = tokens_of(run(engine, ask("first", prompt))["first"])
@@ -210,7 +215,7 @@ def test_a_prompt_that_is_wholly_cached_computes_one_token(make_engine: EngineMa
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("steps", range(9))
-def test_cancelling_frees_everything_at_once_in_every_phase(make_engine: EngineMaker, steps: int, late: bool) -> None:
+def test_cancel_frees_everything_at_once_in_every_phase(make_engine: EngineMaker, steps: int, late: bool) -> None:
     """Waiting, prefilling, drawing, in flight, decoding: `steps` into a prompt of six chunks and four tokens."""
     engine = make_engine(late=late, prefill_chunk_tokens=16, max_num_seqs=2)
     engine.submit(ask("r", some_tokens(90), 4))
@@ -227,13 +232,13 @@ def test_cancelling_frees_everything_at_once_in_every_phase(make_engine: EngineM
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_cancelling_one_leaves_the_others_alone(
+def test_cancel_does_not_change_other_requests(
     make_engine: EngineMaker, alone: dict[str, list[int]], late: bool
 ) -> None:
     engine = make_engine(late=late, pages=12)
     said: dict[str, list[int]] = {}
     names = list(alone)
-    for request in crowd():
+    for request in mixed_batch():
         engine.submit(request)
     for step in range(1000):
         if step < 2 * len(names) and step % 4 == 0:
@@ -250,7 +255,7 @@ def test_cancelling_one_leaves_the_others_alone(
     assert said == {name: alone[name] for name in said}
 
 
-def test_cancelling_what_is_not_there_is_ignored(make_engine: EngineMaker) -> None:
+def test_cancel_ignores_unknown_ids(make_engine: EngineMaker) -> None:
     engine = make_engine()
     engine.cancel("nobody")
     assert not engine.has_work
@@ -264,7 +269,7 @@ def test_cancelling_what_is_not_there_is_ignored(make_engine: EngineMaker) -> No
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_stop_token_ends_a_request_and_is_returned(make_engine: EngineMaker, late: bool) -> None:
+def test_stop_token_ends_a_request_and_is_returned(make_engine: EngineMaker, late: bool) -> None:
     engine = make_engine(late=late)
     prompt = some_tokens(40, seed=9)
     free = run(engine, ask("free", prompt, 30))["free"]
@@ -279,14 +284,14 @@ def test_a_stop_token_ends_a_request_and_is_returned(make_engine: EngineMaker, l
     assert stopped[-1].tokens == (stop,)
 
 
-def test_a_stop_on_the_last_token_allowed_is_a_stop(make_engine: EngineMaker) -> None:
+def test_stop_token_at_max_tokens_finishes_with_stop(make_engine: EngineMaker) -> None:
     engine = make_engine()
     prompt = some_tokens(40, seed=9)
     (first,) = tokens_of(run(engine, ask("free", prompt, 1))["free"])
     assert run(engine, ask("stopped", prompt, 1, stop_token_ids=(first,)))["stopped"][-1].finish == "stop"
 
 
-def test_stop_tokens_wait_for_the_minimum(make_engine: EngineMaker) -> None:
+def test_stop_tokens_are_ignored_below_min_tokens(make_engine: EngineMaker) -> None:
     engine = make_engine()
     everything = tuple(range(VOCAB // 2))
     outputs = run(engine, ask("r", some_tokens(10), 40, stop_token_ids=everything, min_tokens=6))["r"]
@@ -296,7 +301,7 @@ def test_stop_tokens_wait_for_the_minimum(make_engine: EngineMaker) -> None:
     assert outputs[-1].finish == ("stop" if said[-1] in everything else "length")
 
 
-def test_a_request_may_fill_the_context_to_the_last_token(make_engine: EngineMaker) -> None:
+def test_request_can_fill_the_context(make_engine: EngineMaker) -> None:
     engine = make_engine()
     outputs = run(engine, ask("full", some_tokens(CONTEXT - 10), 10), ask("one", some_tokens(CONTEXT - 1, 2), 1))
     assert [len(tokens_of(parts)) for parts in outputs.values()] == [10, 1]
@@ -309,7 +314,7 @@ def test_a_request_may_fill_the_context_to_the_last_token(make_engine: EngineMak
         (ask("bad", (1,), 0), "max_tokens is 0"),
         (ask("bad", (1, VOCAB)), f"vocabulary of {VOCAB}"),
         (ask("bad", (-1,)), f"vocabulary of {VOCAB}"),
-        (ask("bad", (1,) * CONTEXT, 1), f"{CONTEXT} tokens and asks for 1 more, but this model holds {CONTEXT}"),
+        (ask("bad", (1,) * CONTEXT, 1), f"asks for 1 more, but the context of this model holds {CONTEXT}"),
         (ask("running", (1,)), "already running"),
         (ask("bad", (1,), 5, SamplingParams(temperature=math.nan)), "temperature is nan"),
         (ask("bad", (1,), 5, SamplingParams(temperature=1e39)), "temperature is 1e[+]39"),
@@ -323,7 +328,7 @@ def test_a_request_may_fill_the_context_to_the_last_token(make_engine: EngineMak
         (ask("bad", (1,), 5, SamplingParams(top_logprobs=-1)), "top_logprobs is -1"),
     ],
 )
-def test_what_can_never_be_served_is_refused_and_troubles_nobody(
+def test_rejects_an_impossible_request_without_affecting_others(
     make_engine: EngineMaker, bad: EngineRequest, message: str
 ) -> None:
     engine = make_engine()
@@ -339,29 +344,29 @@ def test_what_can_never_be_served_is_refused_and_troubles_nobody(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_logits_that_are_no_numbers_end_one_request_and_spoil_no_other(make_engine: EngineMaker, late: bool) -> None:
+def test_non_finite_logits_end_only_their_own_request(make_engine: EngineMaker, late: bool) -> None:
     start = some_tokens(40)
     healthy = ask("healthy", start, 10)
     expected = tokens_of(run(make_engine(), healthy)["healthy"])
-    sick_token = next(token for token in range(VOCAB) if token not in (*start, *expected))
+    faulty_token = next(token for token in range(VOCAB) if token not in (*start, *expected))
     engine = make_engine(late=late, prefill_chunk_tokens=40)
-    engine._runner.model.embedding.weight[sick_token] = torch.nan
-    sick = ask("sick", (*start, sick_token, *start[:29]))
+    engine.model.embedding.weight[faulty_token] = torch.nan
+    faulty = ask("faulty", (*start, faulty_token, *start[:29]))
     for _ in range(2):
-        outputs = run(engine, healthy, sick)
+        outputs = run(engine, healthy, faulty)
         assert tokens_of(outputs["healthy"]) == expected
-        (last,) = outputs["sick"]
+        (last,) = outputs["faulty"]
         assert last.finish == "error"
         assert "not finite" in (last.error or "")
-    digests = Sequence.of(sick).digests_of_full_pages(PAGE)
-    assert len(digests) == 2
-    assert engine._scheduler.pool.match(digests) == [], "what it was made of is still in the cache"
+        assert last.cached_tokens is None
+    again = run(engine, ask("again", (*faulty.prompt[:PAGE], 1)))["again"]
+    assert again[0].cached_tokens == 0, "a page of the failed request is still in the cache"
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("when", ["before the forward pass", "after it"])
 @pytest.mark.parametrize("step", range(1, 8))
-def test_a_step_that_fails_is_as_if_it_had_not_been(
+def test_failed_step_is_repeated_with_the_same_result(
     make_engine: EngineMaker,
     alone: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -369,9 +374,9 @@ def test_a_step_that_fails_is_as_if_it_had_not_been(
     when: str,
     late: bool,
 ) -> None:
-    requests = [request for request in crowd() if request.id in ("long", "penalised", "seeded")]
+    requests = [request for request in mixed_batch() if request.id in ("long", "penalised", "seeded")]
     engine = make_engine(late=late, prefill_chunk_tokens=33)
-    launch = engine._runner.launch
+    launch = Runner.launch
     launches = 0
 
     def failing(*arguments: Any, **named: Any) -> Any:
@@ -385,7 +390,7 @@ def test_a_step_that_fails_is_as_if_it_had_not_been(
             raise RuntimeError("out of memory")
         return launched
 
-    monkeypatch.setattr(engine._runner, "launch", failing)
+    monkeypatch.setattr(Runner, "launch", failing)
     said: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         engine.submit(request)
@@ -404,16 +409,14 @@ def test_a_step_that_fails_is_as_if_it_had_not_been(
     assert engine.stats().used_pages == 0
 
 
-def test_the_requests_of_a_failed_step_can_be_cancelled(
-    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_a_failed_step_can_be_cancelled(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of memory")
 
     engine.submit(ask("r", some_tokens(50)))
-    monkeypatch.setattr(engine._runner, "launch", failing)
+    monkeypatch.setattr(Runner, "launch", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step()
     engine.cancel("r")
@@ -423,11 +426,11 @@ def test_the_requests_of_a_failed_step_can_be_cancelled(
 
 
 POISON = SamplingParams(temperature=0.5, frequency_penalty=0.625)
-"""What the faults injected below know the request at fault by."""
+"""Marks the request at fault for the injected faults below."""
 
 
 def run_with_worker(engine: Engine, requests: list[EngineRequest]) -> tuple[dict[str, list[int]], list[str]]:
-    """What each request says and which ones were blamed, where a failed step is treated as a worker treats it."""
+    """The response to each request and the blamed requests, if failed steps are handled like in a worker."""
     said: dict[str, list[int]] = {request.id: [] for request in requests}
     blamed = []
     for request in requests:
@@ -448,15 +451,15 @@ def run_with_worker(engine: Engine, requests: list[EngineRequest]) -> tuple[dict
     return said, blamed
 
 
-def crowd_with_poison(*places: int) -> list[EngineRequest]:
-    requests = crowd()
+def batch_with_poison(*places: int) -> list[EngineRequest]:
+    requests = mixed_batch()
     for number, place in enumerate(places):
         requests.insert(place, ask(f"poison {number}", some_tokens(45, seed=8 + number), 9, POISON))
     return requests
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_parameters_that_cannot_be_assigned_end_their_own_request(
+def test_parameters_that_cannot_be_assigned_end_only_their_own_request(
     make_engine: EngineMaker, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     assign = Sampler.assign
@@ -467,7 +470,7 @@ def test_parameters_that_cannot_be_assigned_end_their_own_request(
         assign(sampler, row, request, drawn)
 
     monkeypatch.setattr(Sampler, "assign", failing)
-    said, blamed = run_with_worker(make_engine(late=late, max_num_seqs=12), crowd_with_poison(0, 4))
+    said, blamed = run_with_worker(make_engine(late=late, max_num_seqs=12), batch_with_poison(0, 4))
     assert sorted(blamed) == ["poison 0", "poison 1"]
     assert said == alone | {"poison 0": [], "poison 1": []}
 
@@ -476,14 +479,14 @@ def test_parameters_that_cannot_be_assigned_end_their_own_request(
 @pytest.mark.parametrize(
     "changes", [{"max_num_seqs": 12}, {"prefill_chunk_tokens": 33}, {"pages": 8, "max_num_seqs": 3}], ids=str
 )
-def test_a_draw_that_fails_for_one_request_ends_it_alone_and_the_others_say_what_they_say_alone(
+def test_failed_draw_ends_only_its_own_request(
     make_engine: EngineMaker,
     alone: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, int],
     late: bool,
 ) -> None:
-    """The fault comes in the middle of a step of many, where nothing says whose it is."""
+    """The fault is raised in a step of many requests, without naming the one at fault."""
     apply = Penalties.apply
 
     def failing(penalties: Penalties, logits: Any, rows: Any, positions: Any, params: Any) -> Any:
@@ -492,14 +495,12 @@ def test_a_draw_that_fails_for_one_request_ends_it_alone_and_the_others_say_what
         return apply(penalties, logits, rows, positions, params)
 
     monkeypatch.setattr(Penalties, "apply", failing)
-    said, blamed = run_with_worker(make_engine(late=late, **changes), crowd_with_poison(1, 6))
+    said, blamed = run_with_worker(make_engine(late=late, **changes), batch_with_poison(1, 6))
     assert sorted(blamed) == ["poison 0", "poison 1"]
     assert said == alone | {"poison 0": [], "poison 1": []}
 
 
-def test_a_model_that_fails_its_self_test_blames_nobody(
-    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_self_test_blames_no_request(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
     def failing(*_: Any, **__: Any) -> Any:
@@ -518,7 +519,7 @@ def test_a_model_that_fails_its_self_test_blames_nobody(
     assert engine.stats().used_pages == 0
 
 
-def test_the_largest_integers_are_cut_to_what_there_is(make_engine: EngineMaker) -> None:
+def test_huge_integers_are_cut_to_the_vocabulary_and_context(make_engine: EngineMaker) -> None:
     huge = SamplingParams(
         temperature=0.8, seed=2**70, top_k=2**70, repetition_window=2**70, repetition_penalty=1.2, top_logprobs=2**70
     )
@@ -533,7 +534,7 @@ def test_the_largest_integers_are_cut_to_what_there_is(make_engine: EngineMaker)
     assert len(outputs["huge"][0].logprobs[0].top_ids) == VOCAB
 
 
-def test_logprobs_come_in_the_number_each_request_asked_for(make_engine: EngineMaker) -> None:
+def test_each_request_gets_the_number_of_logprobs_it_asked_for(make_engine: EngineMaker) -> None:
     engine = make_engine()
     prompt = some_tokens(20)
     outputs = run(
@@ -552,16 +553,16 @@ def test_logprobs_come_in_the_number_each_request_asked_for(make_engine: EngineM
         assert many.top_logprobs[0] == pytest.approx(many.logprob, abs=1e-6)
 
 
-def test_the_same_seed_says_the_same_in_any_company(make_engine: EngineMaker) -> None:
+def test_same_seed_draws_the_same_tokens_in_any_batch(make_engine: EngineMaker) -> None:
     params = SamplingParams(temperature=1.2, seed=99)
     seeded = ask("mine", some_tokens(40), 25, params)
     said = tokens_of(run(make_engine(), seeded)["mine"])
-    assert tokens_of(run(make_engine(late=True, prefill_chunk_tokens=9), *crowd(), seeded)["mine"]) == said
+    assert tokens_of(run(make_engine(late=True, prefill_chunk_tokens=9), *mixed_batch(), seeded)["mine"]) == said
     other = run(make_engine(), ask("other", some_tokens(40), 25, replace(params, seed=100)))["other"]
     assert tokens_of(other) != said
 
 
-def test_stats_count_what_was_done(make_engine: EngineMaker) -> None:
+def test_stats_count_completed_work(make_engine: EngineMaker) -> None:
     engine = make_engine()
     assert engine.stats().steps == engine.stats().prompt_tokens == engine.stats().completion_tokens == 0
     prompt = some_tokens(70)
@@ -576,7 +577,7 @@ def test_stats_count_what_was_done(make_engine: EngineMaker) -> None:
     assert stats.num_pages == engine.info.num_pages
 
 
-def test_a_busy_engine_says_so(make_engine: EngineMaker) -> None:
+def test_busy_engine_reports_running_and_waiting(make_engine: EngineMaker) -> None:
     engine = make_engine(max_num_seqs=1)
     engine.submit(ask("first", some_tokens(40)))
     engine.submit(ask("second", some_tokens(40, 1)))

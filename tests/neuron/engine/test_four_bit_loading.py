@@ -1,4 +1,4 @@
-"""A quantised checkpoint on a CPU: its matrices are kept in four bits too, and answer as the dense ones do."""
+"""A quantised checkpoint on a CPU: its matrices are also kept in four bits, and compute like the dense ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34), "F32": (0, 4)}
 
 
 def blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> bytes:
-    """Random numbers of about the size that keeps activations at theirs."""
+    """Random numbers of a size that keeps activations stable."""
     if kind == "F32":
         return (torch.rand(rows * columns, generator=generator) + 0.5).numpy().tobytes()
     scale = columns**-0.5 / (4 if kind.startswith("Q4") else 64)
@@ -108,7 +108,7 @@ def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine at hand is fast at; and matrices come in as many runs of rows as they can."""
+    """Four bits count as faster on any machine, and matrices arrive in as many runs of rows as possible."""
     monkeypatch.setattr(loading, "rows_worth_it", lambda _: 4)
     monkeypatch.setattr(transfer, "_RUN_NUMBERS", 1)
 
@@ -116,7 +116,7 @@ def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("worth_it")
 @pytest.mark.parametrize("matrices", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("embedding", ["Q4_0", "Q8_0"])
-def test_it_answers_as_the_dense_model_does(tmp_path: Path, matrices: str, embedding: str) -> None:
+def test_four_bit_model_responds_like_the_dense_model(tmp_path: Path, matrices: str, embedding: str) -> None:
     write_model(tmp_path / "model.gguf", matrices, embedding)
     tokens = torch.randint(0, VOCAB, (48,), generator=torch.Generator().manual_seed(2)).tolist()
     packed = load(tmp_path / "model.gguf")
@@ -126,7 +126,7 @@ def test_it_answers_as_the_dense_model_does(tmp_path: Path, matrices: str, embed
 
 
 @pytest.mark.usefixtures("worth_it")
-def test_what_is_kept_twice_is_counted_twice(tmp_path: Path) -> None:
+def test_both_forms_of_a_matrix_count_as_weights(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     packed, dense = load(tmp_path / "model.gguf"), load(tmp_path / "model.gguf", "float32")
     itemsize = packed.dtype.itemsize
@@ -137,12 +137,12 @@ def test_what_is_kept_twice_is_counted_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("worth_it")
-def test_who_asks_for_a_dtype_gets_only_that(tmp_path: Path) -> None:
+def test_requested_dtype_keeps_only_the_dense_form(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     assert load(tmp_path / "model.gguf", "float32").model.head.four_bit is None
 
 
-def test_where_it_is_not_faster_nothing_is_kept_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeps_only_the_dense_form_if_four_bits_are_not_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "rows_worth_it", lambda _: 0)
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     loaded = load(tmp_path / "model.gguf")

@@ -1,5 +1,5 @@
-"""An engine over a model with recurrent layers: what comes from the cache, and from a crowded batch, is what it would
-say alone."""
+"""An engine over a model with recurrent layers: responses from the cache and from a full batch equal those of a request
+alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model
-from cortex.neuron.engine.memory.state_slots import StateSlots
-from cortex.neuron.engine.memory.states import state_bytes
+from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.sizes import state_bytes
 
 CONFIG = {
     "model_type": "qwen3_5_text",
@@ -71,7 +71,7 @@ def some_tokens(count: int, seed: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(64), k=count))
 
 
-def test_a_conversation_says_the_same_with_and_without_the_cache() -> None:
+def test_conversation_is_the_same_with_and_without_the_cache() -> None:
     engine = make_engine()
     prompt: tuple[int, ...] = some_tokens(70, 0)
     turn_ends: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ def test_a_conversation_says_the_same_with_and_without_the_cache() -> None:
     assert engine.stats().cached_tokens > 0
 
 
-def test_a_rewritten_answer_is_computed_from_the_turn_before_it() -> None:
+def test_rewritten_response_is_computed_from_the_turn_before_it() -> None:
     engine = make_engine()
     prompt = some_tokens(200, 1)
     finish(engine, EngineRequest("first", prompt, 10, GREEDY, checkpoint_at=(50, 140)))
@@ -98,7 +98,7 @@ def test_a_rewritten_answer_is_computed_from_the_turn_before_it() -> None:
 
 
 @pytest.mark.parametrize("memory", [None, 470_000])
-def test_many_at_once_say_what_each_says_alone(memory: int | None) -> None:
+def test_concurrent_requests_respond_as_each_does_alone(memory: int | None) -> None:
     """With little memory they evict each other's pages and states."""
     engine = make_engine() if memory is None else make_engine(memory_bytes=memory)
     shared = some_tokens(90, 3)
@@ -118,7 +118,7 @@ def test_many_at_once_say_what_each_says_alone(memory: int | None) -> None:
         assert all(again[request.id][1] == (len(request.prompt) - 1) // 32 * 32 for request in requests)
 
 
-def test_a_small_device_runs_fewer_sequences_and_says_so() -> None:
+def test_small_device_runs_fewer_sequences_and_notes_it() -> None:
     engine = make_engine(memory_bytes=400_000, max_num_seqs=64)
     rows = next(int(note.split()[0]) for note in engine.info.notes if "recurrent" in note)
     assert 1 <= rows < 64
@@ -126,9 +126,9 @@ def test_a_small_device_runs_fewer_sequences_and_says_so() -> None:
     assert all(len(tokens) == 5 for tokens, _ in finish(engine, *requests).values())
 
 
-def test_slots_are_planned_in_bytes() -> None:
-    model = make_engine()._runner.model
-    slot_bytes = state_bytes(model.gated_deltas, torch.float32)
+def test_planned_slots_take_the_planned_bytes() -> None:
+    model = make_engine().model
+    slot_bytes = state_bytes(model.architecture, torch.float32.itemsize)
     assert StateSlots.plan(0, 7, 0, "cpu") == StateSlots(7)
     whole = StateSlots.plan(slot_bytes, 4, 1 << 30, "cpu")
     assert (whole.rows, whole.checkpoints, whole.notes) == (4, 32, ())

@@ -1,4 +1,4 @@
-"""Loading: what cannot be loaded says why in one line, and neither a failed nor a closed engine leaves anything."""
+"""Loading: errors are one line, and neither a failed load nor a closed engine leaves anything behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.models.registry import SUPPORTED
+from cortex.neuron.models.registry import FAMILIES
 
 CPU = torch.device("cpu")
 VOCAB = 20_000
@@ -51,7 +51,7 @@ def change_config(path: Path, **changes: Any) -> None:
 
 
 def live_tensors() -> int:
-    """Bytes of the tensors that somebody still refers to."""
+    """Bytes of all live tensors."""
     gc.collect()
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -65,7 +65,7 @@ def is_mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-def test_a_loaded_engine_tells_its_facts(checkpoint: Path) -> None:
+def test_loaded_engine_reports_its_info(checkpoint: Path) -> None:
     engine = load(checkpoint)
     info = engine.info
     assert (info.family, info.dtype, info.vocab_size, info.context_tokens) == ("llama", "float32", VOCAB, CONTEXT)
@@ -78,7 +78,7 @@ def test_a_loaded_engine_tells_its_facts(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_numbers_are_kept_as_asked(checkpoint: Path, dtype: str) -> None:
+def test_weights_have_the_requested_dtype(checkpoint: Path, dtype: str) -> None:
     engine = load(checkpoint, dtype=dtype)
     assert engine.info.dtype == dtype
     engine.submit(EngineRequest("r", (1, 2, 3), 4, SamplingParams(temperature=0.0)))
@@ -90,13 +90,13 @@ def test_the_numbers_are_kept_as_asked(checkpoint: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("asked", "given"), [(100, 100), (CONTEXT, CONTEXT), (10 * CONTEXT, CONTEXT), (None, CONTEXT)])
-def test_the_context_is_what_was_asked_for_or_the_models_own(checkpoint: Path, asked: int | None, given: int) -> None:
+def test_context_is_the_requested_one_or_the_models_own(checkpoint: Path, asked: int | None, given: int) -> None:
     engine = load(checkpoint, context_tokens=asked)
     assert engine.info.context_tokens == given
     engine.close()
 
 
-def test_progress_is_monotonic_and_ends_with_every_byte(checkpoint: Path) -> None:
+def test_progress_is_monotonic_and_ends_with_all_bytes(checkpoint: Path) -> None:
     told: list[tuple[str, int, int]] = []
     engine = load(checkpoint, lambda stage, done, total: told.append((stage, done, total)))
     stages = [stage for stage, _, _ in told]
@@ -107,8 +107,8 @@ def test_progress_is_monotonic_and_ends_with_every_byte(checkpoint: Path) -> Non
     engine.close()
 
 
-def test_another_engine_may_step_while_one_loads(checkpoint: Path) -> None:
-    """No mode of the loader (default dtype, default device, inference) reaches whoever is called from within."""
+def test_engine_can_step_while_another_loads(checkpoint: Path) -> None:
+    """No mode of the loader (default dtype, default device, inference) affects the progress callback."""
     running = load(checkpoint)
     request = EngineRequest("r", (1, 2, 3), 12, SamplingParams(temperature=0.0))
     running.submit(request)
@@ -129,12 +129,12 @@ def test_another_engine_may_step_while_one_loads(checkpoint: Path) -> None:
     running.close()
 
 
-def test_an_unsupported_family_is_named_with_those_that_are_supported(checkpoint: Path) -> None:
+def test_rejects_an_unsupported_family_and_lists_the_supported_ones(checkpoint: Path) -> None:
     change_config(checkpoint, model_type="mamba7")
-    with pytest.raises(LoadError, match="'mamba7' is not supported") as refused:
+    with pytest.raises(LoadError, match="'mamba7' is not supported") as rejected:
         load(checkpoint)
-    assert all(name in str(refused.value) for name in SUPPORTED)
-    assert "docs/adding-a-model.md" in str(refused.value)
+    assert all(name in str(rejected.value) for name in FAMILIES)
+    assert "docs/adding-a-model.md" in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -157,26 +157,24 @@ def test_an_unsupported_family_is_named_with_those_that_are_supported(checkpoint
         ({"max_position_embeddings": None}, "max_position_embeddings"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
-        ({"quantization_config": {"bits": 4}}, "take the model's unquantised repository, or a GGUF file"),
+        ({"quantization_config": {"bits": 4}}, "use the model's unquantised repository, or a GGUF file"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "the weights are quantised (awq)"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
     ],
     ids=str,
 )
-def test_a_config_that_makes_no_sense_is_refused_in_one_line(
-    checkpoint: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_rejects_an_invalid_config_in_one_line(checkpoint: Path, changes: dict[str, Any], message: str) -> None:
     change_config(checkpoint, **changes)
-    with pytest.raises(LoadError) as refused:
+    with pytest.raises(LoadError) as rejected:
         load(checkpoint)
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-    del refused  # its frames hold views of the files
+    assert message in str(rejected.value)
+    assert "\n" not in str(rejected.value)
+    del rejected  # its frames hold views of the files
     gc.collect()
     assert not is_mapped(checkpoint)
 
 
-def test_a_truncated_file_is_refused(checkpoint: Path) -> None:
+def test_rejects_a_truncated_file(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     with file.open("r+b") as stream:
         stream.truncate(file.stat().st_size - 1000)
@@ -186,30 +184,30 @@ def test_a_truncated_file_is_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_a_missing_file_is_named(checkpoint: Path, missing: str) -> None:
+def test_rejects_a_missing_file_by_name(checkpoint: Path, missing: str) -> None:
     (checkpoint / missing).unlink()
     with pytest.raises(LoadError, match=r"config\.json|no \*\.safetensors"):
         load(checkpoint)
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers_and_nothing_is_taken(checkpoint: Path) -> None:
+def test_rejects_a_model_that_does_not_fit_without_allocating(checkpoint: Path) -> None:
     before = live_tensors()
-    with pytest.raises(LoadError) as refused:
+    with pytest.raises(LoadError) as rejected:
         load(checkpoint, memory_bytes=5_000_000)
-    assert "the model needs 0.01 GB on cpu (weights 0.01 GB" in str(refused.value)
-    assert "0.01 GB can be used" in str(refused.value) or "0.00 GB can be used" in str(refused.value)
-    assert not isinstance(refused.value, NoRoomError), "room that others leave would not help"
-    del refused
+    assert "the model needs 0.01 GB on cpu (weights 0.01 GB" in str(rejected.value)
+    assert "0.01 GB can be used" in str(rejected.value) or "0.00 GB can be used" in str(rejected.value)
+    assert not isinstance(rejected.value, NoRoomError), "unloading other models would not help"
+    del rejected
     assert live_tensors() <= before
 
 
-def test_a_reserve_that_leaves_nothing_is_refused(checkpoint: Path) -> None:
+def test_rejects_a_load_if_the_reserve_leaves_nothing(checkpoint: Path) -> None:
     with pytest.raises(NoRoomError, match=r"but 0\.00 GB can be used"):
         load(checkpoint, min_free_bytes=1 << 60)
 
 
-def test_room_is_left_for_penalties(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are taken when a request first asks for one, long after the pages have taken the rest."""
+def test_load_leaves_room_for_penalties(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are allocated when a request first uses one, long after the pages have taken the rest."""
     whole = load(checkpoint)
     page_bytes = whole.info.kv_bytes // (whole.info.num_pages + 1)
     free_bytes = whole.info.weight_bytes + 9 * page_bytes
@@ -223,7 +221,7 @@ def test_room_is_left_for_penalties(checkpoint: Path, monkeypatch: pytest.Monkey
         engine.close()
 
 
-def test_a_context_cut_short_by_memory_is_told(checkpoint: Path) -> None:
+def test_context_limited_by_memory_is_noted(checkpoint: Path) -> None:
     whole = load(checkpoint)
     page_bytes = whole.info.kv_bytes // (whole.info.num_pages + 1)
     engine = load(checkpoint, memory_bytes=whole.info.weight_bytes + 5 * page_bytes)
@@ -235,7 +233,7 @@ def test_a_context_cut_short_by_memory_is_told(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_load_that_is_called_off_leaves_nothing(checkpoint: Path, after: int) -> None:
+def test_cancelled_load_leaves_nothing(checkpoint: Path, after: int) -> None:
     before = live_tensors()
     asked = 0
 
@@ -244,13 +242,13 @@ def test_a_load_that_is_called_off_leaves_nothing(checkpoint: Path, after: int) 
         asked += 1
         return asked > after
 
-    with pytest.raises(LoadCancelled, match="called off"):
+    with pytest.raises(LoadCancelled, match="cancelled"):
         Engine.load(LoadSpec(str(checkpoint), dtype="float32"), CPU, lambda *_: None, cancelled)
     assert live_tensors() <= before
     assert not is_mapped(checkpoint)
 
 
-def test_a_closed_engine_gives_everything_back(checkpoint: Path) -> None:
+def test_closed_engine_frees_everything(checkpoint: Path) -> None:
     before = live_tensors()
     engine = load(checkpoint)
     assert live_tensors() > before + 7_000_000

@@ -1,4 +1,4 @@
-"""The page pool: every page is in exactly one place, and a name always leads to the contents it stands for."""
+"""The page pool: every page is in exactly one state, and a digest always leads to its contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def digests(*pages: tuple[int, ...]) -> list[bytes]:
 
 
 def committed(pool: PagePool, *chain: bytes) -> list[int]:
-    """Held pages that bear the names of `chain`."""
+    """Held pages with the digests of `chain`."""
     pages = pool.allocate(len(chain))
     assert pages is not None
     for page, digest in zip(pages, chain, strict=True):
@@ -23,7 +23,7 @@ def committed(pool: PagePool, *chain: bytes) -> list[int]:
     return pages
 
 
-def test_a_digest_names_the_tokens_and_everything_before_them() -> None:
+def test_digest_covers_the_page_and_everything_before_it() -> None:
     first, second = digests((1, 2), (3, 4))
     assert digests((1, 2)) == [first]
     assert page_digests(first, (3, 4), 2) == [second]
@@ -36,11 +36,11 @@ def test_only_full_pages_have_a_digest() -> None:
     assert page_digests(ROOT, (1,), 2) == []
 
 
-def test_a_digest_takes_the_largest_token_ids() -> None:
+def test_digest_accepts_the_largest_token_ids() -> None:
     assert digests((2**32 - 1,)) != digests((2**31,))
 
 
-def test_the_padding_page_is_never_handed_out() -> None:
+def test_padding_page_is_never_allocated() -> None:
     pool = PagePool(5, 2)
     pages = pool.allocate(4)
     assert pages is not None
@@ -50,7 +50,7 @@ def test_the_padding_page_is_never_handed_out() -> None:
     assert pool.allocate(1) is None
 
 
-def test_a_pool_without_a_page_to_give_is_refused() -> None:
+def test_rejects_a_pool_without_usable_pages() -> None:
     with pytest.raises(ValueError, match="padding page"):
         PagePool(1, 2)
 
@@ -63,7 +63,7 @@ def test_allocating_too_much_changes_nothing() -> None:
     pool.check_integrity([held])
 
 
-def test_released_pages_with_a_name_stay_findable_and_others_are_blank() -> None:
+def test_released_pages_with_a_digest_stay_cached_and_others_are_blank() -> None:
     pool = PagePool(4, 2)
     chain = digests((1, 2))
     (named,) = committed(pool, *chain)
@@ -81,7 +81,7 @@ def test_match_stops_at_the_first_unknown_page() -> None:
     assert pool.match([chain[2], chain[0]]) == []
 
 
-def test_holding_a_matched_page_takes_it_out_of_the_free_set_once() -> None:
+def test_held_page_leaves_the_free_set_once() -> None:
     pool = PagePool(4, 1)
     chain = digests((1,), (2,))
     pages = committed(pool, *chain)
@@ -97,21 +97,21 @@ def test_holding_a_matched_page_takes_it_out_of_the_free_set_once() -> None:
     pool.check_integrity([])
 
 
-def test_blank_pages_go_before_idle_ones_and_idle_ones_in_the_order_of_disuse() -> None:
+def test_allocates_blank_pages_first_then_the_least_recently_used() -> None:
     pool = PagePool(4, 1)
     old, new = digests((1,)), digests((2,))
     (first,), (second,) = committed(pool, *old), committed(pool, *new)
     pool.release([first])
     pool.release([second])
     pool.hold([first])
-    pool.release([first])  # used again: now `second` went unused longest
+    pool.release([first])  # used again: now `second` is the least recently used
     assert pool.allocate(1) == [3]
     assert pool.allocate(1) == [second]
     assert pool.match(new) == []
     assert pool.match(old) == [first]
 
 
-def test_a_prefix_is_eaten_from_its_end() -> None:
+def test_prefix_is_evicted_from_its_end() -> None:
     pool = PagePool(4, 1)
     chain = digests((1,), (2,), (3,))
     pages = committed(pool, *chain)
@@ -120,7 +120,7 @@ def test_a_prefix_is_eaten_from_its_end() -> None:
     assert pool.match(chain) == pages[:2]
 
 
-def test_the_first_page_of_a_digest_keeps_the_name() -> None:
+def test_first_page_of_a_digest_stays_its_page() -> None:
     pool = PagePool(4, 1)
     chain = digests((1,))
     (first,), (second,) = committed(pool, *chain), committed(pool, *chain)
@@ -131,7 +131,7 @@ def test_the_first_page_of_a_digest_keeps_the_name() -> None:
     assert pool.match(chain) == [first]
 
 
-def test_a_disowned_prefix_is_not_found_again_whether_held_or_idle() -> None:
+def test_disowned_prefix_is_not_matched_whether_held_or_idle() -> None:
     pool = PagePool(4, 1)
     held, idle = digests((1,)), digests((2,))
     (page,), (resting,) = committed(pool, *held), committed(pool, *idle)
@@ -145,7 +145,7 @@ def test_a_disowned_prefix_is_not_found_again_whether_held_or_idle() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random use of a small pool, beside a model of who holds what and what each page contains."""
+    """Random use of a small pool, compared with a model of its holders and contents."""
 
     chains = Bundle("chains")
 
@@ -153,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = PagePool(7, 1)
         self.contents: dict[int, bytes] = {}
-        """What was last said to be written in each page, by anybody who held it."""
+        """The digest that a holder last committed for each page."""
         self.held: list[list[int]] = []
 
     @rule(target=chains, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
@@ -196,7 +196,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.match(chain) == []
 
     @invariant()
-    def books_agree(self) -> None:
+    def state_is_consistent(self) -> None:
         self.pool.check_integrity(self.held)
         assert self.pool.num_held + self.pool.num_free == self.pool.num_pages
         assert self.pool.num_held == len({page for pages in self.held for page in pages})

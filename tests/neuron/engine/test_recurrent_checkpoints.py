@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent states: every slot is in exactly one place, and a name leads to what was kept under it."""
+"""Checkpoints of recurrent states: every slot is in exactly one state, and a digest leads to the state saved for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def names(count: int) -> list[bytes]:
     [
         ((), 100, (96,)),
         ((), 97, (96,)),
-        ((), 96, (64,)),  # the 96th token has to be computed, so its page cannot be skipped
+        ((), 96, (64,)),  # the 96th token must be computed, so its page cannot be skipped
         ((), 32, ()),
         ((40, 70), 100, (32, 64, 96)),
         ((33, 60), 62, (32,)),
@@ -30,7 +30,7 @@ def names(count: int) -> list[bytes]:
         ((40, 300, 500), 300, (32, 288)),
     ],
 )
-def test_states_are_kept_at_the_page_ends_before_turn_ends(turn_ends, num_tokens, expected) -> None:
+def test_states_are_saved_at_page_ends_before_turn_ends(turn_ends, num_tokens, expected) -> None:
     assert checkpoint_positions(turn_ends, 0, num_tokens, 32, 0) == expected
 
 
@@ -38,14 +38,14 @@ def test_states_are_kept_at_the_page_ends_before_turn_ends(turn_ends, num_tokens
     ("start", "spacing_tokens", "expected"),
     [(0, 64, (160, 288)), (0, 100, (160, 288)), (96, 64, (160, 288)), (128, 64, (192, 288)), (192, 100, ())],
 )
-def test_states_are_kept_at_a_distance(start, spacing_tokens, expected) -> None:
+def test_states_are_saved_at_least_the_spacing_apart(start, spacing_tokens, expected) -> None:
     assert checkpoint_positions((40, 170, 200), start, 300, 32, spacing_tokens) == expected
 
 
 @given(
     st.lists(st.integers(-5, 500)), st.integers(0, 400), st.integers(1, 400), st.integers(1, 64), st.integers(0, 100)
 )
-def test_no_state_is_kept_where_it_could_not_be_used(turn_ends, start, num_tokens, page_tokens, spacing) -> None:
+def test_no_state_is_saved_where_it_could_not_be_used(turn_ends, start, num_tokens, page_tokens, spacing) -> None:
     positions = checkpoint_positions(turn_ends, start, num_tokens, page_tokens, spacing)
     assert all(start < position < num_tokens and position % page_tokens == 0 for position in positions)
     stretches = [end - begin for begin, end in zip((start, *positions), positions, strict=False)]
@@ -53,7 +53,7 @@ def test_no_state_is_kept_where_it_could_not_be_used(turn_ends, start, num_token
     assert len(positions) <= 4
 
 
-def test_the_longest_known_prefix_counts() -> None:
+def test_finds_the_longest_known_prefix() -> None:
     checkpoints = RecurrentCheckpoints(FIRST, 3)
     a, b, c = names(3)
     assert checkpoints.longest([a, b, c]) == 0
@@ -63,19 +63,19 @@ def test_the_longest_known_prefix_counts() -> None:
     assert checkpoints.use(b) == FIRST
 
 
-def test_what_went_unused_longest_makes_room() -> None:
+def test_evicts_the_least_recently_used_state_first() -> None:
     checkpoints = RecurrentCheckpoints(FIRST, 2)
     a, b, c = names(3)
     slot_a, slot_b = checkpoints.keep(a), checkpoints.keep(b)
     assert checkpoints.use(a) == slot_a
     assert checkpoints.keep(c) == slot_b
     assert checkpoints.longest([b]) == 0
-    assert checkpoints.keep(a) is None  # known: kept as it is, and refreshed
+    assert checkpoints.keep(a) is None  # known: now the most recently used
     assert checkpoints.keep(b) == slot_b
     assert checkpoints.longest([c]) == 0
 
 
-def test_trails_leave_half_of_the_slots_to_prompts() -> None:
+def test_decode_checkpoints_leave_half_of_the_slots_to_prompts() -> None:
     checkpoints = RecurrentCheckpoints(FIRST, 4)
     slots = [checkpoints.lend(), checkpoints.lend()]
     assert None not in slots
@@ -85,8 +85,8 @@ def test_trails_leave_half_of_the_slots_to_prompts() -> None:
     assert RecurrentCheckpoints(FIRST, 0).keep(b"a") is None
 
 
-class Books(RuleBasedStateMachine):
-    """A model of what each slot's memory holds, beside the books."""
+class CheckpointMachine(RuleBasedStateMachine):
+    """Random use, compared with a model of what each slot contains."""
 
     @initialize(num_slots=st.integers(0, 6))
     def start(self, num_slots: int) -> None:
@@ -132,5 +132,5 @@ class Books(RuleBasedStateMachine):
         self.checkpoints.check_integrity(self.lent)
 
 
-TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCheckpointMachine = CheckpointMachine.TestCase
+TestCheckpointMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

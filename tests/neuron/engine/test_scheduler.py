@@ -1,4 +1,4 @@
-"""What the scheduler plans in the situations that matter. Random traces are in `test_traces.py`."""
+"""What the scheduler plans in important situations. Random traces are in `test_traces.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import RowPlan, Scheduler, SchedulerLimits, StepPlan
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 PAGE = 4
 
@@ -45,7 +46,7 @@ def planned(scheduler: Scheduler) -> StepPlan:
 
 
 def collect(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> None:
-    """The host reads a step in which every row drew `token`; whoever has enough ends."""
+    """The host reads a step in which every row drew `token`; complete sequences end."""
     by_row = {sequence.row: sequence for sequence in scheduler.running}
     for row in plan.rows:
         if row.draws:
@@ -76,18 +77,18 @@ def spans(plan: StepPlan) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("num_decodes", "num_waiting", "expected"),
     [
-        (0, 1, 16_384),  # nobody to hold up
+        (0, 1, 16_384),  # no stream to delay
         (0, 200, 16_384),
         (1, 1, 2_048),
         (200, 7, 2_048),
         (1, 15, 2_048),
-        (1, 16, 4_096),  # the more wait, the more they get
+        (1, 16, 4_096),  # more waiting prompts get more
         (16, 31, 6_144),
         (16, 240, 8_192),  # but never more than half of a step
-        (15_000, 240, 1_384),  # what is left of it
+        (15_000, 240, 1_384),  # the rest of the step
     ],
 )
-def test_what_prompts_get_of_a_step(num_decodes, num_waiting, expected):
+def test_prefill_budget_of_a_step(num_decodes, num_waiting, expected):
     limits = SchedulerLimits(max_rows=512, step_tokens=16_384, mixed_prefill_tokens=2_048, context_tokens=40_960)
     assert limits.prefill_tokens(num_decodes, num_waiting) == expected
 
@@ -97,10 +98,10 @@ def test_what_prompts_get_of_a_step(num_decodes, num_waiting, expected):
     [
         (request("r", ()), "empty"),
         (request("r", 3, max_tokens=0), "max_tokens is 0"),
-        (request("r", 30, max_tokens=3), "30 tokens and asks for 3 more, but this model holds 32"),
+        (request("r", 30, max_tokens=3), "30 tokens and asks for 3 more, but the context of this model holds 32"),
     ],
 )
-def test_what_can_never_run_is_refused_and_leaves_no_trace(bad: EngineRequest, message: str) -> None:
+def test_rejects_a_request_that_can_never_run_without_a_trace(bad: EngineRequest, message: str) -> None:
     scheduler = scheduler_of(pages=8)
     with pytest.raises(RequestError, match=message):
         scheduler.submit(bad)
@@ -108,7 +109,7 @@ def test_what_can_never_run_is_refused_and_leaves_no_trace(bad: EngineRequest, m
     assert scheduler.plan() is None
 
 
-def test_the_longest_possible_request_runs_to_its_end() -> None:
+def test_longest_possible_request_runs_to_its_end() -> None:
     scheduler = scheduler_of(pages=8)
     scheduler.submit(request("r", 20, max_tokens=12))
     plans = run_to_the_end(scheduler)
@@ -117,11 +118,11 @@ def test_the_longest_possible_request_runs_to_its_end() -> None:
     assert scheduler.pool.num_held == 0
 
 
-def test_nothing_to_do_is_no_plan() -> None:
+def test_no_work_gives_no_plan() -> None:
     assert scheduler_of().plan() is None
 
 
-def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks_and_draws_once() -> None:
+def test_prompt_longer_than_the_budget_is_prefilled_in_chunks_and_draws_once() -> None:
     scheduler = scheduler_of(step_tokens=10)
     scheduler.submit(request("r", 25, max_tokens=1))
     plans = run_to_the_end(scheduler)
@@ -130,7 +131,7 @@ def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks_and_draws_once()
     assert plans[1].rows[0].tokens == tuple(range(10, 20))
 
 
-def test_decode_rows_go_before_prefill_and_prefill_beside_them_is_capped() -> None:
+def test_decode_rows_come_first_and_prefill_beside_them_is_capped() -> None:
     scheduler = scheduler_of(mixed=6)
     scheduler.submit(request("old", 4))
     collect(scheduler, planned(scheduler))
@@ -142,7 +143,7 @@ def test_decode_rows_go_before_prefill_and_prefill_beside_them_is_capped() -> No
     assert plan.num_tokens == 7
 
 
-def test_single_tokens_of_prefill_stand_among_the_decodes() -> None:
+def test_single_prefill_tokens_are_ordered_with_the_decodes() -> None:
     scheduler = scheduler_of()
     scheduler.submit(request("long", 6))
     scheduler.submit(request("short", (50,)))
@@ -151,7 +152,7 @@ def test_single_tokens_of_prefill_stand_among_the_decodes() -> None:
     assert plan.num_singles == 1
 
 
-def test_a_step_is_planned_before_the_last_one_is_read() -> None:
+def test_step_is_planned_before_the_last_one_is_read() -> None:
     scheduler = scheduler_of()
     sequence = scheduler.submit(request("r", 4, max_tokens=3))
     planned(scheduler)
@@ -172,7 +173,7 @@ def test_requests_with_the_same_prompt_compute_it_once() -> None:
     assert [sequence.cached for sequence in scheduler.running] == [0, 8, 8]
 
 
-def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
+def test_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
     scheduler = scheduler_of()
     scheduler.submit(request("first", 2 * PAGE, max_tokens=1))
     run_to_the_end(scheduler)
@@ -184,7 +185,7 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
     assert scheduler.pool.num_held == 2, "both hold the same pages"
 
 
-def test_what_a_request_drew_is_a_prefix_for_the_next_turn() -> None:
+def test_drawn_tokens_are_a_cached_prefix_for_the_next_turn() -> None:
     scheduler = scheduler_of()
     scheduler.submit(request("turn", 6, max_tokens=3))
     run_to_the_end(scheduler)
@@ -193,7 +194,7 @@ def test_what_a_request_drew_is_a_prefix_for_the_next_turn() -> None:
     assert following.cached == 2 * PAGE
 
 
-def test_a_different_first_token_shares_nothing() -> None:
+def test_prompts_with_different_first_tokens_share_no_page() -> None:
     scheduler = scheduler_of()
     scheduler.submit(request("first", 12, max_tokens=1))
     run_to_the_end(scheduler)
@@ -210,7 +211,7 @@ def test_admits_in_order_of_arrival_whoever_sent_them() -> None:
     assert [sequence.request.id for sequence in scheduler.running] == ["0", "1", "2"]
 
 
-def test_when_pages_run_out_the_youngest_gives_way_and_comes_back() -> None:
+def test_preempts_the_youngest_sequence_when_pages_run_out() -> None:
     scheduler = scheduler_of(pages=5)
     old = scheduler.submit(request("old", PAGE - 1, max_tokens=13))
     young = scheduler.submit(other("young", PAGE - 1, 100, max_tokens=9))
@@ -224,7 +225,7 @@ def test_when_pages_run_out_the_youngest_gives_way_and_comes_back() -> None:
     assert scheduler.pool.num_held == 0
 
 
-def test_a_preempted_sequence_uses_its_own_pages_again() -> None:
+def test_preempted_sequence_reuses_its_own_pages() -> None:
     scheduler = scheduler_of(pages=6)
     scheduler.submit(request("old", PAGE, max_tokens=9))
     young = scheduler.submit(other("young", 2 * PAGE, 100, max_tokens=8))
@@ -236,7 +237,7 @@ def test_a_preempted_sequence_uses_its_own_pages_again() -> None:
     assert computed < 2 * (2 * PAGE), "not everything was computed twice"
 
 
-def test_a_preempted_sequence_waits_for_its_token_in_flight() -> None:
+def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     scheduler = scheduler_of(pages=2)
     old = scheduler.submit(request("old", PAGE - 1, max_tokens=2))
     young = scheduler.submit(other("young", PAGE - 2, 100, max_tokens=2))
@@ -262,7 +263,7 @@ def test_small_requests_wait_behind_a_large_one_that_lacks_pages() -> None:
 
 
 @pytest.mark.parametrize("phase", ["waiting", "prefilling", "in flight", "decoding"])
-def test_dropping_frees_everything_at_once_in_every_phase(phase: str) -> None:
+def test_drop_frees_everything_at_once_in_every_phase(phase: str) -> None:
     scheduler = scheduler_of(step_tokens=8, mixed=8)
     sequence = scheduler.submit(request("r", 20))
     if phase != "waiting":
@@ -278,7 +279,7 @@ def test_dropping_frees_everything_at_once_in_every_phase(phase: str) -> None:
     assert scheduler.plan() is None
 
 
-def test_a_retracted_step_is_computed_again_and_shares_nothing_it_may_have_spoiled() -> None:
+def test_retracted_step_is_computed_again_and_its_pages_are_not_shared() -> None:
     scheduler = scheduler_of()
     sequence = scheduler.submit(request("r", 10, max_tokens=2))
     scheduler.retract(planned(scheduler))
@@ -305,7 +306,7 @@ def test_retracted_sequences_keep_their_order() -> None:
     assert [sequence.request.id for sequence in scheduler.running] == ["0", "1", "2"]
 
 
-def test_what_a_sick_sequence_is_made_of_is_not_used_again() -> None:
+def test_pages_of_a_distrusted_sequence_are_not_reused() -> None:
     scheduler = scheduler_of()
     scheduler.submit(request("healthy", 8, max_tokens=1))
     run_to_the_end(scheduler)
@@ -320,7 +321,7 @@ def test_what_a_sick_sequence_is_made_of_is_not_used_again() -> None:
     assert again.cached == 0
 
 
-def test_answers_within_the_reservation_are_never_preempted() -> None:
+def test_responses_within_the_reservation_are_never_preempted() -> None:
     scheduler = scheduler_of(pages=8, reserved=16)
     for number in range(4):
         scheduler.submit(other(f"{number}", 8, 100 * number, max_tokens=8))
@@ -331,7 +332,7 @@ def test_answers_within_the_reservation_are_never_preempted() -> None:
     assert scheduler.preemptions == 0
 
 
-def test_without_a_reservation_more_begin_than_can_end_and_the_youngest_gives_way() -> None:
+def test_without_a_reservation_the_youngest_is_preempted() -> None:
     scheduler = scheduler_of(pages=8)
     for number in range(4):
         scheduler.submit(other(f"{number}", 8, 100 * number, max_tokens=12))
@@ -342,14 +343,14 @@ def test_without_a_reservation_more_begin_than_can_end_and_the_youngest_gives_wa
     assert scheduler.preemptions > 0
 
 
-def test_what_is_reserved_ends_with_what_the_request_allows() -> None:
+def test_reservation_is_limited_by_max_tokens() -> None:
     scheduler = scheduler_of(pages=8, reserved=1000)
     for number in range(4):
         scheduler.submit(other(f"{number}", 6, 100 * number, max_tokens=2))
     assert len(planned(scheduler).rows) == 4
 
 
-def test_the_rest_of_a_prompt_that_is_cut_into_chunks_is_promised_its_pages() -> None:
+def test_pages_are_reserved_for_the_rest_of_a_chunked_prompt() -> None:
     scheduler = scheduler_of(pages=8, step_tokens=8)
     scheduler.submit(other("long", 28, 100, max_tokens=1))
     scheduler.submit(other("short", 4, 500, max_tokens=1))
@@ -361,7 +362,7 @@ def test_the_rest_of_a_prompt_that_is_cut_into_chunks_is_promised_its_pages() ->
     assert scheduler.preemptions == 0
 
 
-def test_alone_a_request_is_let_in_however_much_it_allows_itself() -> None:
+def test_single_request_is_admitted_whatever_its_max_tokens() -> None:
     scheduler = scheduler_of(pages=8, reserved=1000)
     scheduler.submit(other("greedy", 4, 100, max_tokens=28))
     assert len(planned(scheduler).rows) == 1

@@ -1,4 +1,4 @@
-"""Sleep: memory is given back, the model that wakes is the one that fell asleep, and a failed wake changes nothing."""
+"""Sleep frees memory, wake restores the same model, and a failed wake changes nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.memory.host import anonymous_bytes
-from cortex.neuron.engine.memory.parked_weights import HostBuffer, ParkedWeights
+from cortex.neuron.engine.memory.host_weights import HostBuffer, HostWeights
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.scheduler import Scheduler
 from cortex.neuron.layers.parameters import Parameters
 
 DENSE: dict[str, Any] = {
@@ -72,9 +73,8 @@ def make_engine() -> Iterator[EngineMaker]:
     def make(config: dict[str, Any] = DENSE, *, moves: bool = False, device: torch.device = CPU) -> Engine:
         """`moves`: the weights leave their place, as they do on a GPU."""
         spec = LoadSpec(path="", dtype="float32" if device is CPU else "auto", max_num_seqs=4)
-        engine = Engine(build_model(config, spec, device, fill), spec)
+        engine = Engine(build_model(config, spec, device, fill), spec, moves_weights=moves or None)
         engine.warm_up()
-        engine._moves_weights = engine._moves_weights or moves
         engines.append(engine)
         return engine
 
@@ -83,7 +83,7 @@ def make_engine() -> Iterator[EngineMaker]:
         engine.close()
 
 
-def answer(engine: Engine) -> tuple[list[int], int]:
+def respond(engine: Engine) -> tuple[list[int], int]:
     """Greedy tokens, and how many of the prompt came from the cache."""
     engine.submit(EngineRequest("r", PROMPT, 10, SamplingParams(temperature=0.0)))
     tokens: list[int] = []
@@ -104,33 +104,40 @@ def wake(engine: Engine) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("config", [DENSE, HYBRID, MIXTURE], ids=["dense", "hybrid", "mixture"])
-def test_it_answers_after_as_before_but_for_the_cache(
+def test_woken_model_responds_as_before_with_an_empty_cache(
     make_engine: EngineMaker, config: dict[str, Any], moves: bool
 ) -> None:
     engine = make_engine(config, moves=moves)
-    before, _ = answer(engine)
-    assert answer(engine)[1] > 0, "a prompt that was seen is cached"
+    before, _ = respond(engine)
+    assert respond(engine)[1] > 0, "a prompt that was seen is cached"
     for _ in range(3):
         assert engine.sleep() >= engine.info.weight_bytes
         assert [stage for stage, _, _ in wake(engine)] == ["place", "warm"]
-        assert answer(engine) == (before, 0)
+        assert respond(engine) == (before, 0)
 
 
-def test_asleep_it_holds_no_memory_for_sequences(make_engine: EngineMaker) -> None:
+def num_alive(*kinds: type) -> int:
+    gc.collect()
+    return sum(isinstance(found, kinds) for found in gc.get_objects())
+
+
+def test_sleeping_model_holds_no_memory_for_sequences(make_engine: EngineMaker) -> None:
+    num_before = num_alive(Runner, Scheduler)
     engine = make_engine(HYBRID)
-    layers = [*engine._loaded.model.attentions, *engine._loaded.model.gated_deltas]
-    held = [weakref.ref(engine._runner), weakref.ref(engine._scheduler)]
-    held += [weakref.ref(layer.cache.keys) for layer in engine._loaded.model.attentions]
-    held += [weakref.ref(layer.state.memory) for layer in engine._loaded.model.gated_deltas]
+    assert num_alive(Runner, Scheduler) == num_before + 2
+    layers = [*engine.model.attentions, *engine.model.gated_deltas]
+    held = [weakref.ref(layer.cache.keys) for layer in engine.model.attentions]
+    held += [weakref.ref(layer.state.memory) for layer in engine.model.gated_deltas]
     engine.sleep()
     gc.collect()
     assert [reference() for reference in held] == [None] * len(held)
+    assert num_alive(Runner, Scheduler) == num_before
     assert not any(hasattr(layer, "cache") or hasattr(layer, "state") for layer in layers)
 
 
-def test_weights_that_move_leave_nothing_behind_and_come_back_into_every_view(make_engine: EngineMaker) -> None:
+def test_moved_weights_free_device_memory_and_return_to_every_view(make_engine: EngineMaker) -> None:
     engine = make_engine(moves=True)
-    model = engine._loaded.model
+    model = engine.model
     storages = model.storages()
     rows = model.head.weight[3:5]
     expected = rows.clone()
@@ -142,14 +149,14 @@ def test_weights_that_move_leave_nothing_behind_and_come_back_into_every_view(ma
     assert rows.data_ptr() == model.embedding.weight[3:5].data_ptr()
 
 
-def test_both_are_idempotent(make_engine: EngineMaker) -> None:
+def test_sleep_and_wake_are_idempotent(make_engine: EngineMaker) -> None:
     engine = make_engine(moves=True)
     assert engine.sleep() == engine.sleep()
     wake(engine)
     assert wake(engine) == []
 
 
-def test_only_an_idle_model_sleeps_and_a_sleeping_one_takes_nothing(make_engine: EngineMaker) -> None:
+def test_busy_model_does_not_sleep_and_sleeping_model_rejects_requests(make_engine: EngineMaker) -> None:
     engine = make_engine()
     request = EngineRequest("r", PROMPT, 10, SamplingParams(temperature=0.0))
     engine.submit(request)
@@ -163,10 +170,10 @@ def test_only_an_idle_model_sleeps_and_a_sleeping_one_takes_nothing(make_engine:
         engine.submit(request)
 
 
-def test_counters_go_on_and_the_self_test_is_not_counted(make_engine: EngineMaker) -> None:
+def test_counters_continue_over_sleep_without_the_self_test(make_engine: EngineMaker) -> None:
     engine = make_engine()
     assert engine.stats().steps == 0
-    answer(engine)
+    respond(engine)
     before = engine.stats()
     engine.sleep()
     asleep = engine.stats()
@@ -180,12 +187,12 @@ def no_memory(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(("place", "name"), [(SequenceMemory, "allocate"), (Runner, "__init__"), (Runner, "launch")])
-def test_a_wake_that_runs_out_of_memory_midway_sleeps_on(
+def test_wake_that_runs_out_of_memory_leaves_the_model_asleep(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch, place: type, name: str
 ) -> None:
     engine = make_engine(HYBRID, moves=True)
-    expected, _ = answer(engine)
-    storages = engine._loaded.model.storages()
+    expected, _ = respond(engine)
+    storages = engine.model.storages()
     engine.sleep()
     with monkeypatch.context() as failing:
         failing.setattr(place, name, no_memory)
@@ -193,30 +200,38 @@ def test_a_wake_that_runs_out_of_memory_midway_sleeps_on(
             with pytest.raises(torch.OutOfMemoryError):
                 wake(engine)
             assert sum(storage.nbytes() for storage in storages) == 0
-            assert not any(hasattr(layer, "cache") for layer in engine._loaded.model.attentions)
+            assert not any(hasattr(layer, "cache") for layer in engine.model.attentions)
             assert not engine.has_work
     wake(engine)
-    assert answer(engine) == (expected, 0)
+    assert respond(engine) == (expected, 0)
 
 
-def test_memory_that_runs_out_among_the_weights_is_given_back(make_engine: EngineMaker) -> None:
+def test_wake_that_runs_out_of_memory_among_the_weights_frees_them(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(moves=True)
-    expected, _ = answer(engine)
-    storages = engine._loaded.model.storages()
+    expected, _ = respond(engine)
+    storages = engine.model.storages()
     engine.sleep()
-    assert engine._asleep is not None
-    assert engine._asleep._parked is not None
-    sizes = engine._asleep._parked._sizes
-    sizes[-1], true_size = 1 << 62, sizes[-1]
-    with pytest.raises(RuntimeError):
-        wake(engine)
+    resize = torch.UntypedStorage.resize_
+    num_filled = 0
+
+    def failing(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        nonlocal num_filled
+        num_filled += num_bytes > 0
+        return no_memory() if num_filled == len(storages) and num_bytes else resize(storage, num_bytes)
+
+    with monkeypatch.context() as out_of_memory:
+        out_of_memory.setattr(torch.UntypedStorage, "resize_", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            wake(engine)
+    assert num_filled == len(storages)
     assert sum(storage.nbytes() for storage in storages) == 0
-    sizes[-1] = true_size
     wake(engine)
-    assert answer(engine) == (expected, 0)
+    assert respond(engine) == (expected, 0)
 
 
-def test_no_room_on_the_device_is_said_before_anything_is_touched(
+def test_wake_without_room_on_the_device_changes_nothing(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -228,38 +243,46 @@ def test_no_room_on_the_device_is_said_before_anything_is_touched(
     wake(engine)
 
 
-def test_no_room_on_the_host_leaves_it_awake(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_without_room_on_the_host_leaves_the_model_awake(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(moves=True)
-    expected, _ = answer(engine)
+    expected, _ = respond(engine)
     monkeypatch.setattr(
-        "cortex.neuron.engine.memory.parked_weights.device_memory", lambda _: DeviceMemory(1 << 30, 1000, 0)
+        "cortex.neuron.engine.memory.host_weights.device_memory", lambda _: DeviceMemory(1 << 30, 1000, 0)
     )
     with pytest.raises(SleepError, match="GB of host memory, but"):
         engine.sleep()
-    assert answer(engine)[0] == expected
+    assert respond(engine)[0] == expected
 
 
-def test_weights_that_come_back_wrong_are_noticed(make_engine: EngineMaker) -> None:
+def test_wake_rejects_weights_that_changed_in_host_memory(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vacate = HostWeights.vacate
+
+    def corrupting(weights: HostWeights) -> None:
+        weights.buffer.bytes[100] += 1
+        vacate(weights)
+
+    monkeypatch.setattr(HostWeights, "vacate", corrupting)
     engine = make_engine(moves=True)
     engine.sleep()
-    assert engine._asleep is not None
-    assert engine._asleep._parked is not None
-    engine._asleep._parked._memory.bytes[100] += 1
-    with pytest.raises(DamagedError, match="not those that went there"):
+    with pytest.raises(DamagedError, match="weights changed while the model was asleep"):
         wake(engine)
 
 
-def test_a_model_that_answers_differently_is_noticed(make_engine: EngineMaker) -> None:
+def test_wake_rejects_a_model_that_responds_differently(make_engine: EngineMaker) -> None:
     engine = make_engine()
     engine.sleep()
-    engine._loaded.model.embedding.weight.normal_()
-    with pytest.raises(DamagedError, match="answers differently"):
+    engine.model.embedding.weight.normal_()
+    with pytest.raises(DamagedError, match="responds differently"):
         wake(engine)
 
 
-def test_a_sleeper_can_be_closed(make_engine: EngineMaker) -> None:
+def test_sleeping_model_can_be_closed(make_engine: EngineMaker) -> None:
     engine = make_engine(moves=True)
-    memory = weakref.ref(engine._loaded.model)
+    memory = weakref.ref(engine.model)
     engine.sleep()
     engine.close()
     gc.collect()
@@ -267,16 +290,16 @@ def test_a_sleeper_can_be_closed(make_engine: EngineMaker) -> None:
     engine.close = lambda: None  # type: ignore[method-assign]  # it is dead
 
 
-def test_storages_of_odd_sizes_are_parked_whole() -> None:
+def test_storages_of_odd_sizes_are_restored_exactly() -> None:
     tensors = [torch.arange(size, dtype=torch.uint8) for size in (1, 7, 8, 513, 4096)]
     expected = [tensor.clone() for tensor in tensors]
-    parked = ParkedWeights([tensor.untyped_storage() for tensor in tensors])
-    parked.vacate()
-    parked.restore()
+    weights = HostWeights([tensor.untyped_storage() for tensor in tensors])
+    weights.vacate()
+    weights.restore()
     assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
 
 
-def test_host_memory_is_given_back_at_once() -> None:
+def test_released_host_memory_is_free_at_once() -> None:
     before = anonymous_bytes()
     memory = HostBuffer(256 << 20, pinned=False)
     memory.bytes.fill_(1)
@@ -286,24 +309,24 @@ def test_host_memory_is_given_back_at_once() -> None:
 
 
 class Driver:
-    """What locks memory for a GPU, for a host without one."""
+    """Takes the place of the driver that locks memory for a GPU."""
 
-    def __init__(self, refusal: int = 0) -> None:
-        self.refusal = refusal
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
         self.locked: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - the driver's name
         assert flags == 0
-        if not self.refusal:
+        if not self.error:
             self.locked[address] = num_bytes
-        return self.refusal
+        return self.error
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - the driver's name
         del self.locked[address]
         return 0
 
 
-def test_memory_for_a_gpu_is_locked_until_it_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_locked_until_released(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     memory = HostBuffer(10_000, pinned=True)
@@ -313,15 +336,15 @@ def test_memory_for_a_gpu_is_locked_until_it_is_released(monkeypatch: pytest.Mon
     assert driver.locked == {}
 
 
-def test_a_driver_that_locks_no_memory_leaves_the_model_awake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(refusal=2))
-    monkeypatch.setattr("cortex.neuron.engine.memory.parked_weights._forget_refusal", lambda: None)
+def test_driver_that_cannot_lock_memory_raises_sleep_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(error=2))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # a launch, which needs a GPU
     with pytest.raises(SleepError, match="error 2"):
         HostBuffer(10_000, pinned=True)
 
 
 @pytest.mark.gpu
-def test_a_gpu_gets_its_memory_back_and_the_answers_are_the_same(make_engine: EngineMaker) -> None:
+def test_gpu_memory_is_freed_and_responses_stay_the_same(make_engine: EngineMaker) -> None:
     device = torch.device("cuda")
     config = DENSE | {
         "hidden_size": 1024,
@@ -333,11 +356,11 @@ def test_a_gpu_gets_its_memory_back_and_the_answers_are_the_same(make_engine: En
     }
     empty = torch.cuda.memory_reserved()
     engine = make_engine(config, device=device)
-    expected, _ = answer(engine)
+    expected, _ = respond(engine)
     awake = torch.cuda.memory_reserved()
     for _ in range(5):
         engine.sleep()
         assert torch.cuda.memory_reserved() - empty < 160 << 20, "but for the libraries' own buffers"
         wake(engine)
         assert torch.cuda.memory_reserved() <= awake + (64 << 20)
-        assert answer(engine) == (expected, 0)
+        assert respond(engine) == (expected, 0)

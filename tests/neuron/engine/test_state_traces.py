@@ -1,5 +1,5 @@
-"""Random lives of a scheduler whose model folds its tokens into a state: what a row goes on from must be the fold of
-exactly its own tokens, whatever was kept, evicted, preempted, cancelled or undone before."""
+"""Random traces of a scheduler whose model folds its tokens into a state. The state of a row must always be the fold of
+exactly its own tokens, whatever was saved, evicted, preempted, cancelled or retracted before."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.step_plan import StepPlan
 
 VOCAB = 3
 Tokens = tuple[int, ...]
-SPOILT: Tokens = (-1,)
+GARBAGE: Tokens = (-1,)
 
 
 def next_token(past: Tokens) -> int:
@@ -25,7 +26,7 @@ def next_token(past: Tokens) -> int:
 
 
 class FoldingDevice:
-    """Its state of a prefix is the prefix itself, so that every confusion shows."""
+    """The state of a prefix is the prefix itself, so that every mix-up shows."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Tokens] = {}
@@ -48,10 +49,10 @@ class FoldingDevice:
             self.slots[slot] = self.slots[row]
         return drawn
 
-    def spoil(self, plan: StepPlan) -> None:
-        """A step that broke down: whatever it was to write is garbage."""
+    def fail(self, plan: StepPlan) -> None:
+        """A failed step: everything that it was to write is garbage."""
         for slot in [*(row.row for row in plan.rows), *(slot for _, slot in plan.saves)]:
-            self.slots[slot] = SPOILT
+            self.slots[slot] = GARBAGE
 
 
 class Trace(RuleBasedStateMachine):
@@ -75,13 +76,13 @@ class Trace(RuleBasedStateMachine):
         late: bool,
     ) -> None:
         self.limits = SchedulerLimits(max_rows, step_tokens, step_tokens // 2, context_tokens=num_pages * page_tokens)
-        states = RecurrentCheckpoints(max_rows + 1, num_slots, spacing)
-        self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits, states)
+        self.checkpoints = RecurrentCheckpoints(max_rows + 1, num_slots, spacing)
+        self.scheduler = Scheduler(PagePool(num_pages + 1, page_tokens), self.limits, self.checkpoints)
         self.device = FoldingDevice()
         self.late = late
         self.live: dict[str, Sequence] = {}
         self.in_flight: deque[tuple[list[Sequence], list[int]]] = deque()
-        self.said: list[Tokens] = [()]
+        self.conversations: list[Tokens] = [()]
         self.num_submitted = 0
 
     @rule(
@@ -91,9 +92,9 @@ class Trace(RuleBasedStateMachine):
         turns=st.lists(st.integers(0, 40), max_size=3),
     )
     def next_turn(self, data: st.DataObject, more: list[int], max_tokens: int, turns: list[int]) -> None:
-        """A request that goes on from something said before."""
+        """A request that continues an earlier conversation."""
         max_tokens = min(max_tokens, self.limits.context_tokens // 2)
-        prompt = (*data.draw(st.sampled_from(self.said)), *more)[: self.limits.context_tokens - max_tokens]
+        prompt = (*data.draw(st.sampled_from(self.conversations)), *more)[: self.limits.context_tokens - max_tokens]
         self.num_submitted += 1
         request = EngineRequest(str(self.num_submitted), prompt, max_tokens, checkpoint_at=tuple(turns))
         self.live[request.id] = self.scheduler.submit(request)
@@ -110,10 +111,10 @@ class Trace(RuleBasedStateMachine):
             self._collect()
 
     @rule()
-    def a_step_breaks_down(self) -> None:
+    def a_step_fails(self) -> None:
         plan = self.scheduler.plan()
         if plan is not None:
-            self.device.spoil(plan)
+            self.device.fail(plan)
             self.scheduler.retract(plan)
 
     @rule(data=st.data())
@@ -123,11 +124,10 @@ class Trace(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @precondition(lambda self: self.live)
-    def a_result_is_not_a_number(self, data: st.DataObject) -> None:
+    def a_result_is_not_finite(self, data: st.DataObject) -> None:
         sequence = self.live[data.draw(st.sampled_from(sorted(self.live)))]
         self.scheduler.distrust(sequence)
-        assert self.scheduler.states is not None
-        assert self.scheduler.states.longest(sequence.digests) == 0
+        assert self.checkpoints.longest(sequence.digests) == 0
         self._end(sequence)
 
     def _collect(self) -> None:
@@ -137,7 +137,7 @@ class Trace(RuleBasedStateMachine):
             assert token == next_token(tuple(sequence.tokens)), "a token was drawn from another history"
             self.scheduler.token_drawn(sequence, token)
             if len(sequence.tokens) == len(sequence.request.prompt) + sequence.request.max_tokens:
-                self.said.append(tuple(sequence.tokens))
+                self.conversations.append(tuple(sequence.tokens))
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -182,7 +182,7 @@ def conversation(num_slots: int = 8) -> tuple[Scheduler, FoldingDevice]:
     return Scheduler(PagePool(101, 4), limits, RecurrentCheckpoints(3, num_slots)), FoldingDevice()
 
 
-def test_the_next_turn_goes_on_from_the_end_of_the_last_answer() -> None:
+def test_next_turn_continues_from_the_end_of_the_last_response() -> None:
     scheduler, device = conversation()
     first, plans = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=12))
     assert first.cached == 0
@@ -191,7 +191,7 @@ def test_the_next_turn_goes_on_from_the_end_of_the_last_answer() -> None:
     assert second.cached == 32  # the last token drawn is not computed: 21 + 12 − 1 positions, whole pages
 
 
-def test_a_next_turn_that_rewrites_the_last_one_goes_on_from_the_turn_before() -> None:
+def test_next_turn_that_rewrites_the_last_one_continues_from_the_turn_before() -> None:
     scheduler, device = conversation()
     first, plans = run(scheduler, device, EngineRequest("1", (1,) * 41, max_tokens=2, checkpoint_at=(9, 30)))
     assert [row.count for plan in plans for row in plan.rows if row.tokens is not None] == [8, 20, 12, 1]
@@ -201,7 +201,7 @@ def test_a_next_turn_that_rewrites_the_last_one_goes_on_from_the_turn_before() -
     assert other.cached == 8
 
 
-def test_the_same_prompt_again_is_computed_from_its_last_page_end_on() -> None:
+def test_repeated_prompt_is_computed_from_its_last_page_end() -> None:
     scheduler, device = conversation()
     for length, cached in ((32, 28), (33, 32), (35, 32)):
         run(scheduler, device, EngineRequest("1", (length % VOCAB,) * length, max_tokens=1))
@@ -210,15 +210,15 @@ def test_the_same_prompt_again_is_computed_from_its_last_page_end_on() -> None:
         assert len(plans) == 1
 
 
-def test_a_prompt_that_ends_where_a_state_is_kept_cannot_use_it() -> None:
-    """Its last token has to be computed, and the state has taken it in already."""
+def test_prompt_that_ends_at_a_checkpoint_cannot_use_it() -> None:
+    """Its last token must be computed, and the state already includes it."""
     scheduler, device = conversation()
     run(scheduler, device, EngineRequest("1", (1,) * 41, max_tokens=1, checkpoint_at=(20,)))
     shorter, _ = run(scheduler, device, EngineRequest("2", (1,) * 40, max_tokens=1))
     assert shorter.cached == 20
 
 
-def test_without_slots_nothing_is_reused_and_nothing_is_cut() -> None:
+def test_without_slots_nothing_is_reused_and_no_chunk_is_split() -> None:
     scheduler, device = conversation(num_slots=0)
     request = EngineRequest("1", (1,) * 41, max_tokens=8, checkpoint_at=(9, 30))
     for _ in range(2):

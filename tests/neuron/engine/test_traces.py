@@ -1,7 +1,7 @@
-"""Random lives of a scheduler over a device that remembers what every slot of every page holds.
+"""Random traces of a scheduler over a device that records the content of every slot of every page.
 
 The device is a stand-in for a greedy model: the next token is a function of everything before it. So whatever was
-batched, shared, preempted, cancelled or undone, every request must end with the tokens it would have got alone.
+batched, shared, preempted, cancelled or retracted, every request must end with the tokens that it gets alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cortex.neuron.engine.pages import PADDING_PAGE, PagePool
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import RowPlan, Scheduler, SchedulerLimits, StepPlan
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 VOCAB = 3
-"""Few tokens, so that requests meet each other's prefixes by chance too."""
+"""Few tokens, so that requests also share prefixes by chance."""
 
 History = int
 """A digest of tokens up to a position: what the KV of that position depends on."""
@@ -38,7 +39,7 @@ def next_token(history: History) -> int:
 
 
 def continuation(request: EngineRequest) -> list[int]:
-    """What the request gets when it runs alone."""
+    """The response to the request alone."""
     tokens = list(request.prompt)
     for _ in range(request.max_tokens):
         tokens.append(next_token(histories(tokens)[-1]))
@@ -48,7 +49,7 @@ def continuation(request: EngineRequest) -> list[int]:
 
 
 class Device:
-    """Runs plans as unkindly as a real device may: every row reads the pages as they were before the step."""
+    """Runs plans like the worst real device: every row reads the pages as they were before the step."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
@@ -79,8 +80,8 @@ class Device:
                 drawn.append(self._last_tokens[row.row])
         return drawn
 
-    def spoil(self, plan: StepPlan) -> None:
-        """A step that broke down half-way: whatever it was to write is garbage."""
+    def fail(self, plan: StepPlan) -> None:
+        """A step that failed half-way: everything that it was to write is garbage."""
         self._extend_tables(plan)
         for row in plan.rows:
             for position in range(row.start, row.start + row.count):
@@ -183,15 +184,15 @@ class Trace(RuleBasedStateMachine):
         self._end(self.live[name])
 
     @rule()
-    def a_step_breaks_down(self) -> None:
+    def a_step_fails(self) -> None:
         plan = self._plan()
         if plan is not None:
-            self.device.spoil(plan)
+            self.device.fail(plan)
             self.scheduler.retract(plan)
 
     @rule(data=st.data())
     @precondition(lambda self: self.live)
-    def a_result_is_not_a_number(self, data: st.DataObject) -> None:
+    def a_result_is_not_finite(self, data: st.DataObject) -> None:
         sequence = self.live[data.draw(st.sampled_from(sorted(self.live)))]
         self.scheduler.distrust(sequence)
         page_tokens = self.scheduler.pool.page_tokens
@@ -199,7 +200,7 @@ class Trace(RuleBasedStateMachine):
         self._end(sequence)
 
     @invariant()
-    def books_agree(self) -> None:
+    def state_is_consistent(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
             assert len(self.scheduler.running) + len(self.scheduler.waiting) == len(self.live)
@@ -207,12 +208,12 @@ class Trace(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        # The oldest sequence gains at least one token in a step, or in two when results come late.
+        # The oldest sequence gains at least one token in a step, or in two if results are read late.
         tokens = sum(len(sequence.tokens) + sequence.request.max_tokens for sequence in self.live.values())
         steps = 0
         while self.live:
             self.step()
-            self.books_agree()
+            self.state_is_consistent()
             steps += 1
             assert steps <= 4 * (tokens + 1) * (self.num_submitted + 1), "somebody starves"
         while self.in_flight:

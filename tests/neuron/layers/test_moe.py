@@ -7,7 +7,8 @@ import torch
 import transformers
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from cortex.neuron.layers.moe import MoE, MoEConfig
+from cortex.neuron.layers.configs import MoEConfig
+from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 

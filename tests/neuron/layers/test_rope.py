@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from cortex.neuron.layers import rope
+from cortex.neuron.layers import configs
 from cortex.neuron.layers.rope import RopeTable, inverse_frequencies
 from cortex.neuron.models.config import read_rope
 from cortex.neuron.models.errors import UnsupportedModel
@@ -109,4 +109,4 @@ def test_a_scaling_without_its_numbers_is_refused(scaling: str, missing: str) ->
 def test_a_scaling_that_is_not_built_is_named_with_those_that_are() -> None:
     with pytest.raises(UnsupportedModel, match="'longrope' is not supported") as refused:
         read_rope({"rope_scaling": {"rope_type": "longrope"}}, 64)
-    assert all(name in str(refused.value) for name in rope.SCALINGS)
+    assert all(name in str(refused.value) for name in configs.SCALINGS)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,10 @@ import torch
 import transformers
 
 from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.models import registry
+from cortex.neuron.models.sizes import WeightStorage
 
 WALK_THROUGH = Path(__file__).parents[3] / "docs" / "adding-a-model.md"
 PROMPT = (5, 90, 3, 17, 44, 2, 61, 8, 33, 70) * 5
@@ -22,22 +23,19 @@ PROMPT = (5, 90, 3, 17, 44, 2, 61, 8, 33, 70) * 5
 
 @pytest.fixture
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file and the line that the walk-through shows, in place."""
+    """Adds the file and the line from the walk-through."""
     file, line = re.findall(r"```python\n(.*?)```", WALK_THROUGH.read_text(), flags=re.DOTALL)
-    model_type, target = re.findall(r'"(.*?)"', line)
-    module = target.split(":")[0]
-    (tmp_path / "family.py").write_text(file)
-    spec = importlib.util.spec_from_file_location(module, tmp_path / "family.py")
-    assert spec is not None
-    assert spec.loader is not None
-    monkeypatch.setitem(sys.modules, module, importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(sys.modules[module])
-    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, model_type: target})
+    added = re.fullmatch(r'\s*"(\w+)": (\w+),\s*', line)
+    assert added is not None
+    (tmp_path / "walk_through_family.py").write_text(file)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("walk_through_family")
+    monkeypatch.setitem(registry.FAMILIES, added[1], getattr(module, added[2]))
 
 
 @pytest.mark.usefixtures("added")
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_walk_throughs_family_says_what_the_reference_library_says(window: int | None, tmp_path: Path) -> None:
+def test_family_of_the_walk_through_matches_the_reference_library(window: int | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.MistralConfig(
         vocab_size=97,
@@ -55,14 +53,16 @@ def test_the_walk_throughs_family_says_what_the_reference_library_says(window: i
         torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
     reference.save_pretrained(tmp_path / "model")
     spec = LoadSpec(str(tmp_path / "model"), dtype="float32", max_num_seqs=2, prefill_chunk_tokens=20)
+    sizes = ModelSizes.of(registry.read_architecture(config.to_dict()), WeightStorage(item_bytes=4))
     engine = Engine.load(spec, torch.device("cpu"), lambda *_: None, lambda: False)
+    assert sizes.weight_bytes == engine.info.weight_bytes
     engine.submit(EngineRequest("one", PROMPT, 12, SamplingParams(temperature=0.0)))
-    said = [token for output in _outputs(engine) for token in output]
+    drawn = [token for output in _outputs(engine) for token in output]
     with torch.inference_mode():
         ids = reference.generate(
             torch.tensor([PROMPT]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
         )
-    assert said == ids[0, len(PROMPT) :].tolist()
+    assert drawn == ids[0, len(PROMPT) :].tolist()
     engine.close()
 
 
@@ -72,6 +72,6 @@ def _outputs(engine: Engine) -> Iterator[tuple[int, ...]]:
             yield output.tokens
 
 
-def test_before_it_is_added_it_is_refused() -> None:
+def test_unregistered_family_is_rejected() -> None:
     with pytest.raises(registry.UnsupportedModel, match="'mistral' is not supported"):
-        registry.family_of({"model_type": "mistral"})
+        registry.read_architecture({"model_type": "mistral"})

@@ -21,7 +21,6 @@ from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
-from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3 import Qwen3
@@ -98,7 +97,7 @@ CASES = [("llama", name) for name in LLAMA] + [("qwen3", name) for name in QWEN3
 
 
 def reference_of(family: str, name: str) -> Any:
-    """A reference model whose every parameter matters: the library starts norms and biases at one or zero."""
+    """A reference model whose every parameter matters: the library initialises norms and biases to one or zero."""
     torch.manual_seed(0)
     sizes = SIZES | (LLAMA if family == "llama" else QWEN3)[name]
     config_class, model_class = {
@@ -188,7 +187,7 @@ def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_p
 
 @pytest.mark.parametrize("name", ["plain", "odd heads"])
 @torch.inference_mode()
-def test_token_by_token_is_the_whole(name: str, tmp_path: Path) -> None:
+def test_logits_token_by_token_equal_the_whole_prompt(name: str, tmp_path: Path) -> None:
     reference = reference_of("qwen3", name)
     reference.save_pretrained(tmp_path)
     tokens = some_tokens(PROMPT_TOKENS)
@@ -198,7 +197,7 @@ def test_token_by_token_is_the_whole(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_a_checkpoint_in_sharded_half_precision_computes_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_sharded_half_precision_checkpoint_computes_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     reference_of("llama", "plain").to(dtype).save_pretrained(tmp_path, max_shard_size="20KB")
     reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -208,8 +207,8 @@ def test_a_checkpoint_in_sharded_half_precision_computes_in_float32(dtype: torch
 
 
 @torch.inference_mode()
-def test_a_config_in_the_older_spelling_means_the_same(tmp_path: Path) -> None:
-    """Published checkpoints say `rope_theta` and `rope_scaling`, and leave out what the library now fills in."""
+def test_older_spelling_of_a_config_means_the_same(tmp_path: Path) -> None:
+    """Published checkpoints have `rope_theta` and `rope_scaling`, and leave out options that the library now writes."""
     reference = reference_of("qwen3", "windows after the first layers")
     reference.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -224,8 +223,8 @@ def test_a_config_in_the_older_spelling_means_the_same(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
-    """Published Qwen3 configs carry a window size that `use_sliding_window: false` switches off."""
+def test_disabled_window_is_ignored(tmp_path: Path) -> None:
+    """Published Qwen3 configs have a window size that `use_sliding_window: false` disables."""
     reference = reference_of("qwen3", "plain")
     reference.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -247,16 +246,16 @@ def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "0 for 'sliding_window'"),
     ],
 )
-def test_layers_that_are_not_what_they_could_be_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_rejects_invalid_layer_types(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        Qwen3(SIZES | changes, Parameters(torch.device("meta"), torch.float32), 1)
+        Qwen3(SIZES | changes)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_files_of_any_precision_tied_or_not_match(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_files_of_any_precision_match_tied_or_not(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     reference_of(family, "tied" if tied else "plain").to(dtype).save_pretrained(tmp_path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = some_tokens(PROMPT_TOKENS)
@@ -268,7 +267,7 @@ def test_files_of_any_precision_tied_or_not_match(family: str, tied: bool, dtype
     ("family", "name"), [("llama", "plain"), ("llama", "llama3 rope"), ("qwen3", "windows by turns"), ("qwen3", "tied")]
 )
 @torch.inference_mode()
-def test_the_engine_says_what_the_reference_library_says(family: str, name: str, tmp_path: Path) -> None:
+def test_engine_matches_generate_of_the_reference_library(family: str, name: str, tmp_path: Path) -> None:
     """Prompts longer than a chunk, prefilled beside rows that decode."""
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)

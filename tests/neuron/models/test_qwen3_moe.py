@@ -13,9 +13,7 @@ from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
-from cortex.neuron.layers.mlp import MLP
-from cortex.neuron.layers.moe import MoE
-from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.layers.configs import MoEConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_moe import Qwen3Moe
 
@@ -47,7 +45,7 @@ CHECKPOINTS = {
 
 
 def randomised(**changes):
-    """A reference model whose every parameter matters: the library starts norms and biases at zero or one."""
+    """A reference model whose every parameter matters: the library initialises norms and biases to zero or one."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(**(SIZES | changes), attn_implementation="eager")
     reference = transformers.Qwen3MoeForCausalLM(config).eval()
@@ -78,7 +76,7 @@ def logits_of(model, tokens):
 
 
 def greedily(path, prompts, max_tokens):
-    """What the engine says to all prompts together."""
+    """The engine's response to all prompts together."""
     engine = Engine.load(spec(path), CPU, lambda *_: None, lambda: False)
     said = {}
     for number, prompt in enumerate(prompts):
@@ -127,7 +125,7 @@ def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", "many experts", "dense layers between"])
 @torch.inference_mode()
-def test_the_engine_says_what_the_reference_library_says(name, tmp_path):
+def test_engine_matches_generate_of_the_reference_library(name, tmp_path):
     """Chunked prefill, prefill beside decode, and decode alone: whatever else is in the batch."""
     reference = randomised(**CHECKPOINTS[name])
     reference.save_pretrained(tmp_path)
@@ -137,7 +135,7 @@ def test_the_engine_says_what_the_reference_library_says(name, tmp_path):
 
 
 @torch.inference_mode()
-def test_experts_stored_together_and_the_published_spelling_load_the_same(tmp_path):
+def test_stacked_experts_and_published_spelling_load_the_same(tmp_path):
     reference = randomised(norm_topk_prob=True)
     apart, together = tmp_path / "apart", tmp_path / "together"
     reference.save_pretrained(apart)
@@ -159,18 +157,17 @@ def test_experts_stored_together_and_the_published_spelling_load_the_same(tmp_pa
         ({"mlp_only_layers": None, "decoder_sparse_step": 3}, [False, False, True, False]),
     ],
 )
-def test_the_config_says_which_layers_have_experts(changes, sparse):
+def test_config_selects_the_layers_with_experts(changes, sparse):
     config = SIZES | {"num_hidden_layers": 4} | changes
-    model = Qwen3Moe(config, Parameters(torch.device("meta"), torch.float32), 1)
-    assert [isinstance(layer.mlp, MoE) for layer in model.layers] == sparse
-    assert [isinstance(layer.mlp, MLP) for layer in model.layers] == [not has for has in sparse]
+    blocks = [layer.feed_forward for layer in Qwen3Moe(config).layers]
+    assert [isinstance(block, MoEConfig) for block in blocks] == sparse
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"num_experts_per_tok": 9}, "9 of 8 experts"), ({"moe_intermediate_size": None}, "moe_intermediate_size")],
 )
-def test_a_config_that_cannot_be_run_is_refused_in_words(changes, message):
+def test_rejects_an_invalid_config_by_option(changes, message):
     config = {name: value for name, value in (SIZES | changes).items() if value is not None}
     with pytest.raises(UnsupportedModel, match=message):
-        Qwen3Moe(config, Parameters(torch.device("meta"), torch.float32), 1)
+        Qwen3Moe(config)

@@ -10,7 +10,6 @@ from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
-from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.qwen3_next import Qwen3Next
 
@@ -84,7 +83,7 @@ CHECKPOINTS = {
 
 
 def randomised(build):
-    """A reference model whose every parameter matters: the library starts norms and biases at zero or one."""
+    """A reference model whose every parameter matters: the library initialises norms and biases to zero or one."""
     torch.manual_seed(0)
     reference = build().eval()
     for parameter in reference.parameters():
@@ -149,10 +148,10 @@ def test_sharded_files_in_half_precision_match(name, dtype, tmp_path):
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_a_multimodal_checkpoint_says_that_it_reads_text_only(tmp_path):
+def test_multimodal_checkpoint_notes_that_it_reads_text_only(tmp_path):
     loaded = load(randomised(qwen3_5), tmp_path)
     assert loaded.notes == ("text only: the vision tower is not loaded",)
-    assert loaded.model.raw["model_type"] == "qwen3_5"
+    assert loaded.model.architecture.raw["model_type"] == "qwen3_5"
 
 
 @pytest.mark.parametrize(
@@ -163,8 +162,8 @@ def test_a_multimodal_checkpoint_says_that_it_reads_text_only(tmp_path):
         ({"linear_key_head_dim": None}, "linear_key_head_dim"),
     ],
 )
-def test_a_config_that_cannot_be_run_is_refused_in_words(change, message):
+def test_rejects_an_invalid_config_by_option(change, message):
     config = {"model_type": "qwen3_next", **SIZES, **EXPERTS, "num_hidden_layers": 2, "layer_types": None, **change}
     config = {name: value for name, value in config.items() if value is not None}
     with pytest.raises(UnsupportedModel, match=message):
-        Qwen3Next(config, Parameters(torch.device("meta"), torch.float32), 1)
+        Qwen3Next(config)

@@ -148,7 +148,7 @@ async def test_preflight_rejects_before_any_worker_is_started(tmp_path):
     (tmp_path / "empty").mkdir()
     async with running_node(tmp_path, config) as node:
         for model_id, fields, reason in (
-            ("gpt", {}, "family 'gpt2'"),
+            ("gpt", {}, "model_type 'gpt2'"),
             ("m", {"quant": "q4_k"}, "not quantised at load; for q4_k name a GGUF"),
             (str(tmp_path / "empty"), {}, "no \\*.safetensors"),
             ("m", {"devices": (7,)}, "device 7"),

@@ -1,4 +1,4 @@
-"""A small vocabulary in every form that models bring, and models made of it."""
+"""A small vocabulary in every form that models have, and models with it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def backend() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def gguf_metadata(backend: Tokenizer) -> dict[str, Any]:
-    """The same vocabulary as a GGUF file states it."""
+    """The same vocabulary as GGUF metadata."""
     described = json.loads(backend.to_str())
     tokens = sorted(backend.get_vocab(with_added_tokens=True), key=backend.token_to_id)
     kinds = {**dict.fromkeys(CONTROL, 3), **dict.fromkeys(WHOLE, 4)}
@@ -89,7 +89,7 @@ def local(library: LibraryTokenizer) -> TextTokenizer:
 
 
 def id_of(tokenizer: TextTokenizer, text: str | bytes) -> int | None:
-    """The first token that stands for exactly that."""
+    """The first token with exactly that text."""
     spelled = text if isinstance(text, bytes) else text.encode()
     return next((i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == spelled), None)
 
@@ -120,7 +120,7 @@ def demo_model() -> Path:
 
 
 def random_splits(text: str, seed: int, count: int) -> list[list[str]]:
-    """Every character alone, and `count` random ways to cut `text`."""
+    """Every character alone, and `count` random ways to split `text`."""
     generator = random.Random(seed)
     splits = [list(text)]
     for _ in range(count):

@@ -54,13 +54,15 @@ def ask(*messages: Message, **fields: Any) -> GenerateRequest:
         ("hermes", True, False),
     ],
 )
-def test_capabilities_are_read_off_the_template(make_model: Any, family: str, tools: bool, reasoning: bool) -> None:
+def test_capabilities_are_detected_from_the_template(
+    make_model: Any, family: str, tools: bool, reasoning: bool
+) -> None:
     capabilities = make_model(family).capabilities
     assert (capabilities.chat, capabilities.tools, capabilities.reasoning) == (True, tools, reasoning)
     assert not capabilities.vision
 
 
-def test_notes_say_what_a_user_should_know(backend: Tokenizer, tmp_path: Path) -> None:
+def test_notes_name_missing_template_and_vision_tower(backend: Tokenizer, tmp_path: Path) -> None:
     model = load_text(write_model(tmp_path, backend, None, config={"vision_config": {}}))
     assert [note.split(":")[0] for note in model.capabilities.notes] == [
         "the model has no chat template",
@@ -72,32 +74,32 @@ def test_notes_say_what_a_user_should_know(backend: Tokenizer, tmp_path: Path) -
     ("family", "enabled", "expected"),
     [
         ("chatml", None, False),
-        ("qwen3", None, False),  # the model opens its thought itself
+        ("qwen3", None, False),  # the model opens its reasoning itself
         ("qwen3", False, False),
         ("qwen_xml", None, True),  # the template opens it
         ("qwen_xml", False, False),
     ],
 )
-def test_the_prompts_tail_says_whether_the_answer_starts_as_a_thought(
+def test_end_of_the_prompt_decides_whether_output_starts_in_reasoning(
     make_model: Any, family: str, enabled: bool | None, expected: bool
 ) -> None:
     request = ask(said("user", "what does <think> mean?"), thinking=Thinking(enabled=enabled))
     assert make_model(family).render(request).starts_in_reasoning is expected
 
 
-def test_a_continued_thought_is_a_thought(make_model: Any) -> None:
+def test_continued_reasoning_is_reasoning(make_model: Any) -> None:
     request = ask(
         said("user", "x"), said("assistant", "<think>\nI was"), template_args={"continue_final_message": True}
     )
     template_without_stripping = make_model("chatml").template
     model = make_model("qwen3")
     continued = TextModel(model.tokenizer, template_without_stripping, model.template, model.generation)
-    assert not continued.render(request).starts_in_reasoning  # a model without thoughts has none
+    assert not continued.render(request).starts_in_reasoning  # a model without reasoning
     assert model.render(request).starts_in_reasoning
 
 
 def grown(family: str) -> tuple[GenerateRequest, list[GenerateRequest]]:
-    """A conversation, and what it may become with later turns."""
+    """A conversation, and its later turns."""
     start = (said("system", "S."), said("user", "Hi"))
     later = [ask(*start, said("assistant", "Hello"), said("user", "Go on"))]
     if family in ("qwen3", "qwen_xml", "hermes", "llama3"):
@@ -130,8 +132,8 @@ def test_later_turns_repeat_the_prompt_up_to_the_turn_end(make_model: Any, famil
         assert again.ids[:last] == rendered.ids[:last]
 
 
-def test_the_end_of_the_last_query_is_kept_beside_the_last_turn(make_model: Any) -> None:
-    """After the query a template may strip thoughts once the next one comes."""
+def test_turn_ends_include_the_end_of_the_last_query(make_model: Any) -> None:
+    """A template may strip the reasoning after a query once the next query comes."""
     model = make_model("qwen3")
     first, later = grown("qwen3")
     during, after = later[1], later[2]
@@ -140,16 +142,16 @@ def test_the_end_of_the_last_query_is_kept_beside_the_last_turn(make_model: Any)
     assert model.decode(rendered.ids[:system_end]).endswith("</tool_call><|im_end|>\n")
     assert query_end == model.render(first).turn_ends[-1]
     assert next_query.ids[:query_end] == rendered.ids[:query_end]
-    assert next_query.ids[:last] != rendered.ids[:last]  # the thought is gone
+    assert next_query.ids[:last] != rendered.ids[:last]  # the reasoning is gone
 
 
-def test_a_turn_end_is_never_inside_text_that_could_merge(backend: Tokenizer, tmp_path: Path) -> None:
+def test_turn_end_is_never_inside_text_that_could_merge(backend: Tokenizer, tmp_path: Path) -> None:
     bare = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
     path = write_model(tmp_path, backend, None, tokenizer_config={"chat_template": bare})
     assert load_text(path).render(ask(said("user", "a"))).turn_ends == ()
 
 
-def test_a_raw_prompt_is_taken_as_it_is(make_model: Any) -> None:
+def test_raw_prompt_is_not_changed(make_model: Any) -> None:
     model = make_model("qwen3")
     text = GenerateRequest(model="m", prompt="Once <|im_start|>")
     assert model.render(text).ids == tuple(model.encode("Once <|im_start|>"))
@@ -161,7 +163,7 @@ def test_a_raw_prompt_is_taken_as_it_is(make_model: Any) -> None:
         model.render(GenerateRequest(model="m", prompt=(99999,)))
 
 
-def test_tool_calls_are_parsed_only_when_they_may_be_made(make_model: Any) -> None:
+def test_tool_calls_are_parsed_only_if_allowed(make_model: Any) -> None:
     model = make_model("hermes")
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     for fields, parsed in (
@@ -186,7 +188,7 @@ def test_call_ids_are_unique(make_model: Any) -> None:
     assert all(call_id.startswith("call_") for call_id in ids)
 
 
-def test_a_thought_opened_by_the_template_streams_as_thought(make_model: Any) -> None:
+def test_reasoning_opened_by_the_template_streams_as_reasoning(make_model: Any) -> None:
     model = make_model("qwen_xml")
     request = ask(said("user", "x"))
     parser = model.parser(request, model.render(request))
@@ -194,7 +196,7 @@ def test_a_thought_opened_by_the_template_streams_as_thought(make_model: Any) ->
     assert parser.push("</think>\n\nyes") + parser.finish() == [TextDelta(text="yes")]
 
 
-def test_sampling_defaults_are_the_models_own(
+def test_sampling_defaults_come_from_the_model(
     backend: Tokenizer, tmp_path: Path, gguf_metadata: dict[str, Any]
 ) -> None:
     stated = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": "bad", "max_new_tokens": 99}
@@ -207,14 +209,14 @@ def test_sampling_defaults_are_the_models_own(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "hermes", "chatml", None])
-def test_what_a_model_can_do_is_known_without_its_tokenizer(tmp_path: Path, backend: Any, family: str | None) -> None:
+def test_capabilities_are_known_without_a_tokenizer(tmp_path: Path, backend: Any, family: str | None) -> None:
     path = write_model(tmp_path, backend, family, config={"vision_config": {}})
     told = load_text(path).capabilities
     (path / "tokenizer.json").write_text("{")
     assert capabilities_of(path) == told
 
 
-def test_a_gguf_serves_the_same_text_as_a_directory(gguf_metadata: dict[str, Any], make_model: Any) -> None:
+def test_gguf_and_directory_give_the_same_text_model(gguf_metadata: dict[str, Any], make_model: Any) -> None:
     directory = make_model("qwen3")
     gguf = TextModel.of(*text_of_gguf({**gguf_metadata, "tokenizer.chat_template": directory.template.source}))
     request = ask(said("user", "x"), tools=TOOLS)
@@ -222,14 +224,14 @@ def test_a_gguf_serves_the_same_text_as_a_directory(gguf_metadata: dict[str, Any
     assert gguf.capabilities == directory.capabilities
 
 
-def test_a_damaged_gguf_is_refused(tmp_path: Path) -> None:
+def test_rejects_a_damaged_gguf(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"not a model")
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(CheckpointError):
             load_text(path)
 
 
-def test_one_model_serves_many_threads(make_model: Any) -> None:
+def test_text_model_is_thread_safe(make_model: Any) -> None:
     model = make_model("qwen3")
     requests = [ask(said("user", f"question {i} " * 50), tools=TOOLS) for i in range(16)]
     alone = [model.render(request) for request in requests]
@@ -244,14 +246,14 @@ def test_one_model_serves_many_threads(make_model: Any) -> None:
         ("cortex.neuron.text.grammar.matcher", ("torch", "msgspec", "jinja2", "llguidance", "cortex.wire")),
     ],
 )
-def test_importing_the_room_stays_light(module: str, absent: tuple[str, ...]) -> None:
+def test_package_imports_without_heavy_libraries(module: str, absent: tuple[str, ...]) -> None:
     check = f"import sys, {module}; print([name for name in {absent!r} if name in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_demo_model_is_read_whole(demo_model: Path) -> None:
+def test_demo_model_is_read_completely(demo_model: Path) -> None:
     model = load_text(demo_model)
     rendered = model.render(ask(said("user", "Hi")))
     assert rendered.text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
@@ -259,7 +261,7 @@ def test_the_demo_model_is_read_whole(demo_model: Path) -> None:
     assert model.decode(rendered.ids[: rendered.turn_ends[-1]]).endswith("Hi<|im_end|>\n")
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(make_model: Any) -> None:
+def test_rejects_a_text_that_cannot_fit_before_tokenising(make_model: Any) -> None:
     model = make_model("chatml")
 
     class Unasked:
@@ -271,7 +273,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(make_model: An
     unasked = replace(model, tokenizer=replace(model.tokenizer, encoder=Unasked()))
     long = "word " * 10_000
     for request in (ask(said("user", long)), GenerateRequest(model="m", prompt=long)):
-        with pytest.raises(ContextLengthExceeded, match=r"prompt is too long: [0-9]+ tokens > 99 maximum") as refusal:
+        with pytest.raises(ContextLengthExceeded, match=r"prompt is too long: [0-9]+ tokens > 99 maximum") as rejected:
             unasked.render(request, 100)
-        assert 100 <= refusal.value.details["prompt_tokens"] <= len(model.render(request).ids)
+        assert 100 <= rejected.value.details["prompt_tokens"] <= len(model.render(request).ids)
     assert model.render(ask(said("user", long)), 10**6).ids

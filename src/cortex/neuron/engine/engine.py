@@ -1,76 +1,49 @@
-"""One loaded model and everything that runs on it. See the package's docstring for the contract."""
+"""One loaded model, awake or asleep. See the package's docstring for the contract."""
 
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from cortex.neuron.engine.errors import RequestError, SleepError, StepBlamed
-from cortex.neuron.engine.execution.runner import Launched, Runner
+from cortex.neuron.engine.errors import RequestError, SleepError
+from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
-from cortex.neuron.engine.request import (
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    FinishReason,
-    LoadSpec,
-    SamplingParams,
-    StepOutput,
-    TokenLogprobs,
-)
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
-from cortex.neuron.engine.sampling.sampler import Draw
-from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
-from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sleep import SleepingModel
+from cortex.neuron.engine.step_loop import Counters, StepLoop
+from cortex.neuron.models.decoder import Decoder
 
 STEP_TOKENS = {"cuda": 16_384, "cpu": 512}
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
-"""Answers up to this length do not take pages from each other."""
+"""Responses up to this length do not preempt each other."""
 CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
-"""A checkpoint costs a step of its own, and saves so many tokens of a later prompt: about as much as a step takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A launched step and the sequences that draw in it, in order."""
-
-    launched: Launched
-    drawing: tuple[Sequence, ...]
-
-
-@dataclass(slots=True)
-class _Counted:
-    """What was done for requests since the load, sleep or no sleep."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    preemptions: int = 0
-    """Of schedulers that are gone."""
+"""A checkpoint costs a step of its own, about as much time as it takes to compute this many tokens."""
 
 
 class Engine:
-    """Belongs to the engine thread of its device's worker; nothing here may be called from another."""
+    """Belongs to the engine thread of its device's worker; no other thread may call it."""
 
-    def __init__(self, loaded: LoadedModel, spec: LoadSpec) -> None:
+    def __init__(
+        self, loaded: LoadedModel, spec: LoadSpec, *, overlaps: bool | None = None, moves_weights: bool | None = None
+    ) -> None:
+        """`overlaps`: see `StepLoop`; `moves_weights`: see `SleepingModel`. By default, a GPU does both."""
         device = loaded.model.parameters.device
+        is_gpu = device.type == "cuda"
         memory = loaded.memory
         self._loaded = loaded
         self._spec = spec
         self._device = device
-        self._overlaps = device.type == "cuda"
-        self._moves_weights = device.type == "cuda"
-        self._asleep: SleepingModel | None = None
+        self._overlaps = is_gpu if overlaps is None else overlaps
+        self._moves_weights = is_gpu if moves_weights is None else moves_weights
         step_tokens = max(spec.prefill_chunk_tokens or STEP_TOKENS[device.type], memory.slots.rows)
         self._limits = SchedulerLimits(
             max_rows=memory.slots.rows,
@@ -80,42 +53,21 @@ class Engine:
             reserved_tokens=RESERVED_TOKENS,
         )
         self._constraints = Constraints(Path(spec.path), loaded.model.config.vocab, device)
-        self._sequences: dict[str, Sequence] = {}
-        self._in_flight: deque[_InFlight] = deque()
-        self._pending: list[StepOutput] = []
-        self._failed: tuple[Sequence, ...] = ()
-        """What the step that raised last was to compute."""
-        self._suspects: deque[Sequence] = deque()
-        """Computed one at a time, the first of them next."""
-        self._counted = _Counted()
-        self._build_runtime()
+        self._counters = Counters()
+        self._asleep: SleepingModel | None = None
+        self._loop: StepLoop | None = self._new_loop()
+        """None while the model is asleep."""
         self.info = EngineInfo(
-            family=str(loaded.model.raw["model_type"]),
+            family=str(loaded.model.architecture.raw["model_type"]),
             dtype=str(loaded.dtype).removeprefix("torch."),
             context_tokens=loaded.context_tokens,
             vocab_size=loaded.model.config.vocab,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=memory.num_bytes,
             page_tokens=memory.page_tokens,
-            num_pages=self._scheduler.pool.num_pages,
+            num_pages=self.stats().num_pages,
             notes=loaded.notes,
         )
-
-    def _build_runtime(self) -> None:
-        """What runs sequences, with nothing in it yet. The memory they are kept in must be there."""
-        memory, rows = self._loaded.memory, self._limits.max_rows
-        # Slots are the rows', one for padding rows, then the checkpoints'.
-        states = None
-        if memory.states is not None:
-            states = RecurrentCheckpoints(
-                rows + 1, memory.slots.checkpoints, CHECKPOINT_SPACING_TOKENS[self._device.type]
-            )
-        pool = PagePool(memory.num_pages, memory.page_tokens)
-        limits = self._limits
-        runner = Runner(
-            self._loaded.model, memory.page_tokens, rows, limits.context_tokens, limits.step_tokens, memory.states
-        )
-        self._scheduler, self._runner = Scheduler(pool, self._limits, states), runner
 
     @classmethod
     def load(
@@ -128,278 +80,130 @@ class Engine:
         return engine
 
     def warm_up(self) -> None:
-        """Runs one short prompt and captures the smallest graph: what the first answer needs, and no more of it."""
-        self._ask()
-        self._runner.prepare()
+        """Runs one short prompt and captures the smallest graph: what the first response needs, and no more."""
+        loop = self._awake()
+        loop.self_test()
+        loop.prepare()
 
-    def prepare(self) -> bool:
-        """Builds one more thing that later steps may want, while there are none; false when nothing is left."""
-        return self._asleep is None and self._runner.prepare()
+    @property
+    def model(self) -> Decoder:
+        return self._loaded.model
 
-    def _ask(self) -> tuple[int, ...]:
-        """The greedy answer to a fixed short prompt; not counted. The engine must be idle."""
-        counted = replace(self._counted)
-        self.submit(self._self_test())
-        answer: list[int] = []
-        try:
-            while self.has_work:
-                for output in self.step():
-                    answer += output.tokens
-        except BaseException:
-            self.cancel("self-test")
-            self._pending.clear()
-            raise
-        self._counted = counted
-        return tuple(answer)
+    def _new_loop(self) -> StepLoop:
+        """Builds what runs requests. The memory for sequences must be allocated."""
+        memory, limits = self._loaded.memory, self._limits
+        checkpoints = None
+        if memory.states is not None:
+            # Slots: one for each row, one for padding rows, then the checkpoints.
+            spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
+            checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
+        scheduler = Scheduler(PagePool(memory.num_pages, memory.page_tokens), limits, checkpoints)
+        runner = Runner(
+            self.model, memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens, memory.states
+        )
+        return StepLoop(scheduler, runner, self._constraints, self._counters, overlaps=self._overlaps)
 
-    def _self_test(self) -> EngineRequest:
-        token = min(1, self.info.vocab_size - 1)
-        prompt = (token,) * min(4, self.info.context_tokens - 2)
-        return EngineRequest("self-test", prompt, max_tokens=2, sampling=SamplingParams(temperature=0.0))
+    def _awake(self) -> StepLoop:
+        if self._loop is None:
+            raise RequestError("the model is asleep; wake it first")
+        return self._loop
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        """Raises RequestError when it can never be served."""
-        if self._asleep is not None:
-            raise RequestError("the model is asleep; wake it first")
-        if request.id in self._sequences:
-            raise RequestError(f"request id {request.id!r} is already running")
-        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self.info.vocab_size:
-            raise RequestError(f"the prompt has token ids outside the model's vocabulary of {self.info.vocab_size}")
-        request.sampling.check()
-        constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
-        sequence = self._scheduler.submit(request)
-        sequence.constraint = constraint
-        self._sequences[request.id] = sequence
+        """Raises RequestError if the request can never be served."""
+        self._awake().submit(request)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request; what it held is free at once. Unknown ids are ignored."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._finish(sequence, StepOutput(request_id, finish="cancelled"))
+        """Ends a request and frees what it holds at once. Unknown ids are ignored."""
+        if self._loop is not None:
+            self._loop.cancel(request_id)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._in_flight or self._pending)
-
-    # -- steps -----------------------------------------------------------------------------------------------------
+        return self._loop is not None and self._loop.has_work
 
     def step(self) -> list[StepOutput]:
-        """Launches the next step and reports the last finished one: on a GPU the one before, on a CPU the same.
-
-        Raises StepBlamed where one request is known to be at fault, and anything else a step may raise."""
-        self._failed = ()
-        if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
-            self._collect_all()  # what may come next depends on what came last
-        plan = self._plan()
-        if plan is not None:
-            self._launch(plan)
-        if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
-            self._collect(self._in_flight.popleft())
-        outputs, self._pending = self._pending, []
-        return outputs
+        """Raises StepBlamed if one request is known to be at fault, and anything else that a step may raise."""
+        return self._awake().step()
 
     def isolate(self) -> bool:
-        """After a step that raised for an unknown reason: computes the requests of that step one at a time, until each
-        has drawn a token, so that the one at fault is blamed alone. False: it is not known which they were.
+        """After a step that raised for an unknown reason: see `StepLoop.isolate`."""
+        return self._awake().isolate()
 
-        A self-test comes first. What it raises is the model's fault, and no request's; nothing is isolated then.
-        """
-        suspects, self._failed = self._failed, ()
-        if not suspects:
-            return False
-        self._collect_all()
-        sequence = self._scheduler.submit(self._self_test())
-        try:
-            plan = self._scheduler.plan_alone(sequence)
-            if plan is not None:
-                self._runner.launch(plan, [Draw(sequence.row, 0)]).read()
-        finally:
-            self._scheduler.drop(sequence)
-        self._suspects.extend(suspects)
-        return True
-
-    def _plan(self) -> StepPlan | None:
-        """While there are suspects, a step of the first of them; one that cannot be computed alone now rejoins."""
-        while self._suspects:
-            suspect = self._suspects[0]
-            plan = None if suspect.finished else self._scheduler.plan_alone(suspect)
-            if plan is not None:
-                return plan
-            self._suspects.popleft()
-        return self._scheduler.plan()
-
-    def _launch(self, plan: StepPlan) -> None:
-        by_row = {sequence.row: sequence for sequence in self._scheduler.running}
-        drawing = tuple(by_row[row.row] for row in plan.rows if row.draws)
-        # The plan counts this draw already.
-        draws = [Draw(sequence.row, sequence.num_drawn - 1) for sequence in drawing]
-        try:
-            mask = self._constraints.mask([sequence.constraint for sequence in drawing])
-            launched = self._runner.launch(plan, draws, mask)
-        except Exception as error:
-            self._scheduler.retract(plan)
-            if self._suspects and not isinstance(error, StepBlamed):
-                raise StepBlamed(self._suspects[0].request.id) from error
-            self._failed = tuple(by_row[row.row] for row in plan.rows)
-            raise
-        if self._suspects and drawing:
-            self._suspects.popleft()
-        self._in_flight.append(_InFlight(launched, drawing))
-        self._counted.steps += 1
-        self._counted.prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
-
-    def _collect_all(self) -> None:
-        while self._in_flight:
-            self._collect(self._in_flight.popleft())
-
-    def _collect(self, step: _InFlight) -> None:
-        result = step.launched.read()
-        for index, sequence in enumerate(step.drawing):
-            if sequence.finished:
-                continue  # ended after this step was launched
-            logprobs = None if result.logprobs is None else result.logprobs[index]
-            self._deliver(sequence, result.tokens[index], result.healthy[index], logprobs)
-
-    def _deliver(self, sequence: Sequence, token: int, healthy: bool, logprobs: TokenLogprobs | None) -> None:
-        request = sequence.request
-        if not healthy:
-            self._scheduler.distrust(sequence)
-            message = "the model produced numbers that are not finite for this prompt; the request was ended"
-            self._finish(sequence, StepOutput(request.id, finish="error", error=message))
-            return
-        self._scheduler.token_drawn(sequence, token)
-        self._counted.completion_tokens += 1
-        num_drawn = len(sequence.tokens) - len(request.prompt)
-        finish: FinishReason | None = None
-        constraint = sequence.constraint
-        is_complete = constraint is not None and constraint.is_complete_after(token)
-        if constraint is not None and constraint.failure is not None:
-            self._finish(sequence, StepOutput(request.id, finish="error", error=constraint.failure))
-            return
-        if is_complete or (token in request.stop_token_ids and num_drawn > request.min_tokens):
-            finish = "stop"
-        elif num_drawn >= request.max_tokens:
-            finish = "length"
-        cached = None
-        if not sequence.reported_cached:
-            sequence.reported_cached = True
-            cached = sequence.cached or 0
-            self._counted.cached_tokens += cached
-        output = StepOutput(
-            request.id,
-            (token,),
-            () if logprobs is None or request.sampling.top_logprobs is None else (_trimmed(logprobs, request),),
-            cached,
-            finish,
-        )
-        if finish is None:
-            self._pending.append(output)
-        else:
-            self._finish(sequence, output)
-
-    def _finish(self, sequence: Sequence, last: StepOutput) -> None:
-        sequence.finished = True
-        self._scheduler.drop(sequence)
-        del self._sequences[sequence.request.id]
-        self._pending.append(last)
+    def prepare(self) -> bool:
+        """Builds one more thing that later steps may use, while there are none; false if nothing is left."""
+        return self._loop is not None and self._loop.prepare()
 
     # -- sleep -----------------------------------------------------------------------------------------------------
 
     def sleep(self) -> int:
-        """Gives the device memory back and keeps the weights in host memory; returns how many bytes of it.
+        """Frees the device memory and keeps the weights in host memory; returns the bytes of host memory.
 
-        What the model remembered of earlier prompts is gone: prefix cache, states and graphs are made anew by `wake`.
-        Asleep it takes no requests. Asleep already, it sleeps on. Raises SleepError, and then is awake as before.
+        The prefix cache, states and graphs are lost; `wake` starts without them. A sleeping model accepts no requests.
+        Does nothing if the model is asleep. Raises SleepError, and the model stays awake.
         """
         if self._asleep is not None:
             return self._asleep.host_bytes
         if self.has_work:
-            raise SleepError("the model still has requests to answer")
-        asleep = SleepingModel(self._loaded, self._ask(), moves_weights=self._moves_weights)
+            raise SleepError("the model still has requests; cancel them or wait for them to end")
+        response = self._awake().self_test()
+        asleep = SleepingModel(self._loaded, response, moves_weights=self._moves_weights)
         self._fall_asleep(asleep)
         return asleep.host_bytes
 
     def wake(self, progress: Progress) -> None:
-        """Takes the memory again, and answers a question as it did before it fell asleep. Awake, it stays so.
+        """Allocates the memory again and checks that the model responds as before. Does nothing if it is awake.
 
         Raises LoadError (it does not fit now), torch's own error (memory ran out midway) or anything a step raises:
-        then it sleeps as before. Raises DamagedError where it is not the model that fell asleep: close it.
+        then the model stays asleep. Raises DamagedError if it is no longer the same model: close it.
         """
         asleep = self._asleep
         if asleep is None:
             return
-        asleep.refuse_without_room(self._spec, self._device)
+        asleep.check_room(self._spec, self._device)
         progress("place", 0, asleep.moved_bytes)
         try:
             asleep.end()
-            self._build_runtime()
-            self._asleep = None
+            self._loop = self._new_loop()
             progress("warm", 0, 0)
             self.warm_up()
-            asleep.check(self._ask())
+            asleep.check(self._loop.self_test())
         except BaseException:
             self._fall_asleep(asleep)
             raise
-        asleep.forget()
+        self._asleep = None
+        asleep.release()
 
     def _fall_asleep(self, asleep: SleepingModel) -> None:
-        self._dismantle()
+        self._end_loop()
         asleep.begin()
         self._asleep = asleep
-        self._give_back()
+        self._free_caches()
 
-    def _dismantle(self) -> None:
-        """The end of what runs sequences, and of whatever is in it; the counters go on."""
-        self._in_flight.clear()
-        self._sequences.clear()
-        self._pending.clear()
-        self._suspects.clear()
-        self._failed = ()
-        if hasattr(self, "_runner"):  # a wake may fail before there is one
-            self._counted.preemptions += self._scheduler.preemptions
-            del self._runner, self._scheduler
+    def _end_loop(self) -> None:
+        if self._loop is not None:
+            self._counters = self._loop.counters
+            self._loop = None
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        counted = self._counted
-        if self._asleep is not None:
-            return EngineStats(**asdict(counted))
-        scheduler = self._scheduler
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            used_pages=scheduler.pool.num_held,
-            cached_pages=scheduler.pool.num_idle,
-            num_pages=scheduler.pool.num_pages,
-            steps=counted.steps,
-            prompt_tokens=counted.prompt_tokens,
-            cached_tokens=counted.cached_tokens,
-            completion_tokens=counted.completion_tokens,
-            preemptions=counted.preemptions + scheduler.preemptions,
-        )
+        return EngineStats(**asdict(self._counters)) if self._loop is None else self._loop.stats()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row and page is accounted for."""
-        self._scheduler.check_integrity()
+        self._awake().check_integrity()
 
     def close(self) -> None:
-        """Frees everything; the object is dead afterwards."""
-        self._dismantle()
+        """Frees everything; the object is unusable afterwards."""
+        self._loop = None
         if self._asleep is not None:
-            self._asleep.forget()
+            self._asleep.release()
         del self._loaded, self._asleep
-        self._give_back()
+        self._free_caches()
 
-    def _give_back(self) -> None:
+    def _free_caches(self) -> None:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _trimmed(logprobs: TokenLogprobs, request: EngineRequest) -> TokenLogprobs:
-    """As many alternatives as this request asked for; the batch may have asked for more."""
-    count = request.sampling.top_logprobs or 0
-    return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count])

@@ -2,7 +2,7 @@
 
 
 class EngineError(Exception):
-    """Base: the message is fit for a user."""
+    """Base class. The message is fit for a user."""
 
 
 class LoadError(EngineError):
@@ -10,19 +10,19 @@ class LoadError(EngineError):
 
 
 class NoRoomError(LoadError):
-    """It does not fit into what the device has free now; with others gone it may."""
+    """The model does not fit into the memory that is free now; it may fit after other models are unloaded."""
 
 
 class LoadCancelled(EngineError):
-    """The load was called off before it finished; nothing of it is left."""
+    """The load was cancelled before it finished; nothing of it is left on the device."""
 
 
 class SleepError(EngineError):
-    """It cannot be put to sleep: it has work, or the host has no memory for its weights. It is awake as before."""
+    """The model cannot sleep: it has work, or the host has no memory for its weights. It stays awake."""
 
 
 class DamagedError(EngineError):
-    """The model woke up as another than it fell asleep. It is of no use any more: close it, and load it anew."""
+    """The model that woke is not the one that fell asleep. It is unusable: close it, and load it again."""
 
 
 class RequestError(EngineError):
@@ -30,7 +30,7 @@ class RequestError(EngineError):
 
 
 class StepBlamed(EngineError):
-    """A step failed because of one request; `__cause__` says how. Its neighbours can go on once it is cancelled."""
+    """A step failed because of one request; `__cause__` has the reason. The others continue once it is cancelled."""
 
     def __init__(self, request_id: str) -> None:
         # Without the id: clients choose it, and errors are classified by their text.

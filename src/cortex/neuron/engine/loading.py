@@ -1,4 +1,4 @@
-"""From a checkpoint to a model in memory: sizes first, then the memory, then the weights."""
+"""From a checkpoint to a model in memory: first the sizes, then the memory, then the weights."""
 
 from __future__ import annotations
 
@@ -10,31 +10,27 @@ from typing import Any
 import torch
 
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
-from cortex.neuron.engine.memory.device import device_memory, numeric_format
-from cortex.neuron.engine.memory.kv_cache import page_bytes
+from cortex.neuron.engine.memory.device import compute_dtype, device_memory
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.sequences import SequenceMemory
-from cortex.neuron.engine.memory.states import state_bytes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.products.four_bit import rows_worth_it
 from cortex.neuron.kernels.products.four_bit_size import ROW_BLOCK
-from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, SCALED_COLUMNS, Layout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parameters import NO_FOUR_BITS, NOTHING_PACKED, FourBitOffer, PackingOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.registry import family_of
+from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.gguf.types import GROUPED_BITS
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, group_runs, load_into
 
-QUANTISABLE = frozenset({"F32", "F16", "BF16"})
-"""Formats that `quant` applies to."""
-
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, bytes done, bytes in all)."""
+"""Called with (stage, bytes done, bytes in total)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
         )
         for binding in parameters.four_bit_bindings:
             if cancelled():
-                raise Cancelled("the load was called off")
+                raise Cancelled("the load was cancelled")
             for first_row, groups in group_runs(checkpoint, binding.source, ROW_BLOCK):
                 binding.matrix.put(binding.first_row + first_row, groups.q, groups.scale, groups.minimum)
         progress("place", 0, 0)
@@ -86,11 +82,12 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
             fill,
             four_bit_offer(checkpoint.tensors, spec, device),
             packing_offer(checkpoint.tensors, spec, device),
+            {name: info.dtype for name, info in checkpoint.tensors.items()},
         )
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
     except Cancelled as error:
-        raise LoadCancelled(f"loading {spec.path} was called off") from error
+        raise LoadCancelled(f"loading {spec.path} was cancelled") from error
     except CheckpointError as error:
         raise LoadError(str(error)) from error
     finally:
@@ -98,7 +95,7 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
 
 
 def four_bit_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> FourBitOffer:
-    """What a checkpoint and a CPU make of a second form of quantised matrices; nothing for who asked for a dtype."""
+    """Which matrices a CPU also keeps in their stored four bits; none if the spec names a dtype."""
     if device.type != "cpu" or spec.dtype != "auto":
         return NO_FOUR_BITS
     bits = {
@@ -106,29 +103,21 @@ def four_bit_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: to
         for name, info in tensors.items()
         if len(info.shape) == 2 and info.dtype in GROUPED_BITS
     }
-    return FourBitOffer(bits, rows_worth_it(numeric_format(spec.dtype, device))) if bits else NO_FOUR_BITS
+    return FourBitOffer(bits, rows_worth_it(compute_dtype(spec.dtype, device))) if bits else NO_FOUR_BITS
 
 
 def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> PackingOffer:
-    """Which of a checkpoint's matrices are kept quantised on a GPU: those that are stored so, unless another dtype was
-    asked for, and those that the operator wants quantised.
-
-    Raises LoadError where `quant` is no known spelling.
-    """
+    """The matrices that stay quantised on a GPU, unless the spec names another dtype. Raises LoadError."""
     recipe = None
-    if spec.quant is not None and (recipe := recipe_of(spec.quant)) is None:
-        raise LoadError(f"quant {spec.quant!r} is not known; choose one of {', '.join(RECIPES)}")
+    if spec.quant is not None:
+        recipe = recipe_of(spec.quant)
+        if recipe is None:
+            raise LoadError(f"quant {spec.quant!r} is not known; choose one of {', '.join(RECIPES)}")
+        if device.type != "cuda":
+            raise LoadError("weights are quantised at load on GPUs only; on a CPU use a GGUF file of the model")
     if device.type != "cuda" or spec.dtype not in ("auto", "bfloat16"):
         return NOTHING_PACKED
-    layouts: dict[str, Layout] = {}
-    for name, info in tensors.items():
-        if len(info.shape) != 2:
-            continue
-        if info.dtype in GGML_LAYOUTS:
-            layouts[name] = GGML_LAYOUTS[info.dtype]
-        elif recipe is not None and info.dtype in QUANTISABLE and info.shape[1] % SCALED_COLUMNS == 0:
-            layouts[name] = recipe.layout_of(name)
-    return PackingOffer(layouts)
+    return PackingOffer(packed_layouts(tensors, recipe))
 
 
 def build_model(
@@ -138,12 +127,16 @@ def build_model(
     fill: Callable[[Parameters], None],
     four_bits: FourBitOffer = NO_FOUR_BITS,
     packing: PackingOffer = NOTHING_PACKED,
+    formats: Mapping[str, str] | None = None,
 ) -> LoadedModel:
-    """Sizes the model, refuses what does not fit, allocates it, has `fill` give it its weights, and adds the pages."""
-    family = family_of(config)
-    dtype = numeric_format(spec.dtype, device)
-    sized = family(config, Parameters(torch.device("meta"), dtype, four_bits, packing), num_positions=1)
-    sizes = _sizes(sized, spec, dtype)
+    """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
+
+    `formats`: by tensor, how the checkpoint stores it.
+    """
+    architecture = read_architecture(config)
+    dtype = compute_dtype(spec.dtype, device)
+    storage = WeightStorage(dtype.itemsize, formats or {}, four_bits.max_rows > 0, packing.layouts)
+    sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     have_bytes = usable_bytes(spec.min_free_bytes, device)
     have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
     if spec.memory_bytes is not None:
@@ -152,7 +145,7 @@ def build_model(
     if plan.num_pages < MIN_PAGES:
         raise _no_room(sizes, spec, device, have_bytes - plan.slots.num_bytes)
     parameters = Parameters(device, dtype, four_bits, packing)
-    model = family(config, parameters, num_positions=plan.context_tokens)
+    model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
     fill(parameters)
     return LoadedModel(
         model=model,
@@ -160,30 +153,19 @@ def build_model(
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
         memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device),
-        notes=(*model.notes, *plan.notes),
+        notes=(*architecture.notes, *plan.notes),
     )
 
 
 def usable_bytes(min_free_bytes: int, device: torch.device) -> int:
-    """What a model may take of the device now, all in all."""
+    """The memory of the device that a model may take now."""
     memory = device_memory(device)
     return memory.free_bytes - min_free_bytes - memory.reserve_bytes
 
 
-def _sizes(sized: Decoder, spec: LoadSpec, dtype: torch.dtype) -> ModelSizes:
-    own_context = sized.config.context_tokens
-    return ModelSizes(
-        weight_bytes=sized.parameters.num_bytes,
-        page_bytes=page_bytes(sized.attentions, PAGE_TOKENS, dtype),
-        slot_bytes=state_bytes(sized.gated_deltas, dtype),
-        vocab=sized.config.vocab,
-        context_tokens=min(spec.context_tokens or own_context, own_context),
-    )
-
-
 def _no_room(sizes: ModelSizes, spec: LoadSpec, device: torch.device, have_bytes: int) -> LoadError:
     need_bytes = sizes.weight_bytes + MIN_PAGES * sizes.page_bytes
-    # Room that others leave does not help a model that is not allowed to take it.
+    # Unloading other models does not help a model whose own limit is too low.
     forbidden = spec.memory_bytes is not None and need_bytes > spec.memory_bytes
     return (LoadError if forbidden else NoRoomError)(
         f"the model needs {need_bytes / 1e9:.2f} GB on {device} (weights {sizes.weight_bytes / 1e9:.2f} GB and "

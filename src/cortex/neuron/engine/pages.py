@@ -1,10 +1,10 @@
-"""KV pages: who holds which, and which of them hold a prefix that a later request can use again.
+"""KV pages: which sequences hold them, and which contain a prefix that a later request can reuse.
 
-Pure bookkeeping over page numbers; the memory itself belongs to `kv_cache.KVCache`. A page is in one of three places:
-held (reference count > 0), idle (nobody holds it, but its contents are a known prefix) or blank.
-Allocation takes blank pages first, then the idle ones that went unused longest.
+Pure bookkeeping over page numbers; the memory itself belongs to `memory.sequences.KVCache`. A page is in one of three
+states: held (reference count > 0), idle (not held, but it contains a known prefix) or blank. Allocation takes blank
+pages first, then the least recently used idle ones.
 
-Full pages are named by a digest of everything up to and including them, so equal digests mean equal prefixes.
+The digest of a full page covers all tokens up to and including that page, so equal digests mean equal prefixes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 Digest = bytes
 ROOT: Digest = b""
 PADDING_PAGE = 0
-"""Never handed out: padding rows of a captured graph read and write here."""
+"""Never allocated: padding rows of a captured graph read and write here."""
 
 
 def page_digests(parent: Digest, tokens: Sequence[int], page_tokens: int) -> list[Digest]:
-    """Names each full page of `tokens` by its tokens and by every page before it; `parent` names what came before."""
+    """The digest of each full page of `tokens`; `parent` is the digest of the page before the first."""
     data = array("I", tokens).tobytes()
     width = page_tokens * 4
     digests = []
@@ -39,7 +39,7 @@ class PagePool:
             raise ValueError("a page pool needs the padding page and at least one more")
         self.page_tokens = page_tokens
         self.num_pages = num_pages - 1
-        """Pages that can be handed out."""
+        """Pages that can be allocated."""
         self._references = [0] * num_pages
         self._blank: deque[int] = deque(range(1, num_pages))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -48,7 +48,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be had at once: blank ones and idle ones."""
+        """Pages that can be allocated now: blank ones and idle ones."""
         return len(self._blank) + len(self._idle)
 
     @property
@@ -60,7 +60,7 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def match(self, digests: Iterable[Digest]) -> list[int]:
-        """The pages of the longest known prefix. Takes nothing: follow with `hold` before anything else runs."""
+        """The pages of the longest known prefix. It takes no reference: call `hold` before anything else."""
         pages = []
         for digest in digests:
             page = self._page_of.get(digest)
@@ -77,11 +77,11 @@ class PagePool:
             self._references[page] += 1
 
     def num_idle_among(self, pages: Iterable[int]) -> int:
-        """How many of `pages` would leave the free set if held."""
+        """How many of `pages` would no longer be free once held."""
         return sum(self._references[page] == 0 for page in pages)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with unknown contents, each held once; None, and nothing changes, if there are too few."""
+        """`count` pages with undefined contents, each held once; None, without any change, if too few are free."""
         if count > self.num_free:
             return None
         pages = []
@@ -96,13 +96,13 @@ class PagePool:
         return pages
 
     def commit(self, page: int, digest: Digest) -> None:
-        """Says that a held page now contains the prefix `digest`. The first page of a digest keeps the name."""
+        """Records that a held page now contains the prefix `digest`. The first page of a digest stays its page."""
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives one reference back. Later pages go idle first, so a prefix is eaten from its end."""
+        """Releases one reference to each. Later pages become idle first, so that a prefix is evicted from its end."""
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page] == 0:
@@ -112,7 +112,7 @@ class PagePool:
                     self._blank.append(page)
 
     def disown(self, digests: Iterable[Digest]) -> None:
-        """Forgets where these prefixes are, whether held or idle: what their pages contain cannot be trusted."""
+        """Forgets the pages of these prefixes, held or idle: their contents cannot be trusted."""
         for digest in digests:
             page = self._page_of.get(digest)
             if page is None:
@@ -128,7 +128,7 @@ class PagePool:
             del self._page_of[digest]
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless the books agree with the pages that `holders` say they hold."""
+        """Raises AssertionError unless the reference counts match the pages in `holders`."""
         expected = [0] * len(self._references)
         for pages in holders:
             for page in pages:

@@ -1,9 +1,9 @@
-"""Checkpoints of recurrent states: which slot holds the state after which prefix, and where to take them.
+"""Checkpoints of recurrent states: which slot holds the state after which prefix, and where to save states.
 
-A recurrent state is a fold over its tokens, so a prefix can only be reused up to a position where its state was kept.
-Pure bookkeeping over slot numbers; the memory itself belongs to `states.StateMemory`. A slot is in one of three
-places: known (it holds, or will hold when the planned step is done, the state after a named prefix), lent (a running
-sequence keeps its latest state there) or blank. When none is blank, the known one that went unused longest is taken.
+A recurrent state is a fold over its tokens, so a prefix can only be reused up to a position whose state was saved.
+Pure bookkeeping over slot numbers; the memory itself belongs to `memory.sequences.StateMemory`. A slot is known (it
+holds, or will hold after the planned step, the state after a prefix with a digest), lent (a running sequence saves its
+latest state there) or blank. If none is blank, the least recently used known slot is taken.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from cortex.neuron.engine.pages import Digest
 
 @dataclass(frozen=True, slots=True)
 class DecodeCheckpoint:
-    """The latest state of a sequence that decodes, kept so that the next turn can go on from its answer."""
+    """The latest saved state of a decoding sequence, from which the next turn can continue after its response."""
 
     slot: int
     num_pages: int
-    """The prefix it is the state of."""
+    """Length of the prefix that the state covers."""
 
 
 def checkpoint_positions(
     turn_ends: Sequence[int], start: int, num_tokens: int, page_tokens: int, spacing_tokens: int
 ) -> tuple[int, ...]:
-    """Where the state of a prompt is kept that is computed from `start` to `num_tokens`: at page ends, none past the
-    last token but one, each `spacing_tokens` after the one before, as it costs a step to stop there.
+    """Where to save the state of a prompt that is computed from `start` to `num_tokens`: at page ends before the last
+    token, each at least `spacing_tokens` after the previous one, because every stop costs a step.
 
-    The first turn is what conversations have in common. The last two are where the next request may part from this
-    one, as templates rewrite the latest turns. The end of the prompt serves one that merely goes on.
+    Conversations share the first turn. After the last two turns the next request may diverge, because templates
+    rewrite the latest turns. The end of the prompt is for requests that only append.
     """
     last = num_tokens - 1  # the last token is always computed: the next one is drawn from it
     ends = sorted(end for end in turn_ends if 0 < end <= last)
@@ -49,23 +49,23 @@ class RecurrentCheckpoints:
 
     def __init__(self, first_slot: int, num_slots: int, spacing_tokens: int = 0) -> None:
         self.spacing_tokens = spacing_tokens
-        """Tokens of a prompt from one checkpoint to the next, at least."""
+        """Fewest tokens of a prompt between two checkpoints."""
         self._slots = range(first_slot, first_slot + num_slots)
         self._blank = list(reversed(self._slots))
         self._lent: set[int] = set()
         self._slot_of: OrderedDict[Digest, int] = OrderedDict()
-        """Known slots, those unused longest first."""
+        """Known slots, the least recently used first."""
 
     @property
     def num_known(self) -> int:
         return len(self._slot_of)
 
     def longest(self, digests: Sequence[Digest]) -> int:
-        """How many pages the longest prefix with a known state has; `digests` name a sequence's pages in order."""
+        """Number of pages of the longest prefix with a known state; `digests`: a sequence's pages in order."""
         return next((count for count in range(len(digests), 0, -1) if digests[count - 1] in self._slot_of), 0)
 
     def lacks(self, digest: Digest) -> bool:
-        """Whether it would be of use to keep the state after `digest`: it is not known, and there are slots."""
+        """Whether saving the state after `digest` would help: it is not known, and there are slots."""
         return bool(self._slots) and digest not in self._slot_of
 
     def use(self, digest: Digest) -> int:
@@ -74,8 +74,9 @@ class RecurrentCheckpoints:
         return self._slot_of[digest]
 
     def keep(self, digest: Digest) -> int | None:
-        """A slot to copy the state after `digest` to; known from now on, so it must be copied with this very step.
-        None when it is known already, or when there is no slot."""
+        """A slot for the state after `digest`; None if the state is known already, or if there is no slot.
+
+        The slot counts as known from now on, so the step that is being planned must copy the state."""
         if digest in self._slot_of:
             self._slot_of.move_to_end(digest)
             return None
@@ -85,7 +86,7 @@ class RecurrentCheckpoints:
         return slot
 
     def lend(self) -> int | None:
-        """A slot for a sequence's trail; None where half of all slots are lent already."""
+        """A slot for the latest state of a decoding sequence; None if half of all slots are lent already."""
         if 2 * len(self._lent) >= len(self._slots):
             return None
         slot = self._take()
@@ -94,7 +95,7 @@ class RecurrentCheckpoints:
         return slot
 
     def take_back(self, slot: int, digest: Digest | None) -> None:
-        """Ends a loan. `digest` names what the slot holds; None: nothing of use."""
+        """Ends a loan. `digest`: the prefix whose state the slot holds; None: the state is not reusable."""
         self._lent.remove(slot)
         if digest is None or digest in self._slot_of:
             self._blank.append(slot)
@@ -102,7 +103,7 @@ class RecurrentCheckpoints:
             self._slot_of[digest] = slot
 
     def forget(self, digests: Iterable[Digest]) -> None:
-        """Makes sure that the states after these prefixes are not used again."""
+        """Forgets the states after these prefixes."""
         for digest in digests:
             slot = self._slot_of.pop(digest, None)
             if slot is not None:
@@ -116,9 +117,8 @@ class RecurrentCheckpoints:
         return None
 
     def check_integrity(self, lent: Iterable[int]) -> None:
-        """Raises AssertionError unless the books agree with the slots that sequences say they were lent."""
-        borrowed = list(lent)
-        assert sorted(borrowed) == sorted(self._lent), "lent slots differ from what sequences hold"
+        """Raises AssertionError unless every slot is in one state and `lent` are the lent ones."""
+        assert sorted(lent) == sorted(self._lent), "lent slots differ from what sequences hold"
         assert sorted([*self._blank, *self._lent, *self._slot_of.values()]) == list(self._slots), (
             "a slot is lost or in two places"
         )

@@ -1,6 +1,6 @@
-"""What goes into an engine and what comes out: token ids and numbers, no text.
+"""The inputs and outputs of an engine: token ids and numbers, no text.
 
-Plain dataclasses, so that they import on a bare GPU host and cross the worker's channel as typed values.
+Plain dataclasses: they import on a bare GPU host, and cross the worker's channel as typed values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Every field has a meaning at its default: plain sampling at temperature 1."""
+    """How the next token is drawn. The defaults are plain sampling at temperature 1."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -25,18 +25,18 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     repetition_window: int = 0
-    """How many of the latest tokens `repetition_penalty` looks at; 0 is all of them."""
+    """Number of latest tokens that `repetition_penalty` applies to; 0 is all of them."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
-    """The same seed draws the same tokens whatever else is in the batch."""
+    """The same seed draws the same tokens, whatever else is in the batch."""
     top_logprobs: int | None = None
-    """None: no logprobs. 0: of the drawn token only. N: and of the N likeliest."""
+    """None: no logprobs. 0: of the drawn token only. N: also of the N likeliest tokens."""
 
     def check(self) -> None:
-        """Raises RequestError for a value that a step could not compute with: within these ranges the arithmetic of
-        single precision gives numbers. Integers need no upper bound, they are cut to the vocabulary and the context."""
+        """Raises RequestError for a value outside the range in which single precision gives finite numbers. Integers
+        need no upper bound: they are cut to the vocabulary and the context."""
         for name, (low, high) in _COMPUTABLE.items():
             _check_range(name, getattr(self, name), low, high)
         for token, bias in self.logit_bias:
@@ -57,7 +57,7 @@ _COMPUTABLE = {
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # not a number is in no range
+    if not low <= value <= high:  # NaN is in no range
         raise RequestError(f"{name} is {value}: it must be between {low:g} and {high:g}")
 
 
@@ -70,14 +70,14 @@ class EngineRequest:
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
-    """EOS ids and the client's own; the stopping token is counted but not returned as text."""
+    """EOS ids and those of the client; the stop token is counted, but not returned as text."""
     min_tokens: int = 0
     grammar: str | None = None
     """A grammar in the form `text.grammar` compiles, constraining the output; None: free."""
     principal: str = ""
-    """Whose fair share it uses; the anonymous share when empty."""
+    """The principal whose fair share it uses; empty: the anonymous one."""
     checkpoint_at: tuple[int, ...] = ()
-    """Prompt positions (turn ends) where a hybrid model should keep its state for later turns."""
+    """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step produced for one request. The last one of a request has `finish`."""
+    """The output of one step for one request. The last output of a request has `finish`."""
 
     request_id: str
     tokens: tuple[int, ...] = ()
@@ -113,11 +113,11 @@ class LoadSpec:
     context_tokens: int | None = None
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
-    """Tokens of prefill in one step; None picks what suits the device."""
+    """Most tokens of prefill in one step; None: the default of the device."""
     memory_bytes: int | None = None
-    """Ceiling for weights and KV together; None takes what the device has free, less a reserve."""
+    """Limit for weights and KV together; None: all that is free on the device, less a reserve."""
     min_free_bytes: int = 0
-    """Left free on the device whatever happens."""
+    """Always left free on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +127,26 @@ class EngineInfo:
     family: str
     dtype: str
     context_tokens: int
-    """Longest sequence this engine accepts: the model's own limit, or what its pages hold."""
+    """Longest sequence that this engine accepts: the model's own limit, or less if its pages hold less."""
     vocab_size: int
     weight_bytes: int
     kv_bytes: int
-    """What sequences are kept in: KV pages, and recurrent states where the model has them."""
+    """Memory of sequences: KV pages, and recurrent states if the model has them."""
     page_tokens: int
     num_pages: int
     notes: tuple[str, ...] = ()
-    """What a user should know: a vision tower that was skipped, a context cut short by memory."""
+    """For the user: a vision tower that was not loaded, a context limited by memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment's load. Counters only grow."""
+    """The current load, and counters since the load of the model. Counters only grow."""
 
     running: int = 0
     waiting: int = 0
     used_pages: int = 0
     cached_pages: int = 0
-    """Pages that hold a reusable prefix and could be taken at once."""
+    """Free pages that contain a reusable prefix."""
     num_pages: int = 0
     steps: int = 0
     prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""A request while it runs: its tokens, its pages, and how far its KV has come."""
+"""A request while it runs: its tokens, its pages, and its progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_ROW = -1
 class Sequence:
     """Mutable state of one request. The scheduler is the only writer.
 
-    `tokens` are those the host knows. A step that was launched but not yet read back has drawn one more, which
+    `tokens` are those that the host knows. A launched step whose result is not read yet has drawn one more, which
     exists only on the device: `in_flight` counts those. `computed` counts positions whose KV is written by the
     steps launched so far; the device runs them in order, so later steps may rely on it.
     """
@@ -29,17 +29,17 @@ class Sequence:
     computed: int = 0
     in_flight: int = 0
     drew_in_row: bool = False
-    """Its last token was drawn since it got its row, so the device has it."""
+    """Whether its last token was drawn in its current row, so that the device has it."""
     committed: int = 0
-    """Leading pages whose contents the pool knows by name."""
+    """Leading pages whose digests the pool knows."""
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
     checkpoints: tuple[int, ...] = ()
-    """Positions where its recurrent state is to be kept, for a model that has one."""
+    """Positions where its recurrent state will be saved, if the model has one."""
     decode_checkpoint: DecodeCheckpoint | None = None
     reported_cached: bool = False
     constraint: Constraint | None = None
-    """What its output must conform to; None: free."""
+    """The grammar that its output must conform to; None: no constraint."""
     finished: bool = False
 
     @classmethod
@@ -48,7 +48,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens drawn or given so far, including those only the device knows."""
+        """Tokens of the prompt and drawn so far, including those that only the device knows."""
         return len(self.tokens) + self.in_flight
 
     @property
@@ -57,12 +57,12 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Positions whose KV is still to be computed before the next token can be drawn."""
+        """Positions whose KV must be computed before the next token can be drawn."""
         return self.length - self.computed
 
     @property
     def is_decoding(self) -> bool:
-        """Only the token drawn last is left to compute, and the device has it."""
+        """Whether only the last drawn token is left to compute."""
         return self.drew_in_row
 
     @property

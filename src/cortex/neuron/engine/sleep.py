@@ -1,4 +1,4 @@
-"""A model asleep: its weights in host memory, its device memory given back, and how to tell that it woke up well."""
+"""A sleeping model: weights in host memory, device memory free, and the check that it wakes as the same model."""
 
 from __future__ import annotations
 
@@ -7,50 +7,53 @@ import torch
 from cortex.neuron.engine.errors import DamagedError, NoRoomError
 from cortex.neuron.engine.loading import LoadedModel
 from cortex.neuron.engine.memory.device import device_memory
-from cortex.neuron.engine.memory.parked_weights import ParkedWeights
+from cortex.neuron.engine.memory.host_weights import HostWeights
 from cortex.neuron.engine.request import LoadSpec
 
 
 class SleepingModel:
-    """Made while the model is awake, then `begin`, `end` and `forget`. Belongs to the engine thread."""
+    """Built while the model is awake, then `begin`, `end` and `release`. Belongs to the engine thread."""
 
-    def __init__(self, loaded: LoadedModel, answer: tuple[int, ...], *, moves_weights: bool) -> None:
-        """Copies the weights, unless they are in host memory anyway and stay where they are.
+    def __init__(self, loaded: LoadedModel, response: tuple[int, ...], *, moves_weights: bool) -> None:
+        """`moves_weights`: copies the weights to host memory; on a CPU they are there already and stay.
 
-        `answer` is what the model says to the question that it is asked again when it wakes. Raises SleepError.
+        `response`: the model's response to the self-test, which must be the same when it wakes. Raises SleepError.
         """
         self._loaded = loaded
-        self._answer = answer
-        self._parked = ParkedWeights(loaded.model.storages()) if moves_weights else None
-        self.host_bytes = self._parked.num_bytes if self._parked is not None else loaded.weight_bytes
+        self._response = response
+        self._weights = HostWeights(loaded.model.storages()) if moves_weights else None
+        self.host_bytes = self._weights.num_bytes if self._weights is not None else loaded.weight_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """What has to cross to the device when it wakes."""
-        return 0 if self._parked is None else self._parked.num_bytes
+        """Bytes that are copied to the device when the model wakes."""
+        return 0 if self._weights is None else self._weights.num_bytes
 
     def begin(self) -> None:
-        """Lets go of the device memory. Nothing that holds addresses in it, such as a graph, may be left."""
+        """Frees the device memory. Nothing that holds addresses in it, such as a graph, may exist."""
         self._loaded.memory.release()
-        if self._parked is not None:
-            self._parked.vacate()
+        if self._weights is not None:
+            self._weights.vacate()
 
     def end(self) -> None:
-        """Takes the device memory again: weights as they were, and empty memory for sequences. When it raises, some of
-        it may be held: `begin` lets go again. Raises DamagedError, or torch's error where memory does not suffice."""
-        if self._parked is not None:
-            self._parked.restore()
+        """Allocates the device memory again: the same weights, and empty memory for sequences.
+
+        If it raises, it may hold some of the memory: call `begin` to free it. Raises DamagedError, or torch's error if
+        memory runs out.
+        """
+        if self._weights is not None:
+            self._weights.restore()
         self._loaded.memory.allocate()
 
-    def forget(self) -> None:
-        """Gives the host memory back; the model is awake, or of no use any more."""
-        if self._parked is not None:
-            self._parked.release()
+    def release(self) -> None:
+        """Frees the host memory: the model is awake, or will be closed."""
+        if self._weights is not None:
+            self._weights.release()
 
-    def refuse_without_room(self, spec: LoadSpec, device: torch.device) -> None:
-        """Raises NoRoomError where waking would leave too little of the device for activations.
+    def check_room(self, spec: LoadSpec, device: torch.device) -> None:
+        """Raises NoRoomError if the awake model would leave too little of the device for activations.
 
-        Of the reserve that a load keeps free, the libraries have taken their part by now: half of it has to be left.
+        The libraries already hold their part of the reserve that a load keeps free, so half of it must be free.
         """
         memory = device_memory(device)
         need = self._loaded.memory.num_bytes + self.moved_bytes
@@ -61,7 +64,7 @@ class SleepingModel:
                 f"but {max(have, 0) / 1e9:.2f} GB can be used; unload something"
             )
 
-    def check(self, answer: tuple[int, ...]) -> None:
-        """Raises DamagedError unless the woken model says what it said before."""
-        if answer != self._answer:
-            raise DamagedError("the model answers differently than before it fell asleep")
+    def check(self, response: tuple[int, ...]) -> None:
+        """Raises DamagedError unless the model responds to the self-test as it did before."""
+        if response != self._response:
+            raise DamagedError("the model responds differently than before it fell asleep; load it again")

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.attention.paged import attention
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.rope import RopeTable
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionConfig:
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    bias: bool = False
-    """Biases on q, k and v."""
-    output_bias: bool = False
-    qk_norm: bool = False
-    zero_centred_norm: bool = False
-    gated: bool = False
-    """The q projection also gives a gate that the output is multiplied by, after a sigmoid."""
-    window: int | None = None
-    """Positions a token looks back on, itself included; None: all."""
 
 
 class LayerCache:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,28 +10,10 @@ from torch import Tensor
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.gated_delta import gated_delta
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
+from cortex.neuron.layers.configs import GatedDeltaConfig
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaConfig:
-    hidden: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_taps: int
-    norm_eps: float
-
-    @property
-    def key_size(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
 
 
 class GatedDelta:
@@ -40,18 +21,9 @@ class GatedDelta:
 
     state: DeltaState
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        config: GatedDeltaConfig,
-        prefix: str,
-        inputs: Mapping[str, int],
-        arrange: Mapping[str, Callable[[Tensor], Tensor]],
-    ) -> None:
-        """`inputs`: the checkpoint's input projections and their rows, which `arrange` brings into the order of
-        `DeltaRules` where the checkpoint has another."""
+    def __init__(self, parameters: Parameters, config: GatedDeltaConfig, prefix: str) -> None:
         self.config = config
-        self.input = Linear(parameters, config.hidden, inputs, arrange=arrange)
+        self.input = Linear(parameters, config.hidden, config.input_rows(prefix), arrange=_arrangements(config, prefix))
         self.output = Linear(parameters, config.value_size, {f"{prefix}.out_proj": config.hidden})
         conv_weight = parameters.empty(config.conv_taps, 2 * config.key_size + config.value_size)
         parameters.bind(f"{prefix}.conv1d.weight", conv_weight, lambda weight: weight[:, 0].t())
@@ -75,7 +47,19 @@ class GatedDelta:
         return self.output(gated_delta(projected, self.rules, batch, self.state), residual=hidden)
 
 
-def by_key_head(key_heads: int, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+def _arrangements(config: GatedDeltaConfig, prefix: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What brings the rows of the checkpoint's projections into the order of `DeltaRules`, by projection."""
+    if not config.stored_by_key_head:
+        return {}
+    shared = config.value_heads // config.key_heads
+    values = shared * config.value_dim
+    return {
+        f"{prefix}.in_proj_qkvz": _by_key_head(config.key_heads, (config.key_dim, config.key_dim, values, values)),
+        f"{prefix}.in_proj_ba": _by_key_head(config.key_heads, (shared, shared)),
+    }
+
+
+def _by_key_head(key_heads: int, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """Brings the rows of a projection that is stored key head by key head (`sizes` rows of each part in every head)
     into the order part by part."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -10,26 +9,9 @@ from torch import Tensor
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.quantised.experts import PackedExperts
+from cortex.neuron.layers.configs import MoEConfig
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Binding, Parameters
-
-
-@dataclass(frozen=True, slots=True)
-class MoEConfig:
-    hidden: int
-    inner: int
-    """Width of each routed expert."""
-    experts: int
-    top_k: int
-    renormalise: bool
-    """Whether the weights of a token's experts add up to one."""
-    shared_inner: int = 0
-    """Width of an expert that every token takes, weighed by a sigmoid gate of its own; 0: there is none."""
-
-    @property
-    def num_shared(self) -> int:
-        """Experts of the routed ones' width that hold the shared one."""
-        return -(-self.shared_inner // self.inner)
 
 
 class MoE:

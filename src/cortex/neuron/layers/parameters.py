@@ -1,7 +1,7 @@
 """Where a model's tensors live and which tensor of the checkpoint fills each.
 
-Layers allocate through `Parameters` as they are built. On the `meta` device nothing is allocated: that is how a
-model is sized before a byte of memory is taken.
+Layers allocate through `Parameters` as they are built. `models/sizes.py` computes the same bytes beforehand, without
+torch.
 """
 
 from __future__ import annotations

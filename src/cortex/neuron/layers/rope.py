@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SCALINGS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
-"""The scaling rules that are built → the numbers each cannot do without."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """How positions are rotated. `dims` of each head's dimensions take part, the rest pass through."""
-
-    dims: int
-    theta: float = 10_000.0
-    scaling: str = "default"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The scaling rule's own numbers, under the names the checkpoints use."""
-    trained_tokens: int = 0
-    """Positions the model was trained on; yarn falls back to it."""
+from cortex.neuron.layers.configs import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:

@@ -1,4 +1,4 @@
-"""What every decoder's config says, read once from the checkpoint's `config.json` shape."""
+"""The part of a model's config that all families share, read from the shape of `config.json`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cortex.neuron.layers.rope import SCALINGS, RopeConfig
+from cortex.neuron.layers.configs import SCALINGS, RopeConfig
 from cortex.neuron.models.errors import UnsupportedModel
+
+_MAX_LAYERS = 1_000
+"""Far above every published model; bounds what a damaged config can make a node compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,6 @@ class DecoderConfig:
 
     vocab: int
     hidden: int
-    inner: int
     num_layers: int
     heads: int
     kv_heads: int
@@ -28,7 +30,7 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Raises UnsupportedModel where a field is missing, makes no sense, or asks for what is not built."""
+        """Raises UnsupportedModel for a field that is missing, is invalid, or asks for what is not built."""
         heads = count_in(config, "num_attention_heads")
         kv_heads = count_in(config, "num_key_value_heads", heads)
         if heads % kv_heads:
@@ -38,11 +40,13 @@ class DecoderConfig:
         if activation != "silu":
             raise UnsupportedModel(f"hidden_act {activation!r} is not supported; only 'silu' is")
         head_dim = count_in(config, "head_dim", hidden // heads)
+        num_layers = count_in(config, "num_hidden_layers")
+        if num_layers > _MAX_LAYERS:
+            raise UnsupportedModel(f"the model's config has {num_layers} layers; at most {_MAX_LAYERS} are supported")
         return cls(
             vocab=count_in(config, "vocab_size"),
             hidden=hidden,
-            inner=int(config.get("intermediate_size") or 0),
-            num_layers=count_in(config, "num_hidden_layers"),
+            num_layers=num_layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -54,14 +58,14 @@ class DecoderConfig:
 
 
 def count_in(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """The whole number above zero that the config has under `name`. Raises UnsupportedModel."""
+    """The positive integer that the config has under `name`. Raises UnsupportedModel."""
     value = config.get(name)
     if value is None:
         value = default
     if value is None:
         raise UnsupportedModel(f"the model's config has no {name!r}")
     if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"the model's config has {value!r} for {name!r}; it takes a whole number above zero")
+        raise UnsupportedModel(f"the model's config has {value!r} for {name!r}; it must be a positive integer")
     return value
 
 

@@ -1,66 +1,79 @@
-"""The frame that all families share: embeddings, a stack of layers, a last norm, a head."""
+"""The model that every family's architecture is built into: embeddings, a stack of layers, a last norm, a head."""
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.attention import Attention
+from cortex.neuron.layers.configs import AttentionConfig, MLPConfig
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.gated_delta import GatedDelta
+from cortex.neuron.layers.mlp import MLP
+from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.rope import RopeTable
-from cortex.neuron.models.config import DecoderConfig
+from cortex.neuron.models.architecture import Architecture, LayerConfig
 
 
-class Layer(Protocol):
+class DecoderLayer:
+    """A mixer (attention or a gated delta net) and a feed-forward block, each after a norm and added to its input."""
+
+    def __init__(self, model: Decoder, layer: LayerConfig, prefix: str) -> None:
+        parameters, mixer, feed_forward = model.parameters, layer.mixer, layer.feed_forward
+        self.mixer_norm = model.new_norm(f"{prefix}.input_layernorm.weight")
+        self.mixer: Attention | GatedDelta
+        if isinstance(mixer, AttentionConfig):
+            self.mixer = Attention(parameters, mixer, model.rope, f"{prefix}.self_attn")
+        else:
+            self.mixer = GatedDelta(parameters, mixer, f"{prefix}.linear_attn")
+        self.mlp_norm = model.new_norm(f"{prefix}.post_attention_layernorm.weight")
+        self.mlp: MLP | MoE
+        if isinstance(feed_forward, MLPConfig):
+            hidden, inner, bias = feed_forward.hidden, feed_forward.inner, feed_forward.bias
+            self.mlp = MLP(parameters, hidden, inner, f"{prefix}.mlp", bias=bias)
+        else:
+            self.mlp = MoE(parameters, feed_forward, f"{prefix}.mlp")
+
     def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after this layer."""
+        hidden = self.mixer(hidden, self.mixer_norm, batch)
+        return self.mlp(hidden, self.mlp_norm)
 
 
-class Decoder(ABC):
-    """A model as the engine sees it. Built on the `meta` device it takes no memory and only knows its sizes."""
+class Decoder:
+    """A model as the engine sees it."""
 
-    prefix: ClassVar[str] = "model"
-    """Where the checkpoint keeps the decoder's tensors."""
-    zero_centred_norm: ClassVar[bool] = False
-
-    def __init__(self, raw: Mapping[str, Any], parameters: Parameters, num_positions: int) -> None:
+    def __init__(self, architecture: Architecture, parameters: Parameters, num_positions: int) -> None:
         """`num_positions`: the longest sequence this instance will see."""
-        self.raw = raw
-        self.config = DecoderConfig.read(raw)
+        self.architecture = architecture
+        self.config = architecture.config
         self.parameters = parameters
-        self.notes: tuple[str, ...] = ()
-        config, prefix = self.config, self.prefix
+        config, prefix = self.config, architecture.prefix
         self.rope = RopeTable(config.rope, num_positions, parameters.device)
         self.embedding = Embedding(parameters, config.vocab, config.hidden, f"{prefix}.embed_tokens.weight")
-        self.layers: Sequence[Layer] = [
-            self.layer(index, f"{prefix}.layers.{index}") for index in range(config.num_layers)
+        self.layers = [
+            DecoderLayer(self, layer, f"{prefix}.layers.{index}") for index, layer in enumerate(architecture.layers)
         ]
-        self.norm = RMSNorm(
-            parameters, config.hidden, config.norm_eps, f"{prefix}.norm.weight", zero_centred=self.zero_centred_norm
-        )
+        self.norm = self.new_norm(f"{prefix}.norm.weight")
         self.head = Head(parameters, config.vocab, config.hidden, "lm_head", self.embedding if config.tied else None)
 
-    @abstractmethod
-    def layer(self, index: int, prefix: str) -> Layer:
-        """Builds one layer, allocating from `self.parameters`."""
+    def new_norm(self, source: str) -> RMSNorm:
+        """Allocates a norm over the residual stream."""
+        config, zero_centred = self.config, self.architecture.zero_centred_norm
+        return RMSNorm(self.parameters, config.hidden, config.norm_eps, source, zero_centred=zero_centred)
 
     @property
-    @abstractmethod
     def attentions(self) -> list[Attention]:
-        """The layers' attentions that keep KV, in order."""
+        """The layers' attentions, which keep KV, in order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
 
     @property
     def gated_deltas(self) -> list[GatedDelta]:
         """The layers' gated delta nets, which keep a state of fixed size for every row, in order."""
-        return []
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta)]
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""

@@ -1,43 +1,17 @@
-"""Llama 1 to 3.3 and what follows its shape (SmolLM2): pre-norm attention and gated feed-forward."""
+"""Llama 1 to 3.3 and models of the same shape (SmolLM2): attention and a gated feed-forward block in every layer."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
-
-from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.attention import Attention, AttentionConfig
-from cortex.neuron.layers.mlp import MLP
-from cortex.neuron.layers.norm import RMSNorm
-from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.config import count_in
 
 
-class FeedForward(Protocol):
-    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden: [tokens, hidden] → hidden + feed_forward(norm(hidden))"""
+class Llama(Architecture):
+    def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
+        return self.attention(index)
 
-
-class LlamaLayer:
-    def __init__(self, model: Decoder, attention: AttentionConfig, mlp: FeedForward, prefix: str) -> None:
-        parameters, config = model.parameters, model.config
-        self.attention_norm = RMSNorm(parameters, config.hidden, config.norm_eps, f"{prefix}.input_layernorm.weight")
-        self.attention = Attention(parameters, attention, model.rope, f"{prefix}.self_attn")
-        self.mlp_norm = RMSNorm(parameters, config.hidden, config.norm_eps, f"{prefix}.post_attention_layernorm.weight")
-        self.mlp = mlp
-
-    def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
-        hidden = self.attention(hidden, self.attention_norm, batch)
-        return self.mlp(hidden, self.mlp_norm)
-
-
-class Llama(Decoder):
-    layers: list[LlamaLayer]
-
-    def layer(self, index: int, prefix: str) -> LlamaLayer:
-        return LlamaLayer(self, self.attention_config(index), self.feed_forward(index, f"{prefix}.mlp"), prefix)
-
-    def attention_config(self, index: int) -> AttentionConfig:
+    def attention(self, index: int) -> AttentionConfig:
         """The attention of one layer; every Llama layer has the same."""
         del index
         config = self.config
@@ -52,12 +26,8 @@ class Llama(Decoder):
             output_bias=bias,
         )
 
-    def feed_forward(self, index: int, prefix: str) -> FeedForward:
-        """The second half of one layer; every Llama layer has the same."""
+    def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
+        """The feed-forward block of one layer; every Llama layer has the same."""
         del index
-        config = self.config
-        return MLP(self.parameters, config.hidden, config.inner, prefix, bias=bool(self.raw.get("mlp_bias", False)))
-
-    @property
-    def attentions(self) -> list[Attention]:
-        return [layer.attention for layer in self.layers]
+        inner = count_in(self.raw, "intermediate_size")
+        return MLPConfig(self.config.hidden, inner, bias=bool(self.raw.get("mlp_bias", False)))

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cortex.neuron.layers.attention import AttentionConfig
+from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.models.config import count_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.llama import Llama
 
-KINDS = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Qwen3(Llama):
-    def attention_config(self, index: int) -> AttentionConfig:
-        window = count_in(self.raw, "sliding_window") if self._is_windowed(index) else None
-        return replace(super().attention_config(index), qk_norm=True, window=window)
+    def attention(self, index: int) -> AttentionConfig:
+        window = count_in(self.raw, "sliding_window") if self._has_window(index) else None
+        return replace(super().attention(index), qk_norm=True, window=window)
 
-    def _is_windowed(self, index: int) -> bool:
-        """Older configs name no `layer_types`: where windows are used at all, the layers from one on have them.
+    def _has_window(self, index: int) -> bool:
+        """Configs without `layer_types` give the first layer with a window instead.
 
-        Raises UnsupportedModel for a list that does not say of every layer what it is.
+        Raises UnsupportedModel for a list that does not name the type of every layer.
         """
-        kinds = self.raw.get("layer_types")
-        if kinds:
+        types = self.raw.get("layer_types")
+        if types:
             num_layers = self.config.num_layers
-            if len(kinds) != num_layers or not set(kinds) <= set(KINDS):
-                raise UnsupportedModel(f"layer_types must name {num_layers} layers, {' or '.join(KINDS)}: {kinds}")
-            return kinds[index] == "sliding_attention" and self.raw.get("use_sliding_window") is not False
+            if len(types) != num_layers or not set(types) <= set(LAYER_TYPES):
+                allowed = " or ".join(LAYER_TYPES)
+                raise UnsupportedModel(f"layer_types must name {num_layers} layers, {allowed}: {types}")
+            return types[index] == "sliding_attention" and self.raw.get("use_sliding_window") is not False
         return bool(self.raw.get("use_sliding_window")) and index >= self.raw.get("max_window_layers", 28)

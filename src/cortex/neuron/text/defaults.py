@@ -1,4 +1,4 @@
-"""What a model's authors recommend for sampling."""
+"""The sampling options that a model's authors recommend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """From the model's own files; None where they do not say."""
+    """From the model's own files; None for what they leave out."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -20,7 +20,7 @@ class GenerationDefaults:
 
 
 def from_generation_config(config: Mapping[str, Any]) -> GenerationDefaults:
-    """From `generation_config.json`. `do_sample: false` is greedy, whatever else stands there."""
+    """From `generation_config.json`. `do_sample: false` is greedy, whatever the other options are."""
     temperature = 0.0 if config.get("do_sample") is False else _number(config.get("temperature"))
     return GenerationDefaults(
         temperature=temperature,

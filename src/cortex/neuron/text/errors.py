@@ -1,16 +1,16 @@
-"""What reading a model's text files can end in. Plain exceptions, so that the engine side can import them."""
+"""Errors from a model's text files. Plain exceptions, so that the engine can import them."""
 
 
 class TextModelError(Exception):
-    """Base: the model's tokenizer or template files cannot be used; the message says what to do next."""
+    """Base class: the model's tokenizer or template files cannot be used. The message says what to do."""
 
 
 class TokenizerMissing(TextModelError):
-    """The model has no tokenizer file that is read here."""
+    """The model has no tokenizer file of a supported kind."""
 
 
 class TokenizerUnsupported(TextModelError):
-    """There is a tokenizer, of a kind that is not read here."""
+    """The model has a tokenizer of a kind that is not supported."""
 
 
 class TextFileMalformed(TextModelError):

@@ -1,4 +1,4 @@
-"""What a model's text files say, as a value that travels between processes."""
+"""The content of a model's text files, as a value that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """All that a `TextModel` is made of but its encoder."""
+    """Everything that a `TextModel` is built from, except its encoder."""
 
     vocabulary: Vocabulary
     templates: TemplateSources
     generation: GenerationDefaults
     has_vision: bool
-    """There is a vision tower, which is not read."""
+    """Whether the model has a vision tower, which is not loaded."""

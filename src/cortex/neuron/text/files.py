@@ -1,4 +1,4 @@
-"""Where a model's text files are, and its small JSON files read with care."""
+"""Finds a model's text files, and reads its small JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cortex.neuron.text.errors import TextFileMalformed
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that `path` is or, where a directory has no `tokenizer.json`, that it holds."""
+    """`path` itself if it is a file, or the GGUF file in a directory without `tokenizer.json`."""
     if not path.is_dir():
         return path
     if (path / "tokenizer.json").exists():
@@ -19,7 +19,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, `{}` when the file is absent; raises TextFileMalformed."""
+    """The JSON object in a file, `{}` if there is no file; raises TextFileMalformed."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise TextFileMalformed(f"{path} is not JSON ({error}); download the model again") from error
     if not isinstance(content, dict):
-        raise TextFileMalformed(f"{path} holds no JSON object; download the model again")
+        raise TextFileMalformed(f"{path} is not a JSON object; download the model again")
     return content
 
 

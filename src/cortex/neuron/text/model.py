@@ -1,4 +1,4 @@
-"""Everything about a model that is text: one object, without its weights."""
+"""The text side of a model: tokenizer, templates and output syntax, without its weights."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Final
 from cortex.neuron.text import files
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.facts import TextFacts
-from cortex.neuron.text.grammar.request import Thought, build_grammar, is_constrained
+from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar, is_constrained
 from cortex.neuron.text.output.detect import (
     PYTHON_TAG,
     TOOL_CALL_CLOSE,
     TOOL_CALL_OPEN,
-    ThoughtMarkers,
+    ReasoningMarkers,
     ToolSyntax,
-    thought_markers,
+    reasoning_markers,
     tool_syntax,
 )
 from cortex.neuron.text.output.parser import OutputParser, call_syntax, new_call_id
-from cortex.neuron.text.output.reasoning import ReasoningSplitter, closes_thought, opens_thought
-from cortex.neuron.text.output.thought_watch import ThoughtWatch
+from cortex.neuron.text.output.reasoning import ReasoningSplitter, ReasoningWatch, closes_reasoning, opens_reasoning
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
 from cortex.neuron.text.template.prompt import Rendered, prompt_text, render_conversation, render_raw
@@ -46,15 +45,15 @@ class TextModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     tools_template: ChatTemplate
-    """Used for requests with tools; the same one unless the model brings two."""
+    """For requests with tools; the same as `template` unless the model has two."""
     generation: GenerationDefaults
-    thought_end: tuple[int, ...] = ()
-    """The tokens that end a thought, laid out as templates write it; none for a model that does not think."""
+    reasoning_end: tuple[int, ...] = ()
+    """The tokens that end reasoning, laid out as templates write them; empty for a model that does not reason."""
     notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, facts: TextFacts, encoder: TextEncoder) -> TextModel:
-        """Encodes a few letters, so call it off the event loop."""
+        """Encodes a short text: do not call it on the event loop."""
         tokenizer = Tokenizer(facts.vocabulary, encoder)
         template, tools_template = _templates(facts.templates)
         return cls(
@@ -62,7 +61,7 @@ class TextModel:
             template,
             tools_template,
             facts.generation,
-            _thought_end(template, tokenizer),
+            _reasoning_end(template, tokenizer),
             _notes(facts.templates, has_vision=facts.has_vision),
         )
 
@@ -79,7 +78,7 @@ class TextModel:
         return _capabilities(self.template, self.tools_template, self.notes)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, control tokens in it included, nothing added."""
+        """Token ids of `text`, including control tokens in it; adds no token."""
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -87,66 +86,68 @@ class TextModel:
         return self.tokenizer.decode(ids)
 
     def render(self, request: GenerateRequest, context_tokens: int | None = None) -> Rendered:
-        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; never a fallback. With
-        `context_tokens`, ContextLengthExceeded for a text that is too long for them however it is cut.
+        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; there is no fallback. With
+        `context_tokens`, raises ContextLengthExceeded for a text that certainly has more tokens.
 
-        100k new tokens take a third of a second, so call it off the event loop; turns seen before cost next to nothing.
+        Do not call it on the event loop: 100k new tokens take a third of a second. Known turns cost almost nothing.
         """
         if request.prompt is not None:
             return render_raw(request.prompt, self.tokenizer, context_tokens)
         return render_conversation(
-            request, self._template_for(request), self.tokenizer, self._thought_markers, context_tokens
+            request, self._template_for(request), self.tokenizer, self._reasoning_markers, context_tokens
         )
 
     def detokenizer(self) -> Detokenizer:
-        """For one answer. Control tokens are not shown, but for the ones that the parser reads."""
+        """A detokenizer for one response. Control tokens are hidden, except those that the parser reads."""
         return Detokenizer(self.tokenizer, self._hidden_ids)
 
     def parser(self, request: GenerateRequest, rendered: Rendered, index: int = 0) -> OutputParser:
-        """For choice `index` of the answer. A raw prompt is continued by raw text: nothing in it is parsed."""
+        """A parser for choice `index` of the response. The response to a raw prompt is not parsed."""
         if request.prompt is not None:
             return OutputParser(None, None, index)
         splitter = scanner = None
-        if self._thought_markers is not None:
+        if self._reasoning_markers is not None:
             splitter = self._splitter(rendered)
         if request.tools and request.tool_choice.mode != "none" and self._tool_syntax is not None:
             scanner = CallScanner(call_syntax(self._tool_syntax, request.callable_tools), new_call_id, index)
         return OutputParser(splitter, scanner, index)
 
     def grammar(self, request: GenerateRequest) -> str | None:
-        """What constrains the output, for `EngineRequest.grammar`; None: free. Raises InvalidValue."""
+        """The grammar of the output, for `EngineRequest.grammar`; None: no constraint. Raises InvalidValue."""
         if not is_constrained(request):
             return None
         return build_grammar(
-            request, self.tokenizer, self._tool_syntax, self._thought_markers, self._thought_before(request)
+            request, self.tokenizer, self._tool_syntax, self._reasoning_markers, self._leading_reasoning(request)
         )
 
-    def answer_grammar(self, request: GenerateRequest) -> str | None:
-        """What constrains the output once the thought is over. Raises InvalidValue."""
-        return build_grammar(request, self.tokenizer, self._tool_syntax, self._thought_markers, Thought.ABSENT)
+    def response_grammar(self, request: GenerateRequest) -> str | None:
+        """The grammar of the output after the reasoning. Raises InvalidValue."""
+        return build_grammar(
+            request, self.tokenizer, self._tool_syntax, self._reasoning_markers, LeadingReasoning.ABSENT
+        )
 
-    def may_think(self, request: GenerateRequest) -> bool:
-        """Whether an answer to `request` may begin with a thought."""
-        return self._thought_markers is not None and request.prompt is None and request.thinking.enabled is not False
+    def may_reason(self, request: GenerateRequest) -> bool:
+        """Whether the response to `request` may begin with reasoning."""
+        return self._reasoning_markers is not None and request.prompt is None and request.thinking.enabled is not False
 
-    def thought_watch(self, rendered: Rendered) -> ThoughtWatch:
-        """For one choice of an answer that may begin with a thought."""
-        return ThoughtWatch(self.detokenizer(), self._splitter(rendered))
+    def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
+        """A watch for one choice of a response that may begin with reasoning."""
+        return ReasoningWatch(self.detokenizer(), self._splitter(rendered))
 
     def _splitter(self, rendered: Rendered) -> ReasoningSplitter:
-        assert self._thought_markers is not None, "only a model that thinks aloud has thoughts to tell apart"
-        return ReasoningSplitter(self._thought_markers, starts_in_thought=rendered.starts_in_reasoning)
+        assert self._reasoning_markers is not None, "the model has no reasoning markers"
+        return ReasoningSplitter(self._reasoning_markers, starts_in_reasoning=rendered.starts_in_reasoning)
 
-    def _thought_before(self, request: GenerateRequest) -> Thought:
-        markers = self._thought_markers
+    def _leading_reasoning(self, request: GenerateRequest) -> LeadingReasoning:
+        markers = self._reasoning_markers
         if markers is None or request.prompt is not None:
-            return Thought.ABSENT
+            return LeadingReasoning.ABSENT
         prompt = prompt_text(request, self._template_for(request), self.tokenizer)
-        if opens_thought(prompt.generation_prompt, markers):
-            return Thought.OPENED
-        if request.thinking.enabled is False or closes_thought(prompt.generation_prompt, markers):
-            return Thought.ABSENT
-        return Thought.POSSIBLE
+        if opens_reasoning(prompt.generation_prompt, markers):
+            return LeadingReasoning.OPENED
+        if request.thinking.enabled is False or closes_reasoning(prompt.generation_prompt, markers):
+            return LeadingReasoning.ABSENT
+        return LeadingReasoning.POSSIBLE
 
     def _template_for(self, request: GenerateRequest) -> ChatTemplate:
         return self.tools_template if request.tools else self.template
@@ -156,21 +157,21 @@ class TextModel:
         return tool_syntax(self.tools_template)
 
     @cached_property
-    def _thought_markers(self) -> ThoughtMarkers | None:
-        return thought_markers(self.template)
+    def _reasoning_markers(self) -> ReasoningMarkers | None:
+        return reasoning_markers(self.template)
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
-        markers = self._thought_markers
+        markers = self._reasoning_markers
         shown = (*_OUTPUT_MARKERS, *((markers.open, markers.close) if markers else ()))
         return self.tokenizer.special_ids - {self.tokenizer.whole_id(marker) for marker in shown}
 
 
 def capabilities_of(path: Path) -> Capabilities:
-    """What the model at `path` would be able to do, told by the templates alone.
+    """The capabilities of the model at `path`, from its templates alone.
 
-    A tokenizer is not made for it, which takes a second and a hundred megabytes where the vocabulary is large. Raises
-    TextModelError, or CheckpointError for a bad GGUF header.
+    It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
+    CheckpointError for a bad GGUF header.
     """
     gguf = files.gguf_file(path)
     if gguf is not None:
@@ -191,16 +192,16 @@ def _notes(sources: TemplateSources, *, has_vision: bool) -> tuple[str, ...]:
     if not (sources.default or sources.with_tools):
         notes.append("the model has no chat template: conversations are written as ChatML")
     if has_vision:
-        notes.append("images are not read: the vision tower is left out")
+        notes.append("images are not read: the vision tower is not loaded")
     return tuple(notes)
 
 
-def _thought_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
-    markers = thought_markers(template)
+def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    markers = reasoning_markers(template)
     return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}\n\n"))
 
 
 def _capabilities(template: ChatTemplate, tools_template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:
     return Capabilities(
-        tools=tool_syntax(tools_template) is not None, reasoning=thought_markers(template) is not None, notes=notes
+        tools=tool_syntax(tools_template) is not None, reasoning=reasoning_markers(template) is not None, notes=notes
     )

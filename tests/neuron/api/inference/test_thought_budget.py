@@ -106,7 +106,7 @@ async def test_applies_the_output_grammar_after_the_cut(text: TextModel) -> None
     engine = Engine(text)
     generate_request = request(20, output=OutputFormat(kind="choice", choices=("Forty-two.",)))
     await run(engine, generate_request)
-    assert engine.jobs[1].grammar == text.answer_grammar(generate_request)
+    assert engine.jobs[1].grammar == text.response_grammar(generate_request)
     assert engine.jobs[1].grammar is not None
 
 

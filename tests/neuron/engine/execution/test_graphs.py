@@ -1,4 +1,4 @@
-"""When graphs are captured and which steps take them: pure, and with a capture that replays on the CPU."""
+"""When graphs are captured and which steps use them: pure, and with a capture that replays on the CPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import itertools
 import pytest
 import torch
 
-from cortex.neuron.engine.execution.graphs import OFTEN, SIZES, GraphSizes
+from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, SIZES, GraphSizes
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.memory.kv_cache import KVCache
+from cortex.neuron.engine.memory.sequences import KVCache
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.llama import Llama
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ CONTEXT = 48
 
 
 class ReplayOnCpu:
-    """Captures as a GPU does: a replay computes the step anew into the outputs of its capture."""
+    """Captures like a GPU: a replay computes the step again, into the outputs of its capture."""
 
     def __init__(self, room=100):
         self.sizes = []
@@ -63,7 +64,7 @@ class Bench:
 
     def __init__(self, capture):
         torch.manual_seed(0)
-        model = Llama(CONFIG, Parameters(CPU, torch.float32), CONTEXT)
+        model = Decoder(Llama(CONFIG), Parameters(CPU, torch.float32), CONTEXT)
         for binding in model.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
         KVCache(model.attentions, 40, 8, torch.float32, CPU)
@@ -71,7 +72,7 @@ class Bench:
         self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture)
         self.scheduler = Scheduler(PagePool(40, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
 
-    def answers(self, prompts, max_tokens, temperature=0.0):
+    def respond(self, prompts, max_tokens, temperature=0.0):
         sequences = [
             self.scheduler.submit(
                 EngineRequest(str(number), prompt, max_tokens, SamplingParams(temperature=temperature, seed=number))
@@ -94,7 +95,7 @@ PROMPTS = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3)]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300])
-def test_every_number_of_rows_has_a_size_in_the_end(max_rows):
+def test_every_number_of_rows_has_a_size_once_all_are_captured(max_rows):
     sizes = GraphSizes(max_rows)
     order = []
     while (size := sizes.next_missing) is not None:
@@ -106,7 +107,7 @@ def test_every_number_of_rows_has_a_size_in_the_end(max_rows):
     assert sizes.serving(max_rows + 1) is None
 
 
-def test_a_step_takes_the_next_larger_size_that_is_there():
+def test_step_uses_the_next_larger_captured_size():
     sizes = GraphSizes(64)
     assert sizes.serving(1) is None
     sizes.add(1)
@@ -116,31 +117,31 @@ def test_a_step_takes_the_next_larger_size_that_is_there():
     assert sizes.next_missing == 2
 
 
-def test_only_a_size_that_was_often_missed_is_wanted_at_once():
+def test_size_is_captured_between_steps_only_after_enough_misses():
     sizes = GraphSizes(64)
-    assert [sizes.missed(3) for _ in range(OFTEN)] == [None] * (OFTEN - 1) + [4]
-    assert sizes.missed(7) is None  # another size: counted apart
+    assert [sizes.missed(3) for _ in range(CAPTURE_AFTER_MISSES)] == [None] * (CAPTURE_AFTER_MISSES - 1) + [4]
+    assert sizes.missed(7) is None  # another size: counted separately
 
 
-def test_nothing_is_wanted_any_more_once_it_was_given_up():
+def test_captures_nothing_after_giving_up():
     sizes = GraphSizes(8)
     sizes.add(2)
     sizes.give_up()
     assert sizes.next_missing is None
     assert sizes.serving(2) == 2
-    assert [sizes.missed(5) for _ in range(2 * OFTEN)] == [None] * (2 * OFTEN)
+    assert [sizes.missed(5) for _ in range(2 * CAPTURE_AFTER_MISSES)] == [None] * (2 * CAPTURE_AFTER_MISSES)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("num_prepared", range(5))
-def test_answers_are_the_same_whatever_is_captured(num_prepared, temperature):
-    plain = Bench(None).answers(PROMPTS, 12, temperature)
+def test_responses_do_not_depend_on_captured_graphs(num_prepared, temperature):
+    plain = Bench(None).respond(PROMPTS, 12, temperature)
     bench = Bench(ReplayOnCpu())
     assert list(itertools.islice(iter(bench.runner.prepare, False), num_prepared)) == [True] * min(num_prepared, 4)
-    assert bench.answers(PROMPTS, 12, temperature) == plain
+    assert bench.respond(PROMPTS, 12, temperature) == plain
 
 
-def test_graphs_are_prepared_one_by_one_the_smallest_first():
+def test_graphs_are_captured_one_by_one_smallest_first():
     bench = Bench(ReplayOnCpu())
     for expected in ([1], [1, 2], [1, 2, 4], [1, 2, 4, 6]):
         assert bench.runner.prepare()
@@ -148,35 +149,35 @@ def test_graphs_are_prepared_one_by_one_the_smallest_first():
     assert not bench.runner.prepare()
 
 
-def test_a_step_without_its_graph_runs_all_the_same_and_captures_it_only_when_often_needed():
+def test_step_without_a_graph_runs_and_captures_one_only_after_enough_misses():
     bench = Bench(ReplayOnCpu())
     bench.runner.prepare()
-    bench.answers(PROMPTS, OFTEN)  # the first token comes from the prompt: one step fewer than tokens
+    bench.respond(PROMPTS, CAPTURE_AFTER_MISSES)  # the first token comes from the prompt: one step fewer than tokens
     assert bench.capture.sizes == [1]
-    bench.answers(PROMPTS, 3)
+    bench.respond(PROMPTS, 3)
     assert bench.capture.sizes == [1, 4]
     assert bench.capture.replays > 0
 
 
-def test_a_larger_graph_serves_while_the_right_one_is_missing():
+def test_larger_graph_is_used_while_the_exact_one_is_missing():
     bench = Bench(ReplayOnCpu())
     for _ in range(2):
         bench.runner.prepare()
-    bench.answers(PROMPTS[:1], 4)
+    bench.respond(PROMPTS[:1], 4)
     assert bench.capture.replays == 3
-    bench.answers(PROMPTS[:2], 4)
+    bench.respond(PROMPTS[:2], 4)
     assert bench.capture.replays == 6
     assert bench.capture.sizes == [1, 2]
 
 
-def test_out_of_memory_ends_capturing_but_no_answer():
+def test_out_of_memory_ends_capturing_but_no_response():
     bench = Bench(ReplayOnCpu(room=1))
     assert bench.runner.prepare()
     assert not bench.runner.prepare()
-    assert bench.answers(PROMPTS, 2 * OFTEN) == Bench(None).answers(PROMPTS, 2 * OFTEN)
+    assert bench.respond(PROMPTS, 2 * CAPTURE_AFTER_MISSES) == Bench(None).respond(PROMPTS, 2 * CAPTURE_AFTER_MISSES)
     assert bench.capture.sizes == [1]
     assert not bench.runner.prepare()
 
 
-def test_a_cpu_has_nothing_to_prepare():
+def test_cpu_has_nothing_to_prepare():
     assert not Bench(None).runner.prepare()

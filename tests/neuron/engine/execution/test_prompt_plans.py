@@ -1,4 +1,4 @@
-"""Which plans are built, in which order, and what happens when the library will not."""
+"""Which plans are built, in which order, and what happens if the library cannot build one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.kernels.attention import cudnn
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.qwen3 import Qwen3
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ WINDOWED = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_
 
 
 class Library:
-    """Takes the place of `cudnn.prepare`: notes what is asked for, and fails from a length on."""
+    """Takes the place of `cudnn.prepare`: notes its calls, and fails from a length on."""
 
     def __init__(self, fails_from: int = 1 << 30, error: Exception | None = None) -> None:
         self.lengths: list[int] = []
@@ -49,10 +50,10 @@ def plans_of(
     monkeypatch.setattr(cudnn, "is_faster_on", lambda _: fast)
     monkeypatch.setattr(cudnn, "prepare", library)
     dtype = changes.pop("dtype", torch.bfloat16)
-    return PromptPlans(Qwen3(CONFIG | changes, Parameters(CPU, dtype), 4096), step_tokens)
+    return PromptPlans(Decoder(Qwen3(CONFIG | changes), Parameters(CPU, dtype), 4096), step_tokens)
 
 
-def test_lengths_are_prepared_once_for_all_layers_the_shortest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_length_is_prepared_once_for_all_layers_shortest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     plans = plans_of(monkeypatch, library)
     while plans.prepare():
@@ -63,7 +64,7 @@ def test_lengths_are_prepared_once_for_all_layers_the_shortest_first(monkeypatch
 
 
 @pytest.mark.parametrize("error", [cudnn.Unserved("not this one"), torch.OutOfMemoryError("full")])
-def test_what_the_library_cannot_do_ends_the_attempts_and_nothing_else(
+def test_unsupported_length_ends_preparation_without_an_error(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     library = Library(1280, error)
@@ -75,7 +76,7 @@ def test_what_the_library_cannot_do_ends_the_attempts_and_nothing_else(
     assert library.lengths == [1024, 1152]
 
 
-def test_a_broken_device_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = plans_of(monkeypatch, Library(1024, RuntimeError("CUDA error: an illegal memory access was encountered")))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         plans.prepare()
@@ -86,7 +87,9 @@ def test_a_broken_device_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPa
     [{"fast": False}, {"dtype": torch.float32}, {"step_tokens": 512}, WINDOWED],
     ids=["another device", "full precision", "short steps", "windows"],
 )
-def test_where_there_is_nothing_to_prepare(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+def test_prepares_nothing_if_no_attention_can_use_plans(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
     library = Library()
     assert not plans_of(monkeypatch, library, **changes).prepare()
     assert library.lengths == []

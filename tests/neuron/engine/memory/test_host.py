@@ -15,7 +15,7 @@ def host(root, files):
     return read_host_memory(root)
 
 
-def test_without_limits_the_host_counts(tmp_path):
+def test_without_cgroup_limits_reports_the_host(tmp_path):
     assert host(tmp_path, {}) == HostMemory(1000 * 1024, 800 * 1024)
 
 
@@ -38,11 +38,11 @@ def test_without_limits_the_host_counts(tmp_path):
     ],
     ids=["v2, limit on a parent", "v1, seen from inside a container"],
 )
-def test_a_container_has_what_its_limit_leaves(tmp_path, files):
+def test_container_has_what_its_limit_leaves(tmp_path, files):
     assert host(tmp_path, files) == HostMemory(600000, 200000)
 
 
-def test_an_unlimited_v1_group_is_no_limit(tmp_path):
+def test_unlimited_cgroup_v1_is_no_limit(tmp_path):
     files = {
         "proc/self/cgroup": "9:memory:/\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
@@ -50,12 +50,12 @@ def test_an_unlimited_v1_group_is_no_limit(tmp_path):
     assert host(tmp_path, files).total_bytes == 1000 * 1024
 
 
-def test_the_memory_of_this_process_and_of_none():
+def test_anonymous_bytes_of_this_process_and_of_none():
     assert anonymous_bytes() == pytest.approx(anonymous_bytes(os.getpid()), rel=0.2)
     assert anonymous_bytes(2**22 - 1) == 0
 
 
-def test_the_engine_counts_on_no_more_than_that(monkeypatch):
+def test_engine_uses_the_limited_memory(monkeypatch):
     monkeypatch.setattr("cortex.neuron.engine.memory.device.read_host_memory", lambda: HostMemory(4 << 30, 3 << 30))
     memory = device_memory(torch.device("cpu"))
     assert (memory.total_bytes, memory.free_bytes) == (4 << 30, 3 << 30)

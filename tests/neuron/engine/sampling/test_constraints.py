@@ -1,4 +1,4 @@
-"""Outputs of a random model under a grammar: noise, if the mask did not hold."""
+"""Output of a random model under a grammar: without the mask it would be noise."""
 
 import json
 
@@ -79,7 +79,7 @@ def json_grammar():
     return llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
 
 
-def test_outputs_under_a_schema_parse_and_conform_whatever_is_drawn(engine, model):
+def test_output_under_a_schema_always_conforms(engine, model):
     requests = [request(str(seed), json_grammar(), temperature=2.0, seed=seed) for seed in range(12)]
     tokens, finish = run(engine, *requests)
     for name, ids in tokens.items():
@@ -89,21 +89,21 @@ def test_outputs_under_a_schema_parse_and_conform_whatever_is_drawn(engine, mode
         assert finish[name] == "stop"
 
 
-def test_a_free_request_beside_a_constrained_one_draws_what_it_draws_alone(engine):
+def test_unconstrained_request_is_unchanged_beside_a_constrained_one(engine):
     free = request("free", None, temperature=1.0, seed=5)
     alone, _ = run(engine, free)
     together, _ = run(engine, free, request("bound", json_grammar(), temperature=1.0, seed=6))
     assert together["free"] == alone["free"]
 
 
-def test_a_grammar_that_does_not_compile_is_refused_and_holds_nothing(engine):
+def test_rejects_a_grammar_that_does_not_compile_without_holding_memory(engine):
     with pytest.raises(RequestError, match="grammar"):
         engine.submit(request("bad", "start: nonsense ("))
     assert not engine.has_work
     engine.check_integrity()
 
 
-def test_a_token_that_the_grammar_does_not_allow_ends_its_request_with_a_short_error(engine, monkeypatch):
+def test_token_outside_the_grammar_ends_its_request_with_a_short_error(engine, monkeypatch):
     draw = Sampler.draw
 
     def without_mask(sampler, logits, rows, positions, draws, mask=None):
@@ -122,7 +122,7 @@ def test_a_token_that_the_grammar_does_not_allow_ends_its_request_with_a_short_e
 
 
 @pytest.mark.parametrize("method", ["fill_mask", "accept"])
-def test_a_grammar_library_that_raises_ends_its_request_alone(engine, monkeypatch, method):
+def test_error_in_the_grammar_library_ends_only_its_own_request(engine, monkeypatch, method):
     free = request("free", None, temperature=1.0, seed=5)
     alone, _ = run(engine, free)
 

@@ -1,4 +1,4 @@
-"""Drawing tokens, against plain references that look at one row at a time."""
+"""Sampling, compared with plain references for one row at a time."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def penalised(logits: Tensor, params: SamplingParams, prompt: tuple[int, ...], d
     return result
 
 
-def test_greedy_is_the_largest_logit() -> None:
+def test_greedy_draws_the_largest_logit() -> None:
     logits = some_logits(5)
     drawn = draw_all(logits, [request(SamplingParams(temperature=0.0))] * 5)
     assert torch.equal(drawn.tokens, logits.argmax(-1))
@@ -103,7 +103,7 @@ def test_greedy_is_the_largest_logit() -> None:
     ],
     ids=lambda params: str(params)[15:70],
 )
-def test_draws_are_spread_as_the_distribution_says(params: SamplingParams) -> None:
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     """Chi-square over fixed seeds: the statistic's mean is its degrees of freedom."""
     count = 4000
     logits = some_logits(1, seed=3, spread=1.2)
@@ -131,12 +131,12 @@ def test_only_kept_tokens_are_drawn(seed: int, top_k: int, top_p: float, min_p: 
 
 
 @pytest.mark.parametrize("params", [SamplingParams(top_k=1), SamplingParams(top_p=1e-6), SamplingParams(min_p=1.0)])
-def test_the_likeliest_always_stays(params: SamplingParams) -> None:
+def test_likeliest_token_is_always_kept(params: SamplingParams) -> None:
     logits = some_logits(1)
     assert set(frequencies(logits, params, 30)) == {int(logits.argmax())}
 
 
-def test_with_top_k_1_the_seeds_of_the_largest_noise_draw_the_greedy_tokens() -> None:
+def test_top_k_1_draws_the_greedy_token_for_the_seeds_with_the_largest_noise() -> None:
     vocab, position = 65_536, 2
     largest = torch.cat(
         [
@@ -155,7 +155,7 @@ def test_with_top_k_1_the_seeds_of_the_largest_noise_draw_the_greedy_tokens() ->
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-30, 1e-45])
-def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+def test_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits = some_logits(1)
     assert set(frequencies(logits, SamplingParams(temperature=temperature), 30)) == {int(logits.argmax())}
 
@@ -170,7 +170,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10),
     drawn=st.lists(st.integers(0, VOCAB - 1), max_size=10),
 )
-def test_penalties_are_the_references(
+def test_penalties_equal_the_reference(
     seed: int,
     repetition: float,
     window: int,
@@ -179,7 +179,7 @@ def test_penalties_are_the_references(
     prompt: list[int],
     drawn: list[int],
 ) -> None:
-    """The penalised row stands between two others with other penalties, and draws greedily from the changed logits."""
+    """The penalised row is between two others with other penalties, and draws greedily from the changed logits."""
     params = SamplingParams(
         temperature=0.0,
         repetition_penalty=repetition,
@@ -199,8 +199,8 @@ def test_penalties_are_the_references(
     assert tokens[2] == penalised(logits[2], requests[2].sampling, (0,), (7, 7)).argmax()
 
 
-def test_penalties_count_what_is_drawn_step_by_step() -> None:
-    """A row that goes on is penalised like one that is told its past at once."""
+def test_penalties_count_drawn_tokens_step_by_step() -> None:
+    """A continued row is penalised like a row that gets all earlier tokens at once."""
     params = SamplingParams(temperature=0.0, frequency_penalty=0.6, repetition_penalty=1.2, repetition_window=5)
     sampler = Sampler(2, VOCAB, CONTEXT, torch.device("cpu"))
     one = request(params)
@@ -216,7 +216,7 @@ def test_penalties_count_what_is_drawn_step_by_step() -> None:
     assert len(set(drawn)) > 1
 
 
-def test_a_row_forgets_whoever_had_it_before() -> None:
+def test_reassigned_row_forgets_its_previous_request() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=100.0, repetition_penalty=9.0)
     sampler = Sampler(1, VOCAB, CONTEXT, torch.device("cpu"))
     sampler.assign(0, request(params, tuple(range(VOCAB))), tuple(range(VOCAB)))
@@ -226,7 +226,7 @@ def test_a_row_forgets_whoever_had_it_before() -> None:
     assert sampler.draw(logits, torch.tensor([0]), torch.tensor([0]), [Draw(0, 0)]).tokens[0] == logits.argmax()
 
 
-def test_logit_bias_raises_lowers_and_ignores_what_is_no_token() -> None:
+def test_logit_bias_raises_lowers_and_ignores_unknown_tokens() -> None:
     logits = some_logits(2)
     best = int(logits[0].argmax())
     bias = ((best, -100.0), (7, 3.0), (VOCAB, 100.0), (VOCAB + 9, 100.0), (-1, 100.0))
@@ -238,7 +238,7 @@ def test_logit_bias_raises_lowers_and_ignores_what_is_no_token() -> None:
     assert tokens.tolist() == [int(expected.argmax()), int(logits[1].argmax())]
 
 
-def test_stop_tokens_are_not_drawn_below_the_minimum() -> None:
+def test_stop_tokens_are_not_drawn_below_min_tokens() -> None:
     logits = some_logits(1)
     best = int(logits.argmax())
     one = request(SamplingParams(temperature=0.0), stop_token_ids=(best, VOCAB + 5, -3), min_tokens=2)
@@ -246,7 +246,7 @@ def test_stop_tokens_are_not_drawn_below_the_minimum() -> None:
         assert (int(draw_all(logits, [one], (drawn,)).tokens[0]) == best) is allowed
 
 
-def test_a_mask_forbids_tokens() -> None:
+def test_masked_tokens_are_not_drawn() -> None:
     logits = some_logits(2)
     mask = torch.ones(2, VOCAB, dtype=torch.bool)
     mask[0, logits[0].argmax()] = False
@@ -258,7 +258,7 @@ def test_a_mask_forbids_tokens() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63, 2**64 - 1, -1, 10**30])
-def test_the_same_seed_draws_the_same_whatever_else_is_in_the_batch(seed: int) -> None:
+def test_same_seed_draws_the_same_in_any_batch(seed: int) -> None:
     params = SamplingParams(temperature=1.3, top_p=0.95, seed=seed)
     logits = some_logits(6, seed=9)
     alone = [int(draw_all(logits[4:5], [request(params)]).tokens[0])]
@@ -273,7 +273,7 @@ def test_the_same_seed_draws_the_same_whatever_else_is_in_the_batch(seed: int) -
     assert [int(draw_all(logits, others).tokens[4])] == alone
 
 
-def test_other_seeds_and_other_positions_draw_other_tokens() -> None:
+def test_other_seeds_and_positions_draw_other_tokens() -> None:
     flat = torch.zeros(64, VOCAB)
     by_seed = draw_all(flat, [request(SamplingParams(seed=seed)) for seed in range(64)]).tokens
     assert len(set(by_seed.tolist())) > VOCAB // 2
@@ -287,7 +287,7 @@ def test_without_a_seed_draws_differ() -> None:
     assert len(set(draw_all(flat, [request(SamplingParams())] * 64).tokens.tolist())) > VOCAB // 2
 
 
-def test_greedy_rows_beside_sampled_ones_stay_greedy() -> None:
+def test_greedy_rows_stay_greedy_beside_sampled_ones() -> None:
     logits = some_logits(4)
     sampled = request(SamplingParams(temperature=3.0, top_k=5, top_p=0.9, min_p=0.01))
     greedy = request(SamplingParams(temperature=0.0))
@@ -297,7 +297,7 @@ def test_greedy_rows_beside_sampled_ones_stay_greedy() -> None:
         assert tokens[2] == logits[2].argmax()
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_are_of_the_unmodified_logits() -> None:
     """Before bias, penalties and temperature."""
     logits = some_logits(3)
     requests = [
@@ -316,14 +316,14 @@ def test_logprobs_are_the_models_own() -> None:
     assert torch.equal(drawn.top_ids, reference.topk(4).indices)
 
 
-def test_more_logprobs_than_there_are_tokens_are_all_of_them() -> None:
+def test_top_logprobs_beyond_the_vocabulary_return_all_tokens() -> None:
     drawn = draw_all(some_logits(1), [request(SamplingParams(top_logprobs=VOCAB + 20))])
     assert drawn.top_ids is not None
     assert sorted(drawn.top_ids[0].tolist()) == list(range(VOCAB))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_rows_whose_logits_are_no_numbers_are_told_apart(bad: float) -> None:
+def test_rows_with_non_finite_logits_are_unhealthy(bad: float) -> None:
     logits = some_logits(3)
     logits[1, 4] = bad
     requests = [request(SamplingParams(seed=1)), request(SamplingParams(seed=2)), request(SamplingParams())]
@@ -331,7 +331,7 @@ def test_rows_whose_logits_are_no_numbers_are_told_apart(bad: float) -> None:
     assert draw_all(torch.full((1, VOCAB), -math.inf), requests[:1]).healthy.tolist() == [False]
 
 
-def test_half_precision_logits_are_drawn_in_full() -> None:
+def test_half_precision_logits_are_sampled_in_float32() -> None:
     logits = some_logits(2).to(torch.bfloat16)
     params = SamplingParams(temperature=0.8, seed=1, top_logprobs=1, frequency_penalty=0.5)
     drawn = draw_all(logits, [request(params), request(SamplingParams(temperature=0.0))])
@@ -350,22 +350,20 @@ def test_half_precision_logits_are_drawn_in_full() -> None:
         (SamplingParams(temperature=0.0, repetition_penalty=1.1), False),
     ],
 )
-def test_only_a_bare_argmax_is_plain(params: SamplingParams, plain: bool) -> None:
+def test_only_a_plain_argmax_is_plain(params: SamplingParams, plain: bool) -> None:
     sampler = Sampler(1, VOCAB, CONTEXT, torch.device("cpu"))
     sampler.assign(0, request(params))
     assert sampler.is_plain([Draw(0, 0)]) is plain
 
 
-def test_a_request_below_its_minimum_is_not_plain() -> None:
+def test_request_below_min_tokens_is_not_plain() -> None:
     sampler = Sampler(1, VOCAB, CONTEXT, torch.device("cpu"))
     sampler.assign(0, request(SamplingParams(temperature=0.0), stop_token_ids=(1,), min_tokens=2))
     assert [sampler.is_plain([Draw(0, count)]) for count in (0, 1, 2)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("rows", "vocab", "context"), [(3, 50, 20), (17, 1000, 128)])
-def test_penalties_take_what_loading_leaves_room_for(rows: int, vocab: int, context: int) -> None:
+def test_penalties_take_the_memory_that_a_load_leaves_for_them(rows: int, vocab: int, context: int) -> None:
     penalties = Penalties(rows, vocab, context, torch.device("cpu"))
     penalties.assign(0, SamplingParams(repetition_penalty=1.2), (1, 2), ())
-    assert penalties._counts is not None
-    assert penalties._history is not None
-    assert penalties._counts.nbytes + penalties._history.nbytes == penalty_bytes(rows, vocab, context)
+    assert penalties.num_bytes == penalty_bytes(rows, vocab, context)

@@ -2,9 +2,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faulty_models import write_model
+from faulty_models import CONFIG, write_model
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.files import with_quant
 from cortex.neuron.node.loading.preflight import ModelFacts, check_quant, choose_device, inspect
 from cortex.neuron.worker.discovery import DeviceReading
@@ -12,7 +13,7 @@ from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
 
 GIGABYTE = 10**9
-FACTS = ModelFacts(Path("m"), "llama", None, 4096, 1000, 4 * GIGABYTE, 0, 50_000)
+FACTS = ModelFacts(Path("m"), read_architecture(CONFIG))
 
 
 def device(index, total):
@@ -31,52 +32,53 @@ def choose(readings, allowed=(), kept=0):
     )
 
 
-def test_the_device_with_the_most_room_is_chosen():
+def test_chooses_the_device_with_the_most_free_memory():
     assert choose({0: 10, 1: 20, 2: 6}) == 1
     assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == 0
     assert choose({0: 10, 1: 10, 2: 6}) == 0
 
 
-def test_a_refusal_names_every_device_with_need_have_and_reason():
-    with pytest.raises(InsufficientCapacity) as refused:
+def test_rejection_lists_every_device_with_its_numbers_and_reason():
+    with pytest.raises(InsufficientCapacity) as rejected:
         choose({0: 5, 2: 6}, allowed=(0, 1, 2))
-    reasons = [row["reason"] for row in refused.value.details["devices"]]
+    reasons = [row["reason"] for row in rejected.value.details["devices"]]
     assert reasons == [
         "too little is free; unload something",
-        "the device does not answer",
+        "the device does not respond",
         "too small even when empty",
     ]
-    assert "needs at least 8.00 GB" in refused.value.message
-    assert "device 0 (card) has 5.00 GB of 24.00 GB to give" in refused.value.message
+    assert "needs at least 8.00 GB" in rejected.value.message
+    assert "device 0 (card) has 5.00 GB of 24.00 GB to give" in rejected.value.message
 
 
-def test_what_is_kept_free_is_nobodys():
+def test_reserved_memory_is_not_used():
     assert choose({0: 10, 1: 9}, kept=1) == 0
-    with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as refused:
+    with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as rejected:
         choose({0: 10, 1: 9}, kept=3)
-    rows = refused.value.details["devices"]
+    rows = rejected.value.details["devices"]
     assert [(row["have_bytes"], row["kept_free_bytes"]) for row in rows[:2]] == [
         (7 * GIGABYTE, 3 * GIGABYTE),
         (6 * GIGABYTE, 3 * GIGABYTE),
     ]
-    with pytest.raises(InsufficientCapacity) as refused:
+    with pytest.raises(InsufficientCapacity) as rejected:
         choose({0: 24, 1: 24}, kept=17)
-    assert refused.value.details["devices"][0]["reason"] == "too small even when empty"
+    assert rejected.value.details["devices"][0]["reason"] == "too small even when empty"
 
 
-def test_a_model_is_judged_from_its_headers(tmp_path):
+def test_reads_facts_and_sizes_from_config_and_headers(tmp_path):
     facts = inspect(write_model(tmp_path / "m"))
     assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
-    assert facts.token_numbers == 2 * 2 * 16 * 2  # layers × heads × size × (key, value)
-    assert facts.num_weights == 16
     whole, short = facts.sizes(2, None), facts.sizes(2, 100)
-    assert (whole.weight_bytes, whole.page_bytes, whole.context_tokens) == (32, 32 * 2 * facts.token_numbers, 4096)
+    assert whole.page_bytes == 32 * 2 * 2 * 2 * 16 * 2  # tokens × bytes × layers × heads × size × (key, value)
+    assert (whole.context_tokens, short.context_tokens) == (4096, 100)
     assert whole.ceiling_bytes > short.ceiling_bytes
-    assert facts.sizes(4, None).page_bytes == 2 * whole.page_bytes
+    doubled = facts.sizes(4, None)
+    assert (doubled.page_bytes, doubled.weight_bytes) == (2 * whole.page_bytes, 2 * whole.weight_bytes)
 
 
-def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
+def test_recurrent_layers_need_states_and_no_pages(tmp_path):
     delta = {
+        "model_type": "qwen3_next",
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -84,28 +86,32 @@ def test_hybrid_layers_that_keep_no_keys_cost_none(tmp_path):
         "linear_conv_kernel_dim": 4,
     }
     layers = {"layer_types": ["linear_attention", "full_attention"], **delta}
-    hybrid = inspect(write_model(tmp_path / "m", config=layers))
-    assert hybrid.token_numbers == inspect(write_model(tmp_path / "n")).token_numbers // 2
-    assert (hybrid.state_numbers, hybrid.state_float32s) == (4 * (2 * 16 + 32), 32 * 8)
+    hybrid = inspect(write_model(tmp_path / "m", config=layers)).sizes(2, None)
+    plain = inspect(write_model(tmp_path / "n")).sizes(2, None)
+    assert hybrid.page_bytes == plain.page_bytes // 2
+    assert (hybrid.slot_bytes, plain.slot_bytes) == (2 * 4 * (2 * 16 + 32) + 4 * 32 * 8, 0)
 
 
 @pytest.mark.parametrize(
     ("config", "quant", "reason"),
     [
-        ({"model_type": "mamba9000"}, None, "family 'mamba9000', which is not supported; supported are"),
+        ({"model_type": "mamba9000"}, None, "model_type 'mamba9000' is not supported; supported are"),
         ({"quantization_config": {"quant_method": "fp8"}}, None, r"the weights are quantised \(fp8\)"),
-        ({"num_attention_heads": 0}, None, "not usable"),
-        ({"max_position_embeddings": "many"}, None, "not usable"),
+        ({"num_attention_heads": 0}, None, "0 for 'num_attention_heads'"),
+        ({"max_position_embeddings": "many"}, None, "'many' for 'max_position_embeddings'"),
+        ({"num_hidden_layers": 10**9}, None, "1000000000 layers; at most 1000 are supported"),
+        ({"rms_norm_eps": "small"}, None, "config is damaged"),
+        ({"model_type": "qwen3", "layer_types": 7}, None, "config is damaged"),
         ({}, "q4_k", "not quantised at load; for q4_k name a GGUF"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_reason(tmp_path, config, quant, reason):
-    with pytest.raises(LoadFailed, match=reason) as refused:
+def test_rejects_an_unusable_model_with_a_reason(tmp_path, config, quant, reason):
+    with pytest.raises(LoadFailed, match=reason) as rejected:
         inspect(write_model(tmp_path / "0a1b2c", config=config), quant, name="org/model")
-    assert "org/model" in str(refused.value)
+    assert "org/model" in str(rejected.value)
 
 
-def test_damaged_files_are_refused(tmp_path):
+def test_rejects_damaged_files(tmp_path):
     folder = write_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"\xff" * 32)
     with pytest.raises(LoadFailed):
@@ -122,7 +128,7 @@ def test_damaged_files_are_refused(tmp_path):
         ("model-F16.gguf", None, "F16"),
     ],
 )
-def test_a_gguf_of_the_quantisation_asked_for_is_taken(name, stored, asked):
+def test_accepts_a_gguf_of_the_requested_quantisation(name, stored, asked):
     check_quant(replace(FACTS, path=Path(name), quant=stored), name, asked)
 
 
@@ -134,7 +140,7 @@ def test_a_gguf_of_the_quantisation_asked_for_is_taken(name, stored, asked):
         ("some-q8_0-directory", None, "owner/name-GGUF:q8_0"),
     ],
 )
-def test_weights_of_another_quantisation_are_refused_with_what_to_do(name, stored, reason):
+def test_rejects_another_quantisation_and_says_what_to_do(name, stored, reason):
     with pytest.raises(LoadFailed, match=reason):
         check_quant(replace(FACTS, path=Path(name), quant=stored), name, "q8_0")
 
@@ -150,5 +156,5 @@ def test_weights_of_another_quantisation_are_refused_with_what_to_do(name, store
         ("not a model", "Q4_K_M", "not a model"),
     ],
 )
-def test_a_quantisation_picks_a_file_of_a_repository(source, quant, named):
+def test_quantisation_selects_a_file_of_a_repository(source, quant, named):
     assert with_quant(source, quant) == named

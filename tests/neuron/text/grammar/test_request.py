@@ -48,7 +48,7 @@ def allowed(row: numpy.ndarray[Any, numpy.dtype[numpy.int32]]) -> list[int]:
 
 
 def draw(matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens: int = 4000) -> str:
-    """Sample uniformly from the mask, leaning towards tokens that come to an end."""
+    """Sample uniformly from the mask, with a preference for tokens that end it."""
     generator = random.Random(seed)
     state = matcher.compile(grammar)
     row = numpy.zeros(matcher.mask_words, dtype=numpy.int32)
@@ -61,7 +61,7 @@ def draw(matcher: Matcher, model: TextModel, grammar: str, seed: int, max_tokens
         assert choices, "a mask must leave something to choose"
         assert max(choices) < model.vocab_size, "padding must never be chosen"
         if not planned and generator.random() < 0.05:
-            planned = model.encode("\n</parameter>\n")  # chance alone would never close a raw value
+            planned = model.encode("\n</parameter>\n")  # random draws would never close a raw value
         ends = [i for i in choices if i in model.eos_ids or i in closing]
         token = generator.choice(ends if ends and generator.random() < 0.3 else choices)
         if planned:
@@ -80,7 +80,7 @@ def request(**fields: Any) -> GenerateRequest:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "qwen_xml"])
-def test_a_json_schema_is_always_met_after_whatever_thought(
+def test_output_conforms_to_a_json_schema_after_any_reasoning(
     matchers: Matcher, make_model: Any, family: str, seed: int
 ) -> None:
     model = make_model(family)
@@ -97,7 +97,7 @@ def test_a_json_schema_is_always_met_after_whatever_thought(
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("mode", ["required", "named"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forced_tool_call_is_always_one_that_the_parser_reads(
+def test_forced_tool_call_is_always_parsed(
     matchers: Matcher, make_model: Any, family: str, mode: Any, parallel: bool, seed: int
 ) -> None:
     model = make_model(family)
@@ -121,7 +121,7 @@ def test_a_forced_tool_call_is_always_one_that_the_parser_reads(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_xml_values_take_any_text_and_optional_parameters_may_be_left_out(
+def test_xml_values_are_any_text_and_optional_parameters_can_be_omitted(
     matchers: Matcher, make_model: Any, seed: int
 ) -> None:
     model = make_model("qwen_xml")
@@ -147,9 +147,7 @@ def test_xml_values_take_any_text_and_optional_parameters_may_be_left_out(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_with_tools_and_a_format_the_answer_is_the_one_or_the_other(
-    matchers: Matcher, make_model: Any, seed: int
-) -> None:
+def test_with_tools_and_a_format_the_response_is_either(matchers: Matcher, make_model: Any, seed: int) -> None:
     model = make_model("hermes")
     asked = request(tools=TOOLS, output=OutputFormat(kind="json_schema", schema=SCHEMA))
     text = draw(matchers, model, model.grammar(asked) or "", seed)
@@ -174,21 +172,21 @@ def test_with_tools_and_a_format_the_answer_is_the_one_or_the_other(
     ],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_every_kind_of_format_is_met(
+def test_output_conforms_to_every_kind_of_format(
     matchers: Matcher, make_model: Any, output: OutputFormat, fits: Any, seed: int
 ) -> None:
     model = make_model("chatml")
     assert fits(draw(matchers, model, model.grammar(request(output=output)) or "", seed))
 
 
-def test_a_choice_is_one_of_the_choices(matchers: Matcher, make_model: Any) -> None:
+def test_output_is_one_of_the_choices(matchers: Matcher, make_model: Any) -> None:
     model = make_model("chatml")
     choices = ("ja", 'nein "doch"', "vielleicht\n", "😀")
     grammar = model.grammar(request(output=OutputFormat(kind="choice", choices=choices)))
     assert {draw(matchers, model, grammar, seed) for seed in range(40)} == set(choices)
 
 
-def test_a_thought_is_allowed_only_where_the_model_would_think(matchers: Matcher, make_model: Any) -> None:
+def test_reasoning_is_allowed_only_if_the_model_reasons(matchers: Matcher, make_model: Any) -> None:
     row = numpy.zeros(matchers.mask_words, dtype=numpy.int32)
 
     def may_start_with(family: str, token: str, enabled: bool | None) -> bool:
@@ -201,7 +199,7 @@ def test_a_thought_is_allowed_only_where_the_model_would_think(matchers: Matcher
     assert may_start_with("qwen3", "<think>", None)
     assert may_start_with("qwen3", "{", None)
     assert not may_start_with("qwen3", "<think>", False)
-    assert may_start_with("qwen_xml", "</think>", None)  # the prompt has opened the thought
+    assert may_start_with("qwen_xml", "</think>", None)  # the prompt has opened reasoning
     assert may_start_with("qwen_xml", "a", None)
     assert not may_start_with("qwen_xml", "a", False)
     assert not may_start_with("chatml", "<think>", None)
@@ -219,14 +217,14 @@ def test_a_thought_is_allowed_only_where_the_model_would_think(matchers: Matcher
         ({"tools": TOOLS, "tool_choice": ToolChoice(mode="named", name="nope")}, "get_weather, set_flag"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_with_the_reason(make_model: Any, fields: dict[str, Any], word: str) -> None:
+def test_rejects_what_cannot_be_enforced_with_the_reason(make_model: Any, fields: dict[str, Any], word: str) -> None:
     with pytest.raises(InvalidValue, match=word):
         make_model("qwen3").grammar(request(**fields))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", ["hermes", "qwen_xml"])
-def test_markers_that_are_no_tokens_are_spelled_out(backend: Tokenizer, tmp_path: Path, family: str, seed: int) -> None:
+def test_markers_without_a_token_are_spelled_out(backend: Tokenizer, tmp_path: Path, family: str, seed: int) -> None:
     described = json.loads(backend.to_str())
     described["added_tokens"] = [token for token in described["added_tokens"] if token["special"]]
     without = Tokenizer.from_str(json.dumps(described))
@@ -242,7 +240,7 @@ def test_markers_that_are_no_tokens_are_spelled_out(backend: Tokenizer, tmp_path
     assert not [event for event in events if isinstance(event, TextDelta)]
 
 
-def test_a_thought_whose_end_is_no_token_ends_where_it_is_spelled(backend: Tokenizer, tmp_path: Path) -> None:
+def test_reasoning_ends_at_a_spelled_out_closing_marker(backend: Tokenizer, tmp_path: Path) -> None:
     described = json.loads(backend.to_str())
     described["added_tokens"] = [token for token in described["added_tokens"] if token["special"]]
     path = write_model(tmp_path, Tokenizer.from_str(json.dumps(described)), "qwen_xml")
@@ -255,7 +253,7 @@ def test_a_thought_whose_end_is_no_token_ends_where_it_is_spelled(backend: Token
     assert state.is_finished
 
 
-def test_odd_tool_schemas_do_not_refuse_a_request(make_model: Any) -> None:
+def test_odd_tool_schemas_are_accepted(make_model: Any) -> None:
     odd = {
         "type": "object",
         "properties": {"at": {"type": "string", "format": "unheard-of"}},
@@ -267,7 +265,7 @@ def test_odd_tool_schemas_do_not_refuse_a_request(make_model: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [200, 5000])
-def test_a_schema_of_absurd_depth_is_refused(make_model: Any, depth: int) -> None:
+def test_rejects_a_schema_nested_too_deeply(make_model: Any, depth: int) -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -275,11 +273,11 @@ def test_a_schema_of_absurd_depth_is_refused(make_model: Any, depth: int) -> Non
         make_model("qwen3").grammar(request(output=OutputFormat(kind="json_schema", schema=schema)))
 
 
-def test_free_output_has_no_grammar(make_model: Any) -> None:
+def test_unconstrained_output_has_no_grammar(make_model: Any) -> None:
     assert make_model("qwen3").grammar(request(tools=TOOLS)) is None
 
 
-def test_masks_are_written_into_torch_rows_too(matchers: Matcher, make_model: Any) -> None:
+def test_masks_are_written_into_torch_tensors(matchers: Matcher, make_model: Any) -> None:
     grammar = make_model("chatml").grammar(request(output=OutputFormat(kind="json_object")))
     rows = torch.zeros((3, matchers.mask_words), dtype=torch.int32)
     state = matchers.compile(grammar)
@@ -293,7 +291,7 @@ def test_masks_are_written_into_torch_rows_too(matchers: Matcher, make_model: An
         state.fill_mask(expected[1:])
 
 
-def test_a_finished_output_allows_only_its_end(matchers: Matcher, make_model: Any) -> None:
+def test_finished_output_allows_only_end_tokens(matchers: Matcher, make_model: Any) -> None:
     model = make_model("chatml")
     state = matchers.compile(model.grammar(request(output=OutputFormat(kind="choice", choices=("a",)))))
     assert not state.is_finished
@@ -306,7 +304,7 @@ def test_a_finished_output_allows_only_its_end(matchers: Matcher, make_model: An
     assert state.is_finished
 
 
-def test_a_token_outside_the_mask_is_refused(matchers: Matcher, make_model: Any) -> None:
+def test_rejects_a_token_outside_the_mask(matchers: Matcher, make_model: Any) -> None:
     model = make_model("chatml")
     state = matchers.compile(model.grammar(request(output=OutputFormat(kind="json_object"))))
     with pytest.raises(GrammarRejected, match="does not fit"):
@@ -315,12 +313,12 @@ def test_a_token_outside_the_mask_is_refused(matchers: Matcher, make_model: Any)
         matchers.compile("start: nothing_here")
 
 
-def test_a_vocabulary_larger_than_the_model_is_refused(backend: Tokenizer, tmp_path: Path) -> None:
+def test_rejects_a_vocabulary_larger_than_the_model(backend: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(GrammarRejected, match="belongs to the model"):
         Matcher(write_model(tmp_path, backend, "chatml"), 100).compile('start: "a"')
 
 
-def test_the_demo_models_vocabulary_serves_grammars(demo_model: Path) -> None:
+def test_demo_models_vocabulary_compiles_grammars(demo_model: Path) -> None:
     model = load_text(demo_model)
     matcher = Matcher(demo_model, model.vocab_size)
     grammar = model.grammar(request(output=OutputFormat(kind="json_schema", schema=SCHEMA)))

@@ -1,4 +1,4 @@
-"""Thoughts and tool calls: whatever the split, the same events; whatever the text, nothing lost."""
+"""Reasoning and tool calls: the same events for any split, and no text is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cortex.neuron.text.output.detect import ThoughtMarkers, ToolSyntax
+from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.output.parser import OutputParser, call_syntax
 from cortex.neuron.text.output.reasoning import ReasoningSplitter
 from cortex.neuron.text.tools.scanner import CallScanner
@@ -20,7 +20,7 @@ from cortex.wire.requests import Tool
 
 from ..conftest import random_splits
 
-THINK = ThoughtMarkers("<think>", "</think>")
+THINK = ReasoningMarkers("<think>", "</think>")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -38,13 +38,13 @@ Told = list[tuple[str, ...]]
 
 def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = False) -> OutputParser:
     numbers = itertools.count()
-    splitter = ReasoningSplitter(THINK, starts_in_thought=opened) if thinks or opened else None
+    splitter = ReasoningSplitter(THINK, starts_in_reasoning=opened) if thinks or opened else None
     scanner = syntax and CallScanner(call_syntax(syntax, TOOLS), lambda: f"call_{next(numbers)}", 0)
     return OutputParser(splitter, scanner or None, 0)
 
 
 def tell(pieces: list[str], syntax: ToolSyntax | None, **how: bool) -> Told:
-    """What a client would have at the end: joined deltas, in order. Checks the grammar of blocks on the way."""
+    """The client's view at the end: joined deltas, in order. Also checks the order of blocks."""
     reading = parser(syntax, **how)
     events = [event for piece in pieces for event in reading.push(piece)] + reading.finish()
     told: Told = []
@@ -105,7 +105,7 @@ LLAMA_CALL = call("get_weather", city="Zürich {")
 Q, H, L, P = ToolSyntax.QWEN_XML, ToolSyntax.HERMES_JSON, ToolSyntax.LLAMA_JSON, ToolSyntax.PLAIN_JSON
 
 CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
-    # thoughts
+    # reasoning
     ("<think>\nhm\n\nso\n</think>\n\nHi\n", None, {"thinks": True}, [("thought", "hm\n\nso"), ("text", "Hi\n")]),
     ("hm\n</think>\n\nHi", None, {"opened": True}, [("thought", "hm"), ("text", "Hi")]),
     ("<think>again</think>Hi", None, {"opened": True}, [("thought", "again"), ("text", "Hi")]),
@@ -231,7 +231,7 @@ CASES: list[tuple[str, ToolSyntax | None, dict[str, bool], Told]] = [
 
 
 @pytest.mark.parametrize(("text", "syntax", "how", "expected"), CASES)
-def test_output_is_told_apart_and_streaming_equals_not_streaming(
+def test_output_is_parsed_the_same_streaming_or_not(
     text: str, syntax: ToolSyntax | None, how: dict[str, bool], expected: Told
 ) -> None:
     assert tell([text], syntax, **how) == expected
@@ -277,7 +277,7 @@ def test_any_text_gives_the_same_events_for_any_split(
         assert "".join(told[1] for told in whole) == text
 
 
-def test_an_answer_streams_without_waiting_for_its_end() -> None:
+def test_response_streams_before_its_end() -> None:
     reading = parser(H)
     assert [event.text for event in reading.push("Hello wor")] == ["Hello wor"]  # type: ignore[union-attr]
     reading = parser(P)
@@ -301,7 +301,7 @@ def test_an_answer_streams_without_waiting_for_its_end() -> None:
         ),
     ],
 )
-def test_arguments_are_told_while_they_are_written(text: str, syntax: ToolSyntax, pieces: list[str]) -> None:
+def test_arguments_stream_while_they_are_written(text: str, syntax: ToolSyntax, pieces: list[str]) -> None:
     reading = parser(syntax)
     told: list[str] = []
     for event in (event for character in text for event in reading.push(character)):

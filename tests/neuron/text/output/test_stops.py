@@ -25,7 +25,7 @@ def scan(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
 
 @settings(deadline=None)
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 30)))
-def test_the_result_does_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_result_does_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     split = [text[a:b] for a, b in itertools.pairwise(bounds)]
     assert scan(split, stops) == scan([text], stops) == scan(list(text), stops)
@@ -33,7 +33,7 @@ def test_the_result_does_not_depend_on_the_split(text: str, stops: list[str], cu
 
 @settings(deadline=None)
 @given(text=LETTERS, stops=STOPS)
-def test_what_is_shown_is_the_text_before_the_stop_that_completes_first(text: str, stops: list[str]) -> None:
+def test_shows_the_text_before_the_stop_that_completes_first(text: str, stops: list[str]) -> None:
     shown, hit = scan([text], stops)
     ends = sorted((text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text)
     if not ends:
@@ -43,13 +43,13 @@ def test_what_is_shown_is_the_text_before_the_stop_that_completes_first(text: st
         assert (shown, hit) == (text[: end - len(stop)], stop)
 
 
-def test_only_a_possible_beginning_is_held_back() -> None:
+def test_holds_back_only_a_possible_beginning_of_a_stop() -> None:
     scanner = StopScanner(["</end>"])
     assert scanner.push("one </e") == ("one ", None)
     assert scanner.push("x <") == ("</ex ", None)
     assert scanner.push("/end> two") == ("", "</end>")
 
 
-def test_without_stops_nothing_is_held() -> None:
+def test_without_stops_nothing_is_held_back() -> None:
     assert StopScanner([]).push("abc") == ("abc", None)
     assert StopScanner([""]).push("abc") == ("abc", None)

@@ -126,7 +126,7 @@ CASES = [
 
 @pytest.mark.parametrize("thinking", [None, True, False])
 @pytest.mark.parametrize(("family", "chat", "with_tools"), CASES)
-def test_a_conversation_renders_as_the_reference_renders_it(
+def test_conversation_renders_like_the_reference(
     backend: Tokenizer, make_model: Any, family: str, chat: Any, with_tools: bool, thinking: bool | None
 ) -> None:
     messages, plain = chat
@@ -146,7 +146,7 @@ def test_a_conversation_renders_as_the_reference_renders_it(
     assert list(rendered.ids) == ids
 
 
-def test_the_demo_models_own_template_renders_as_the_reference_renders_it(backend: Tokenizer, demo_model: Path) -> None:
+def test_demo_models_template_renders_like_the_reference(backend: Tokenizer, demo_model: Path) -> None:
     model = load_text(demo_model)
     theirs = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=model.template.source)
     for messages, plain in (PLAIN, SYSTEM):
@@ -156,7 +156,7 @@ def test_the_demo_models_own_template_renders_as_the_reference_renders_it(backen
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3", "hermes"])
 @pytest.mark.parametrize("ending", ["So far", "So far, "])
-def test_a_final_message_is_continued_as_the_reference_does(
+def test_final_message_is_continued_like_in_the_reference(
     backend: Tokenizer, make_model: Any, family: str, ending: str
 ) -> None:
     request = GenerateRequest(
@@ -176,7 +176,7 @@ def test_extra_template_arguments_reach_the_template(make_model: Any) -> None:
     assert make_model("qwen3").render(request).text == "<|im_start|>user\nx<|im_end|>\n"
 
 
-def test_a_template_argument_cannot_replace_the_conversation(make_model: Any) -> None:
+def test_template_argument_cannot_replace_the_conversation(make_model: Any) -> None:
     request = GenerateRequest(model="m", messages=(said("user", "x"),), template_args={"messages": []})
     with pytest.raises(InvalidValue, match="messages"):
         make_model("qwen3").render(request)
@@ -198,7 +198,7 @@ def test_thinking_is_passed_under_every_name(make_model: Any) -> None:
         ("qwen_xml", [Message(role="assistant", parts=(ToolCall(id="1", name="f", arguments="not json"),))], "mapping"),
     ],
 )
-def test_a_template_that_refuses_gives_its_own_reason(
+def test_template_error_has_the_templates_own_reason(
     make_model: Any, family: str, messages: list[Message], reason: str
 ) -> None:
     with pytest.raises(TemplateRenderFailed, match=reason):
@@ -206,7 +206,7 @@ def test_a_template_that_refuses_gives_its_own_reason(
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ none + 'x' }}", "{{ messages[7].role + 1 }}", "{{ 1 / 0 }}"])
-def test_a_broken_template_is_an_error_never_a_fallback(make_model: Any, source: str) -> None:
+def test_broken_template_is_an_error_without_fallback(make_model: Any, source: str) -> None:
     model = make_model("chatml")
     broken = TextModel(model.tokenizer, ChatTemplate(source), ChatTemplate(source), model.generation)
     with pytest.raises(TemplateRenderFailed):
@@ -223,12 +223,12 @@ def test_a_broken_template_is_an_error_never_a_fallback(make_model: Any, source:
         "{{ range(1000000000) | list }}",
     ],
 )
-def test_a_template_cannot_leave_its_sandbox(make_model: Any, source: str) -> None:
+def test_template_cannot_leave_its_sandbox(make_model: Any, source: str) -> None:
     with pytest.raises(TemplateRenderFailed):
         ChatTemplate(source).render({"messages": []})
 
 
-def test_images_are_refused_wherever_they_stand(make_model: Any) -> None:
+def test_rejects_images_in_any_position(make_model: Any) -> None:
     picture = Image(url="data:image/png;base64,AA==")
     result = Message(role="tool", parts=(ToolResult(call_id="1", parts=(picture,)),))
     for message in (Message(role="user", parts=(Text(text="see"), picture)), result):
@@ -236,7 +236,7 @@ def test_images_are_refused_wherever_they_stand(make_model: Any) -> None:
             make_model("qwen3").render(GenerateRequest(model="m", messages=(said("user", "x"), message)))
 
 
-def test_tools_are_refused_where_the_template_would_drop_them(make_model: Any) -> None:
+def test_rejects_tools_that_the_template_would_drop(make_model: Any) -> None:
     model = make_model("chatml")
     with pytest.raises(UnsupportedModality, match="no place for tools"):
         model.render(GenerateRequest(model="m", messages=(said("user", "x"),), tools=TOOLS))
@@ -246,7 +246,7 @@ def test_tools_are_refused_where_the_template_would_drop_them(make_model: Any) -
     assert "x" in model.render(unused).text
 
 
-def test_tool_arguments_that_are_not_json_are_shown_as_they_were(make_model: Any) -> None:
+def test_tool_arguments_that_are_not_json_are_rendered_unchanged(make_model: Any) -> None:
     broken = Message(role="assistant", parts=(ToolCall(id="1", name="f", arguments='{"a": '),))
     text = make_model("qwen3").render(GenerateRequest(model="m", messages=(said("user", "x"), broken))).text
     assert '{"name": "f", "arguments": {"a": }' in text
@@ -285,7 +285,7 @@ def test_every_system_message_reaches_the_model_in_its_place(
     assert strict.render(GenerateRequest(model="m", messages=messages)).text == text
 
 
-def test_a_template_without_system_messages_says_so_itself(make_model: Any) -> None:
+def test_template_without_system_messages_raises_its_own_error(make_model: Any) -> None:
     model = make_model("chatml")
     template = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
     with pytest.raises(TemplateRenderFailed, match="no system"):
@@ -294,13 +294,13 @@ def test_a_template_without_system_messages_says_so_itself(make_model: Any) -> N
         )
 
 
-def test_agents_that_send_several_system_messages_can_use_a_template_that_takes_one(make_model: Any) -> None:
+def test_several_system_messages_fit_a_template_that_accepts_one(make_model: Any) -> None:
     text = make_model("qwen_xml").render(GenerateRequest(model="m", messages=(*SEVERAL, *LATER[2:]), tools=TOOLS)).text
     assert "First.\n\nSecond." in text
     assert "<|im_start|>user\nLater.<|im_end|>" in text
 
 
-def test_developer_is_system_unless_the_template_knows_it(make_model: Any) -> None:
+def test_developer_role_is_system_unless_the_template_knows_it(make_model: Any) -> None:
     request = GenerateRequest(model="m", messages=(said("developer", "D"), said("user", "x")))
     assert make_model("qwen3").render(request).text.startswith("<|im_start|>system\nD<|im_end|>")
     model = make_model("chatml")
@@ -321,7 +321,7 @@ OBJECT, JOINED = "call.function.arguments | tojson", "call.function.arguments + 
         ("m.tool_calls and m.reasoning_content is not none and m.content.strip() == ''", OBJECT, CallForm()),
     ],
 )
-def test_calls_are_given_in_the_form_that_the_template_shows(
+def test_calls_have_the_form_that_the_template_shows(
     make_model: Any, condition: str, arguments: str, form: CallForm
 ) -> None:
     template = ChatTemplate(
@@ -335,7 +335,7 @@ def test_calls_are_given_in_the_form_that_the_template_shows(
     assert call_form(template) == form
 
 
-def test_text_blocks_of_a_user_stay_apart_and_pieces_of_an_answer_join(make_model: Any) -> None:
+def test_user_text_blocks_stay_separate_and_assistant_pieces_join(make_model: Any) -> None:
     blocks = (Text(text="a"), Text(text="b"))
     messages = (Message(role="user", parts=blocks), Message(role="assistant", parts=blocks), said("user", "c"))
     text = make_model("qwen3").render(GenerateRequest(model="m", messages=messages)).text
@@ -353,7 +353,7 @@ def test_text_blocks_of_a_user_stay_apart_and_pieces_of_an_answer_join(make_mode
         ({}, "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"),
     ],
 )
-def test_the_template_is_taken_from_where_the_model_keeps_it(
+def test_template_is_found_in_each_place(
     backend: Tokenizer, tmp_path: Path, files: dict[str, Any], expected: str
 ) -> None:
     model = load_text(write_model(tmp_path, backend, None, **files))
@@ -363,7 +363,7 @@ def test_the_template_is_taken_from_where_the_model_keeps_it(
     assert load_text(tmp_path).render(request).text == "file"
 
 
-def test_a_second_template_serves_requests_with_tools(backend: Tokenizer, tmp_path: Path) -> None:
+def test_second_template_is_used_for_requests_with_tools(backend: Tokenizer, tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     model = load_text(write_model(tmp_path, backend, None, tokenizer_config={"chat_template": named}))
     request = GenerateRequest(model="m", messages=(said("user", "x"),))
@@ -373,11 +373,11 @@ def test_a_second_template_serves_requests_with_tools(backend: Tokenizer, tmp_pa
     assert model.capabilities.tools
 
 
-def test_a_template_of_the_wrong_type_is_refused(backend: Tokenizer, tmp_path: Path) -> None:
+def test_rejects_a_template_of_the_wrong_type(backend: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(TextFileMalformed, match="chat_template"):
         load_text(write_model(tmp_path, backend, None, tokenizer_config={"chat_template": 5}))
 
 
-def test_a_conversation_needs_a_message(make_model: Any) -> None:
+def test_rejects_a_conversation_without_messages(make_model: Any) -> None:
     with pytest.raises(InvalidValue, match="empty"):
         make_model("qwen3").render(GenerateRequest(model="m"))

@@ -12,7 +12,7 @@ from ..conftest import id_of
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_pushes_and_flush_join_to_the_whole_for_every_split(make_model: Any, data: st.DataObject) -> None:
+def test_pushes_and_flush_join_to_the_whole_text_for_every_split(make_model: Any, data: st.DataObject) -> None:
     tokenizer = make_model("chatml").tokenizer
     text_ids = st.text().map(tokenizer.encode)
     any_ids = st.lists(st.integers(0, tokenizer.vocab_size + 3))  # broken characters and unknown ids included
@@ -26,7 +26,7 @@ def test_pushes_and_flush_join_to_the_whole_for_every_split(make_model: Any, dat
     assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids)
 
 
-def test_a_character_comes_out_whole(make_model: Any) -> None:
+def test_character_is_emitted_whole(make_model: Any) -> None:
     tokenizer = make_model("chatml").tokenizer
     ids = [id_of(tokenizer, bytes([byte])) for byte in "😀".encode()]
     detokenizer = Detokenizer(tokenizer)
@@ -34,14 +34,14 @@ def test_a_character_comes_out_whole(make_model: Any) -> None:
     assert detokenizer.flush() == ""
 
 
-def test_an_unfinished_character_is_replaced_at_the_end(make_model: Any) -> None:
+def test_incomplete_character_is_replaced_at_the_end(make_model: Any) -> None:
     tokenizer = make_model("chatml").tokenizer
     detokenizer = Detokenizer(tokenizer)
     assert detokenizer.push([id_of(tokenizer, b"\xf0"), id_of(tokenizer, b"\x9f")]) == ""
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_control_tokens_are_hidden_but_markers_that_the_parser_reads_are_shown(make_model: Any) -> None:
+def test_control_tokens_are_hidden_except_markers_that_the_parser_reads(make_model: Any) -> None:
     model = make_model("qwen3")
     ids = model.encode("<think>hm</think>a<|im_end|><tool_call>")
     assert model.detokenizer().push(ids) == "<think>hm</think>a<tool_call>"

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from cortex.neuron.text.tokenizer import segments
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.segments import SegmentEncoder
 
@@ -17,11 +17,11 @@ PIECES = st.one_of(st.text(), st.sampled_from([*CONTROL, *WHOLE, *CORPUS, "<|im_
 
 @settings(max_examples=200, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=10), name=st.sampled_from(["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"]))
-def test_segments_have_the_ids_of_the_whole(gguf_metadata: dict[str, Any], pieces: list[str], name: str) -> None:
+def test_segments_have_the_ids_of_the_whole_text(gguf_metadata: dict[str, Any], pieces: list[str], name: str) -> None:
     tokenizer, encoder = _encoder(gguf_metadata, name)
     text = "".join(pieces)
     expected = tokenizer.encode(text)
-    for _ in range(2):  # afresh, and from memory
+    for _ in range(2):  # new, and from the cache
         encoded = encoder.encode(text)
         assert list(encoded.ids) == expected
     for character, token in zip(encoded.cut_characters, encoded.cut_tokens, strict=True):
@@ -39,7 +39,7 @@ def _encoder(metadata: dict[str, Any], name: str) -> tuple[LibraryTokenizer, Seg
     return _ENCODERS[name]
 
 
-def test_tokens_that_swallow_their_surroundings_are_left_to_the_library(backend: Tokenizer) -> None:
+def test_text_with_stripping_tokens_is_encoded_by_the_library(backend: Tokenizer) -> None:
     changed = Tokenizer.from_str(backend.to_str())
     changed.add_tokens([AddedToken("<greedy>", lstrip=True, rstrip=True, normalized=False)])
     tokenizer = LibraryTokenizer(changed, {}, ())
@@ -50,22 +50,37 @@ def test_tokens_that_swallow_their_surroundings_are_left_to_the_library(backend:
     assert encoded.cut_before(0) == 0
 
 
-def test_memory_is_bounded_and_the_oldest_goes_first(backend: Tokenizer, monkeypatch: Any) -> None:
-    monkeypatch.setattr(segments, "_MAX_REMEMBERED_CHARACTERS", 3000)
-    tokenizer = LibraryTokenizer(backend, {}, ())
-    encoder = SegmentEncoder(tokenizer)
+class CountingTokenizer(LibraryTokenizer):
+    """Notes every text that it encodes."""
+
+    @cached_property
+    def encoded(self) -> list[str]:
+        return []
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded.append(text)
+        return super().encode(text)
+
+
+def test_evicts_the_least_recently_used_segments_beyond_the_limit(backend: Tokenizer) -> None:
+    tokenizer = CountingTokenizer(backend, {}, ())
+    encoder = SegmentEncoder(tokenizer, max_cached_characters=3000)
     texts = [f"{i} " * 500 for i in range(6)]
-    for text in texts:
-        assert list(encoder.encode(text).ids) == tokenizer.encode(text)
-    assert list(encoder._remembered) == texts[-3:]
-    assert encoder._num_characters == 3000
+    expected = [LibraryTokenizer(backend, {}, ()).encode(text) for text in texts]
+    for text in (*texts, *texts[:2:-1]):  # the last three come from the cache
+        assert list(encoder.encode(text).ids) == expected[texts.index(text)]
+    assert tokenizer.encoded == texts
+    encoder.encode(texts[0])  # takes the place of the last one
+    encoder.encode(texts[3])
+    encoder.encode(texts[5])
+    assert tokenizer.encoded == [*texts, texts[0], texts[5]]
 
 
 @settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(st.sampled_from([*CONTROL, *WHOLE, "a", "<", "think", "<|im_"]), max_size=30))
-def test_windows_cut_no_whole_token_in_two(gguf_metadata: dict[str, Any], monkeypatch: Any, pieces: list[str]) -> None:
-    tokenizer, encoder = _encoder(gguf_metadata, "gpt-2")
+def test_windows_do_not_split_whole_tokens(gguf_metadata: dict[str, Any], pieces: list[str]) -> None:
+    tokenizer, _ = _encoder(gguf_metadata, "gpt-2")
     text = "".join(pieces)
     for window in (1, 2, 7, 30):
-        monkeypatch.setattr(segments, "_WINDOW_CHARACTERS", window)
+        encoder = SegmentEncoder(tokenizer, window_characters=window)
         assert list(encoder.encode(text).ids) == tokenizer.encode(text)

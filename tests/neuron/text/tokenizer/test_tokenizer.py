@@ -50,7 +50,7 @@ def reference(metadata: dict[str, Any]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "default", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"])
-def test_a_byte_level_gguf_vocabulary_cuts_text_as_the_reference_does(gguf_metadata: dict[str, Any], name: str) -> None:
+def test_byte_level_gguf_vocabulary_encodes_like_the_reference(gguf_metadata: dict[str, Any], name: str) -> None:
     metadata = {**gguf_metadata, "tokenizer.ggml.pre": name}
     ours = from_gguf(metadata)
     theirs = reference(metadata)
@@ -58,7 +58,7 @@ def test_a_byte_level_gguf_vocabulary_cuts_text_as_the_reference_does(gguf_metad
         if BY_NAME[name].normal_form_c:
             text = normalizers.NFC().normalize_str(text)
         expected = theirs.encode(text, add_special_tokens=False)
-        if BY_NAME[name].whole_words_first:  # the reference does not know this, but its cuts must be ours
+        if BY_NAME[name].whole_words_first:  # the reference lacks this option, but must split alike
             cuts = LibraryTokenizer.from_gguf(metadata).backend.pre_tokenizer
             assert cuts.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
         else:
@@ -66,17 +66,17 @@ def test_a_byte_level_gguf_vocabulary_cuts_text_as_the_reference_does(gguf_metad
         assert ours.decode(ours.encode(text)) == text
 
 
-def test_qwen_text_is_brought_into_normal_form_c(gguf_metadata: dict[str, Any]) -> None:
+def test_qwen_text_is_normalised_to_nfc(gguf_metadata: dict[str, Any]) -> None:
     tokenizer = from_gguf({**gguf_metadata, "tokenizer.ggml.pre": "qwen2"})
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
 
 
-def test_smollm_digits_stand_alone(gguf_metadata: dict[str, Any]) -> None:
+def test_smollm_digits_are_single_tokens(gguf_metadata: dict[str, Any]) -> None:
     tokenizer = from_gguf({**gguf_metadata, "tokenizer.ggml.pre": "smollm"})
     assert [tokenizer.decode([i]) for i in tokenizer.encode("1234")] == ["1", "2", "3", "4"]
 
 
-def test_the_same_vocabulary_gives_the_same_ids_from_both_kinds_of_file(
+def test_same_vocabulary_gives_the_same_ids_from_both_kinds_of_file(
     backend: Tokenizer, gguf_metadata: dict[str, Any], tmp_path: Path
 ) -> None:
     directory = load(write_model(tmp_path, backend, "chatml"))
@@ -91,7 +91,7 @@ def test_the_same_vocabulary_gives_the_same_ids_from_both_kinds_of_file(
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> dict[str, Any]:
-    """A SentencePiece vocabulary with byte fallback, as GGUF states it: pieces and scores, no merges."""
+    """A SentencePiece vocabulary with byte fallback, as in GGUF: pieces and scores, no merges."""
     model = Tokenizer(models.BPE(unk_token="<unk>"))
     model.normalizer = normalizers.Replace(" ", SPACE)
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, limit_alphabet=60)
@@ -114,7 +114,7 @@ def sentencepiece() -> dict[str, Any]:
     }
 
 
-def test_a_sentencepiece_gguf_vocabulary_encodes_as_the_reference_does(sentencepiece: dict[str, Any]) -> None:
+def test_sentencepiece_gguf_vocabulary_encodes_like_the_reference(sentencepiece: dict[str, Any]) -> None:
     ours, theirs = from_gguf(sentencepiece), reference(sentencepiece)
     for text in (*CORPUS, "the lazy dog", "  two  spaces", "x</s> the fox", "😀"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
@@ -123,16 +123,16 @@ def test_a_sentencepiece_gguf_vocabulary_encodes_as_the_reference_does(sentencep
 def test_sentencepiece_keeps_the_space_of_a_continuation_and_spells_bytes(sentencepiece: dict[str, Any]) -> None:
     tokenizer = from_gguf(sentencepiece)
     assert tokenizer.decode(tokenizer.encode("the 😀 fox")) == " the 😀 fox"
-    assert tokenizer.encode_document("fox")[0] == 1  # its beginning, which these models expect
+    assert tokenizer.encode_document("fox")[0] == 1  # the begin token, which these models expect
     assert tokenizer.token_bytes(3 + 0xF0) == b"\xf0"
 
 
-def test_a_prefix_space_is_left_out_when_the_file_says_so(sentencepiece: dict[str, Any]) -> None:
+def test_prefix_space_is_omitted_if_the_file_says_so(sentencepiece: dict[str, Any]) -> None:
     tokenizer = from_gguf({**sentencepiece, "tokenizer.ggml.add_space_prefix": False})
     assert tokenizer.decode(tokenizer.encode("fox")) == "fox"
 
 
-def test_beginning_and_end_are_added_to_documents_only_where_the_file_asks(gguf_metadata: dict[str, Any]) -> None:
+def test_begin_and_end_tokens_are_added_to_documents_only_if_the_file_asks(gguf_metadata: dict[str, Any]) -> None:
     plain = from_gguf(gguf_metadata)
     assert plain.encode_document("hi") == plain.encode("hi")
     asked = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
@@ -151,7 +151,7 @@ def test_beginning_and_end_are_added_to_documents_only_where_the_file_asks(gguf_
         ({"tokenizer.ggml.merges": ["nopair"]}, TextFileMalformed, "nopair"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_read_is_refused_by_name(
+def test_rejects_an_unsupported_vocabulary_by_name(
     gguf_metadata: dict[str, Any], change: dict[str, Any], error: type[Exception], word: str
 ) -> None:
     with pytest.raises(error, match=word):
@@ -197,7 +197,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(backend: Tokenizer, tmp_
     assert tokenizer.encode(CORPUS[0]) == backend.encode(CORPUS[0]).ids
 
 
-def test_missing_damaged_and_foreign_files_are_named(backend: Tokenizer, tmp_path: Path) -> None:
+def test_rejects_missing_damaged_and_foreign_files_by_name(backend: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(TokenizerMissing, match=r"tokenizer\.json"):
         load(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 1')
@@ -222,14 +222,14 @@ def test_decoding_equals_the_reference_for_any_ids(backend: Tokenizer, make_mode
     assert tokenizer.token_bytes(10**9) == b""
 
 
-def test_added_tokens_are_spelled_as_they_are(backend: Tokenizer, tmp_path: Path) -> None:
+def test_added_tokens_decode_to_their_own_text(backend: Tokenizer, tmp_path: Path) -> None:
     changed = Tokenizer.from_str(backend.to_str())
     changed.add_tokens([AddedToken("é ñ", normalized=False)])
     tokenizer = load(write_model(tmp_path, changed, "chatml"))
     assert tokenizer.decode(tokenizer.encode("x é ñ")) == "x é ñ"
 
 
-def test_the_demo_models_vocabulary_round_trips(demo_model: Path) -> None:
+def test_demo_models_vocabulary_round_trips(demo_model: Path) -> None:
     tokenizer = load(demo_model)
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -259,7 +259,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(backend: Tokenizer) -> N
         ticker.join()
 
 
-def test_ids_with_gaps_are_counted_to_the_last(backend: Tokenizer) -> None:
+def test_vocabulary_size_counts_ids_with_gaps(backend: Tokenizer) -> None:
     gapped = Tokenizer(models.BPE({"a": 0, "b": 2, "c": 3}, []))
     assert LibraryTokenizer(gapped, {}, ()).vocab_size == 4
     assert LibraryTokenizer(backend, {}, ()).vocab_size == 1 + max(backend.get_vocab().values())
@@ -268,9 +268,7 @@ def test_ids_with_gaps_are_counted_to_the_last(backend: Tokenizer) -> None:
 @pytest.mark.parametrize("normal_form", [False, True])
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @settings(deadline=None)
-def test_no_text_has_fewer_tokens_than_its_length_tells(
-    gguf_metadata: dict[str, Any], text: str, normal_form: bool
-) -> None:
+def test_min_tokens_is_a_lower_bound_for_any_text(gguf_metadata: dict[str, Any], text: str, normal_form: bool) -> None:
     tokenizer = _by_cut(gguf_metadata, "qwen2" if normal_form else "gpt-2")
     for each in (
         text,
@@ -279,7 +277,7 @@ def test_no_text_has_fewer_tokens_than_its_length_tells(
         "Ǖ" * 9,
         unicodedata.normalize("NFD", "ᾂǕ힣" * 40),
     ):
-        least = tokenizer.least_tokens(each)
+        least = tokenizer.min_tokens(each)
         assert (1 if each else 0) <= least <= len(tokenizer.encode(each))
 
 
@@ -292,18 +290,16 @@ def _by_cut(metadata: dict[str, Any], name: str) -> TextTokenizer:
     return _BY_CUT[name]
 
 
-def test_composing_shortens_no_text_by_more_than_a_third_of_its_characters() -> None:
-    """What the bound on the characters of a token rests on where text is brought into normal form C."""
+def test_nfc_removes_at_most_a_third_of_the_characters() -> None:
+    """The bound on the characters of a token relies on this for text that is normalised to NFC."""
     for code in range(0x110000):
         apart = unicodedata.normalize("NFD", chr(code))
         if len(apart) > 1 and unicodedata.normalize("NFC", apart) == chr(code):
             assert len(apart) * 2 <= len(chr(code).encode()) * 3
 
 
-def test_the_length_tells_nothing_where_characters_can_vanish(
-    backend: Tokenizer, sentencepiece: dict[str, Any]
-) -> None:
-    assert from_gguf(sentencepiece).least_tokens("word " * 1000) > 0
+def test_min_tokens_is_zero_if_characters_can_vanish(backend: Tokenizer, sentencepiece: dict[str, Any]) -> None:
+    assert from_gguf(sentencepiece).min_tokens("word " * 1000) > 0
     greedy = Tokenizer.from_str(backend.to_str())
     greedy.add_tokens([AddedToken("<greedy>", rstrip=True, normalized=False)])
     stripping = Tokenizer.from_str(backend.to_str())
@@ -311,24 +307,24 @@ def test_the_length_tells_nothing_where_characters_can_vanish(
     lossy = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     lossy.decoder = decoders.ByteLevel()
     for changed in (greedy, stripping, lossy):
-        assert local(LibraryTokenizer(changed, {}, ())).least_tokens(" " * 1000) == 0
+        assert local(LibraryTokenizer(changed, {}, ())).min_tokens(" " * 1000) == 0
 
 
-def test_characters_without_a_token_do_not_count(demo_model: Path) -> None:
-    tokenizer = load(demo_model)  # it knows no token for some control characters
+def test_min_tokens_ignores_characters_without_a_token(demo_model: Path) -> None:
+    tokenizer = load(demo_model)  # it has no token for some control characters
     assert "\x04" in tokenizer.vocabulary.silent_characters
     for text in ("\x04" * 10_000, "\x04a" * 10_000, "word " * 10_000, "\U000fffff" * 1000):
-        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
-    assert tokenizer.least_tokens("\x04" * 10_000) == 0
-    assert tokenizer.least_tokens("word " * 10_000) > 100
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.min_tokens("\x04" * 10_000) == 0
+    assert tokenizer.min_tokens("word " * 10_000) > 100
 
 
-def test_a_vocabulary_survives_the_way_between_processes(backend: Tokenizer, tmp_path: Path) -> None:
+def test_vocabulary_survives_serialisation(backend: Tokenizer, tmp_path: Path) -> None:
     vocabulary = load(write_model(tmp_path, backend, "chatml")).vocabulary
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(vocabulary), type=Vocabulary) == vocabulary
 
 
-def test_letters_outside_the_alphabet_of_bytes_are_spelled_as_they_are() -> None:
+def test_characters_outside_the_byte_alphabet_decode_to_themselves() -> None:
     backend = Tokenizer(models.BPE({"Ġa": 0, "\u00ad": 1, "漢": 2, "\n": 3}, []))
     backend.decoder = decoders.ByteLevel()
     spelled = LibraryTokenizer(backend, {}, ()).vocabulary.token_bytes

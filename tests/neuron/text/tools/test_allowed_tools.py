@@ -1,4 +1,4 @@
-"""`allowed_tools`: the model is told of every tool and may call only some of them."""
+"""`allowed_tools`: the prompt names every tool, and the model may call only some of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def request(mode: Any = "auto", *, parallel: bool = True, **fields: Any) -> Gene
 
 
 def can_say(matcher: Matcher, model: TextModel, asked: GenerateRequest, text: str) -> bool:
-    """Whether the grammar of `asked` lets the model write `text` and end there."""
+    """Whether the grammar of `asked` allows `text` as the whole output."""
     return lets_pass(matcher, model.grammar(asked) or "", [*model.encode(text), next(iter(model.eos_ids))])
 
 
@@ -66,9 +66,7 @@ def told(model: TextModel, asked: GenerateRequest, text: str) -> tuple[list[str]
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_with_auto_the_model_says_what_it_likes_and_calls_what_it_may(
-    matchers: Matcher, make_model: Any, family: str
-) -> None:
+def test_with_auto_only_allowed_tools_can_be_called(matchers: Matcher, make_model: Any, family: str) -> None:
     model, asked = make_model(family), request()
     allowed, forbidden = (CALLS[family].format(name=name) for name in ("allowed", "forbidden"))
     for text in ("", "Hello, I call nothing: {}<\n", allowed, f"Let me see.\n{allowed}", f"{allowed}\n{allowed}"):
@@ -80,7 +78,7 @@ def test_with_auto_the_model_says_what_it_likes_and_calls_what_it_may(
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_markers_that_are_no_tokens_hold_as_well(
+def test_restriction_holds_for_markers_without_a_token(
     backend: Tokenizer, make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     described = json.loads(backend.to_str())
@@ -100,7 +98,7 @@ def test_markers_that_are_no_tokens_hold_as_well(
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_a_demanded_call_is_of_a_tool_that_is_allowed(matchers: Matcher, make_model: Any, family: str) -> None:
+def test_required_call_is_of_an_allowed_tool(matchers: Matcher, make_model: Any, family: str) -> None:
     model = make_model(family)
     assert can_say(matchers, model, request("required"), CALLS[family].format(name="allowed"))
     assert not can_say(matchers, model, request("required"), CALLS[family].format(name="forbidden"))
@@ -113,7 +111,7 @@ def test_beside_an_output_format_only_allowed_calls_are_offered(matchers: Matche
     assert not can_say(matchers, model, asked, CALLS["hermes"].format(name="forbidden"))
 
 
-def test_where_calls_have_no_markers_a_forbidden_one_is_text(make_model: Any) -> None:
+def test_disallowed_call_without_markers_is_text(make_model: Any) -> None:
     model, asked = make_model("llama3"), request()
     assert model.grammar(asked) is None
     assert told(model, asked, BARE.format(name="allowed")) == (["allowed"], "")
@@ -121,15 +119,15 @@ def test_where_calls_have_no_markers_a_forbidden_one_is_text(make_model: Any) ->
     assert told(model, asked, forbidden) == ([], forbidden)
 
 
-def test_the_prompt_names_every_tool_in_its_place(make_model: Any) -> None:
-    """What is allowed may change from turn to turn; the cached prefix stays."""
+def test_prompt_names_every_tool_in_its_place(make_model: Any) -> None:
+    """The allowed tools may change from turn to turn; the cached prefix stays valid."""
     model = make_model("hermes")
     free = msgspec.structs.replace(request(), tool_choice=ToolChoice())
     assert model.render(request()) == model.render(free)
     assert model.grammar(free) is None
 
 
-def test_a_list_of_all_tools_restricts_nothing(make_model: Any) -> None:
+def test_list_of_all_tools_restricts_nothing(make_model: Any) -> None:
     asked = request()
     everything = ToolChoice(allowed=("allowed", "forbidden"))
     same = GenerateRequest(model="m", messages=asked.messages, tools=TOOLS, tool_choice=everything)

@@ -25,7 +25,7 @@ def submit(
     """Submits `job`, with its reasoning limited if the client set a budget. Raises what `backend.submit` raises."""
     begin = partial(backend.submit, request.model)
     budget_tokens = request.thinking.budget_tokens
-    if budget_tokens is None or budget_tokens >= job.max_tokens or not text.may_think(request):
+    if budget_tokens is None or budget_tokens >= job.max_tokens or not text.may_reason(request):
         return begin(job)
     return BudgetedGeneration(begin, text, request, rendered, job, budget_tokens)
 
@@ -47,7 +47,7 @@ class BudgetedGeneration:
         self._request = request
         self._job = job
         self._budget_tokens = budget_tokens
-        self._watch = text.thought_watch(rendered)
+        self._watch = text.reasoning_watch(rendered)
         self._thought: list[int] = []
         self._running = begin(job)
 
@@ -66,7 +66,7 @@ class BudgetedGeneration:
         else:
             return
         self._running.cancel()
-        closing = self._text.thought_end
+        closing = self._text.reasoning_end
         num_left = self._job.max_tokens - len(self._thought) - len(closing)
         yield [StepOutput(self._job.id, closing, finish=None if num_left > 0 else "length")]
         if num_left > 0:
@@ -97,5 +97,5 @@ class BudgetedGeneration:
             prompt=(*job.prompt, *self._thought, *closing),
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, max(0, job.min_tokens - len(self._thought))),
-            grammar=await asyncio.to_thread(self._text.answer_grammar, self._request),
+            grammar=await asyncio.to_thread(self._text.response_grammar, self._request),
         )

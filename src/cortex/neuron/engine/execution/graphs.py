@@ -1,9 +1,8 @@
 """Whole single-token steps as CUDA graphs: one replay instead of hundreds of launches.
 
-There is a graph for each of a few batch sizes; a step takes the smallest that holds it and pads. Everything a graph
-reads is at a fixed address: its input buffer, the page table, the rows' latest tokens. Graphs are captured one at a
-time: the smallest when the model is loaded, the others when there is nothing else to do, or once steps have often run
-without the one they wanted.
+There is a graph for each of some batch sizes; a step takes the smallest that fits and pads. A graph reads from fixed
+addresses: its input buffer, the page table, the rows' latest tokens. Graphs are captured one at a time: the smallest
+when the model is loaded, the others while the engine is idle, or after enough steps that lacked one.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.models.decoder import Decoder
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-OFTEN = 8
-"""Steps without a graph after which one is captured between them; that takes as long as about two such steps."""
+CAPTURE_AFTER_MISSES = 8
+"""Steps without a graph before one is captured between steps; a capture takes about as long as two such steps."""
 
 Outputs = tuple[Tensor, Tensor, Tensor]
-"""Logits, likeliest tokens and health of each row."""
+"""Logits, likeliest token, and whether all logits are finite, of each row."""
 
 
 class GraphSizes:
-    """Which batch sizes have a graph and which get one next. Pure."""
+    """Which batch sizes have a graph, and which get one next. Pure."""
 
     def __init__(self, max_rows: int) -> None:
         self._missing = sorted({size for size in SIZES if size < max_rows} | {max_rows})
@@ -39,28 +38,28 @@ class GraphSizes:
         self._missed: Counter[int] = Counter()
 
     def serving(self, num_rows: int) -> int | None:
-        """The smallest captured size that holds so many rows."""
+        """The smallest captured size that fits `num_rows`."""
         return _smallest(self._captured, num_rows)
 
     @property
     def next_missing(self) -> int | None:
-        """What to capture when there is time: few rows are what comes first, and most often."""
+        """The size to capture while idle, the smallest first: small batches come first and most often."""
         return self._missing[0] if self._missing else None
 
     def missed(self, num_rows: int) -> int | None:
-        """Counts a step that no captured size holds. The size to capture for it, once that was often."""
+        """Counts a step that no captured size fits. Returns the size to capture for it after enough of them."""
         size = _smallest(self._missing, num_rows)
         if size is None:
             return None
         self._missed[size] += 1
-        return size if self._missed[size] >= OFTEN else None
+        return size if self._missed[size] >= CAPTURE_AFTER_MISSES else None
 
     def add(self, size: int) -> None:
         self._missing.remove(size)
         self._captured = sorted([*self._captured, size])
 
     def give_up(self) -> None:
-        """No more graphs: what is captured stays."""
+        """Captures no more; existing graphs stay."""
         self._missing.clear()
 
 
@@ -74,11 +73,11 @@ class Graph(Protocol):
 
 
 Capture = Callable[[Callable[[], Outputs]], tuple[Graph, Outputs]]
-"""Captures a step; each replay computes it anew, into the outputs given with it."""
+"""Captures a step; each replay computes it again, into the outputs returned with it."""
 
 
 class CudaCapture:
-    """Captures graphs that share one memory pool, as no two of them run at once."""
+    """Captures graphs that share one memory pool, because no two of them run at once."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -87,7 +86,7 @@ class CudaCapture:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            step()  # compiles kernels and makes the libraries allocate what they keep
+            step()  # compiles kernels, and lets the libraries allocate their buffers
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -127,19 +126,19 @@ class StepGraphs:
         self._captured: dict[int, _Captured] = {}
 
     def prepare(self) -> bool:
-        """Captures the next graph; false when none is left to capture."""
+        """Captures the next graph; false if none is left."""
         size = self._sizes.next_missing
         return size is not None and self._add(size)
 
-    def takes(self, num_rows: int) -> bool:
-        """Whether the next step, of so many rows, can be replayed. May capture a graph for it."""
+    def fits(self, num_rows: int) -> bool:
+        """Whether a step of `num_rows` can be replayed. May capture a graph for it."""
         if self._sizes.serving(num_rows) is not None:
             return True
         size = self._sizes.missed(num_rows)
         return size is not None and self._add(size)
 
     def replay(self, rows: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]) -> Outputs:
-        """Of a step that `takes` said yes to; valid until the next replay, in stream order."""
+        """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order."""
         count = len(rows)
         size = self._sizes.serving(count)
         assert size is not None
@@ -163,7 +162,7 @@ class StepGraphs:
         try:
             graph, outputs = self._capture(lambda: self._step(inputs))
         except torch.OutOfMemoryError:
-            self._sizes.give_up()  # steps run without graphs, too, and need the memory more
+            self._sizes.give_up()  # steps also run without graphs, and need the memory more
             return False
         self._captured[size] = _Captured(graph, inputs, outputs)
         self._sizes.add(size)

@@ -1,4 +1,4 @@
-"""A step's inputs on the host: where each of its tokens stands, and where its KV goes."""
+"""A step's inputs on the host: the position of each token, and the slot of its KV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cortex.neuron.engine.pages import PADDING_PAGE
-from cortex.neuron.engine.scheduler import StepPlan
+from cortex.neuron.engine.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class StepInputs:
 
     rows: NDArray[np.int64]
     lengths: NDArray[np.int32]
-    """Positions each row attends to, its own tokens included."""
+    """Positions that each row attends to, including its own tokens."""
     offsets: NDArray[np.int64]
     """[rows + 1]: where each row's tokens begin."""
     tokens: NDArray[np.int64]
-    """Zero where the token was drawn on the device: at `drawn_before`."""
+    """Zero for tokens that were drawn on the device, at `drawn_before`."""
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
     drawn_before: NDArray[np.int64]
@@ -30,7 +30,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, plan: StepPlan, pages: NDArray[np.int32], page_tokens: int) -> StepInputs:
-        """`pages` are the rows' page tables, this plan's new pages included."""
+        """`pages`: the rows' page tables, including this plan's new pages."""
         num_rows = len(plan.rows)
         rows = np.fromiter((row.row for row in plan.rows), np.int64, num_rows)
         counts = np.fromiter((row.count for row in plan.rows), np.int64, num_rows)

@@ -1,4 +1,4 @@
-"""The plans of the library's attention, built one at a time while the engine has nothing else to do."""
+"""Plans of cuDNN's attention for prompts, built one at a time while the engine is idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class PromptPlans:
-    """Those of one model's attentions, for prompts up to a step's tokens. Belongs to the engine thread."""
+    """The plans of one model, for prompts up to a step's tokens. Belongs to the engine thread."""
 
     def __init__(self, model: Decoder, step_tokens: int) -> None:
         weight = model.embedding.weight
@@ -31,13 +31,13 @@ class PromptPlans:
         self._missing = deque((geometry, scale, length) for geometry, scale in geometries.items() for length in lengths)
 
     def prepare(self) -> bool:
-        """Builds the next one, the shortest prompts' first; false when none is left to build."""
+        """Builds the next plan, the shortest prompts first; false if none is left."""
         if not self._missing:
             return False
         geometry, scale, length = self._missing.popleft()
         try:
             cudnn.prepare(geometry, scale, length)
-        except (cudnn.Unserved, torch.OutOfMemoryError) as refusal:
-            log.info("prompts of %d tokens and more stay with our own attention: %s", length, refusal)
+        except (cudnn.Unserved, torch.OutOfMemoryError) as error:
+            log.info("no cuDNN plan for prompts of %d tokens and more, using our kernel: %s", length, error)
             self._missing.clear()
         return bool(self._missing)

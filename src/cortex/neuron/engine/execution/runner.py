@@ -1,7 +1,7 @@
 """Runs planned steps on the device: page tables, input tensors, the forward pass, the draw.
 
-The rows' page tables and latest tokens live on the device for as long as the row is held, so a decode step sends
-only positions. `launch` does not wait for the device; `Launched.read` does.
+A row's page table and latest token stay on the device while a sequence has the row, so a decode step sends only
+positions. `launch` does not wait for the device; `Launched.read` does.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, StepGrap
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.threads import StepThreads
-from cortex.neuron.engine.memory.states import StateMemory
+from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
-from cortex.neuron.engine.scheduler import StepPlan
+from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.models.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the host learns of a step, one entry per drawing row in plan order."""
+    """The result of a step on the host, one entry per drawing row in plan order."""
 
     tokens: list[int]
     healthy: list[bool]
@@ -39,7 +39,7 @@ class Result:
 
 
 class Launched:
-    """A step the device is working on."""
+    """A step that runs on the device."""
 
     def __init__(self, drawn: Drawn | None) -> None:
         self._event: torch.cuda.Event | None = None
@@ -53,7 +53,7 @@ class Launched:
             self._event.record()
 
     def read(self) -> Result:
-        """Waits for the step, and gives its tokens."""
+        """Waits for the step, and returns its tokens."""
         if self._event is not None:
             self._event.synchronize()
         if not self._host:
@@ -81,15 +81,15 @@ class Runner:
         states: StateMemory | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """`states`: where a model with recurrent layers keeps them; the row's number is its slot. `capture`: how
-        single-token steps become graphs; a GPU has its own way, a CPU runs them launch by launch."""
+        """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
+        as graphs; by default a GPU captures CUDA graphs and a CPU nothing."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
         self.page_tokens = page_tokens
         self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device)
         max_pages = -(-context_tokens // page_tokens)
-        # One row more than there are: padding rows of a captured graph, whose pages are all the padding page.
+        # One row more: the padding row of captured graphs, whose pages are all the padding page.
         self._pages = np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32)
         self._page_table = torch.from_numpy(self._pages).to(self.device)  # on the CPU: the same memory
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
@@ -99,21 +99,20 @@ class Runner:
             capture = CudaCapture()
         if capture is not None:
             self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens, capture)
-
         self._prompt_plans = PromptPlans(model, min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:
-        """Captures the graph of one more batch size, the smallest first, or when all are there builds the plan of one
-        more length of prompts; false when nothing is left."""
+        """Captures the graph of one more batch size, the smallest first. When all are captured, builds the attention
+        plan of one more prompt length. False if nothing is left."""
         with torch.inference_mode():
             if self._graphs is not None and self._graphs.prepare():
                 return True
             return self._prompt_plans.prepare()
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
-        """Starts a step. `draws` are the plan's drawing rows in order; `mask` forbids tokens to them.
+        """Starts a step. `draws`: the plan's drawing rows in order; `mask`: the tokens that they may draw.
 
-        Raises StepBlamed where the parameters of one request are at fault; the plan is then to be retracted."""
+        Raises StepBlamed if the parameters of one request are at fault; retract the plan then."""
         with torch.inference_mode():
             for row, request, past in plan.new_rows:
                 try:
@@ -125,7 +124,7 @@ class Runner:
                 self._states.copy(plan.restores)
             inputs = StepInputs.of(plan, self._pages, self.page_tokens)
             is_single = plan.num_singles == len(plan.rows)
-            if self._graphs is not None and is_single and self._graphs.takes(len(plan.rows)):
+            if self._graphs is not None and is_single and self._graphs.fits(len(plan.rows)):
                 drawn = self._replay(plan, inputs, draws, mask)
             elif self._threads is not None and is_single:
                 with self._threads.decoding(len(plan.rows)):
@@ -138,11 +137,11 @@ class Runner:
             return launched
 
     def _replay(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
-        """A step of single tokens, through a captured graph."""
+        """Runs a step of single tokens through a captured graph."""
         assert self._graphs is not None
-        brought = [(row.row, row.tokens[0]) for row in plan.rows if row.tokens is not None]
-        if brought:
-            rows, tokens = self._upload(np.array(brought, dtype=np.int64).T)
+        uploaded = [(row.row, row.tokens[0]) for row in plan.rows if row.tokens is not None]
+        if uploaded:
+            rows, tokens = self._upload(np.array(uploaded, dtype=np.int64).T)
             self._last_tokens.index_copy_(0, rows, tokens)
         logits, tokens, healthy = self._graphs.replay(inputs.rows, inputs.positions, inputs.slots)
         if not draws:
@@ -156,7 +155,7 @@ class Runner:
         return drawn
 
     def _forward(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
-        """Any step, launched operation by operation."""
+        """Runs any step, one launch per operation."""
         batch = self._batch(plan, inputs)
         hidden = self.model(batch)
         if not draws:

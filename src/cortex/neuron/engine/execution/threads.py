@@ -1,9 +1,9 @@
-"""How many threads a decode step takes on a CPU.
+"""How many threads a decode step uses on a CPU.
 
 A step of a small model is hundreds of operations of some microseconds each, and threads that share an operation wait
-for each other at its end. On idle cores all of them are faster than one; where other programs run too, waiting for a
-thread that is not running costs more than its help. Which it is changes from minute to minute, so it is measured on
-the way.
+for each other at its end. On idle cores, all threads are faster than one. If other programs run too, waiting for a
+thread that is not running costs more than it saves. This changes from minute to minute, so it is measured
+continuously.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch
 _TRY_STEPS = 4
 _FIRST_TRY_AFTER = 8
 _LONGEST_PAUSE = 4096
-_HOPELESS = 2.0
-"""A try is over at once when a step of it takes so many times as long as usual."""
+_ABORT_RATIO = 2.0
+"""A try ends at once if a step of it takes this many times as long as usual."""
 
 
 class ThreadChoice:
-    """One thread or all, whichever the latest steps say is faster. Pure: seconds in, threads out.
+    """One thread or all, whichever was faster in the latest steps. Pure: seconds in, threads out.
 
-    Now and then a few steps try the other number. Each try that loses doubles the pause before the next, so that where
-    one of the two is plainly right, tries cost next to nothing.
+    From time to time a few steps try the other number. Each lost try doubles the pause before the next, so that tries
+    cost almost nothing if one of the two is always faster.
     """
 
     def __init__(self, all_threads: int) -> None:
         self.threads = all_threads
-        """What the next step takes."""
+        """For the next step."""
         self._chosen, self._other = all_threads, 1
         self._usual_s: deque[float] = deque(maxlen=_TRY_STEPS)
         self._tried_s: list[float] = []
         self._pause = _FIRST_TRY_AFTER
         self._steps_to_try = _FIRST_TRY_AFTER
 
-    def took(self, seconds: float) -> None:
-        """Tells how long the step on `threads` threads took, and decides about the next."""
+    def record(self, seconds: float) -> None:
+        """Records how long the step on `threads` threads took, and decides about the next."""
         if self.threads == self._chosen:
             self._usual_s.append(seconds)
             self._steps_to_try -= 1
@@ -48,7 +48,7 @@ class ThreadChoice:
             return
         self._tried_s.append(seconds)
         usual_s = sum(self._usual_s) / len(self._usual_s)
-        if seconds > _HOPELESS * usual_s:
+        if seconds > _ABORT_RATIO * usual_s:
             self._end_try(won=False)
         elif len(self._tried_s) == _TRY_STEPS:
             self._end_try(won=sum(self._tried_s) / _TRY_STEPS < usual_s)
@@ -65,7 +65,7 @@ class ThreadChoice:
 
 
 class StepThreads:
-    """Runs decode steps on the threads chosen for as many rows. Belongs to the engine thread."""
+    """Runs decode steps on the threads chosen for their number of rows. Belongs to the engine thread."""
 
     def __init__(self) -> None:
         all_threads = torch.get_num_threads()
@@ -74,12 +74,12 @@ class StepThreads:
 
     @contextmanager
     def decoding(self, rows: int) -> Iterator[None]:
-        """Around one step of `rows` single tokens, the host's waiting for it included."""
+        """Wraps one step of `rows` single tokens, including the wait for its result."""
         choice = self._choices[rows]
         torch.set_num_threads(choice.threads)
         start = time.perf_counter()
         try:
             yield
-            choice.took(time.perf_counter() - start)
+            choice.record(time.perf_counter() - start)
         finally:
             torch.set_num_threads(self._all_threads)

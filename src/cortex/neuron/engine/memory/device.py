@@ -1,4 +1,4 @@
-"""What a device has, and in which numbers it computes best."""
+"""The memory of a device, and the dtype that it computes in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cortex.neuron.engine.memory.dtypes import number_format
+from cortex.neuron.engine.memory.dtypes import dtype_name
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 
@@ -16,7 +16,7 @@ class DeviceMemory:
     total_bytes: int
     free_bytes: int
     reserve_bytes: int
-    """Kept for activations and for the libraries' own buffers."""
+    """Kept free for activations and for the libraries' own buffers."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -28,7 +28,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total, free, MemoryReserve.on(device.type, total).bytes_of(free))
 
 
-def numeric_format(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype a model is computed in; `auto` takes what the device is fast at."""
-    found: torch.dtype = getattr(torch, number_format(wanted, device.type))
+def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """The dtype that a model computes in; `auto` is the fastest on the device."""
+    found: torch.dtype = getattr(torch, dtype_name(wanted, device.type))
     return found

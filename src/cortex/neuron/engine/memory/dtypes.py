@@ -1,4 +1,4 @@
-"""In which numbers a model is computed. Imports no torch: the node reckons with it before there is an engine."""
+"""The dtype that a model computes in. Imports no torch: the node uses it before there is an engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _BFLOAT16_PRODUCTS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FOUR_BIT_PRODUCTS = frozenset({"avx2", "avx512f"})
 
 
-def number_format(wanted: str, device_kind: str) -> str:
-    """The name of the dtype a model is computed in; `auto` takes what the device is fast at."""
+def dtype_name(wanted: str, device_kind: str) -> str:
+    """The name of the dtype that a model computes in; `auto` is the fastest on the device."""
     if wanted != "auto":
         return wanted
     if device_kind == "cuda" or _processor_features() & _BFLOAT16_PRODUCTS:
@@ -20,8 +20,8 @@ def number_format(wanted: str, device_kind: str) -> str:
 
 
 def has_four_bit_products() -> bool:
-    """Whether the processor has what vectorised products in four bits need. The engine measures what they are worth;
-    this is what can be said before."""
+    """Whether the processor has the instructions that vectorised four-bit products need. It is an estimate: the engine
+    measures at load whether they are faster."""
     return bool(_processor_features() & _FOUR_BIT_PRODUCTS)
 
 

@@ -1,6 +1,6 @@
-"""How much memory this host, or the container it is in, has and has left; and what a process holds of it.
+"""The total and free memory of this host, or of its container, and the memory of a process.
 
-Reads a few small files under /proc and /sys, never anything else; both cgroup generations are understood.
+Reads only a few small files under /proc and /sys, of cgroup v1 and v2.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _UNLIMITED_BYTES = 1 << 60
 class HostMemory:
     total_bytes: int
     free_bytes: int
-    """What a new allocation can count on: free pages and the page cache that can be dropped."""
+    """Available to new allocations: free pages, and page cache that can be dropped."""
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """The host's memory, cut to the tightest cgroup limit above this process. `root` is for tests."""
+    """The host's memory, limited by the tightest cgroup of this process. `root` is for tests."""
     fields = _fields(root / "proc/meminfo")
     total_bytes = fields["MemTotal:"] * 1024
     free_bytes = fields.get("MemAvailable:", fields.get("MemFree:", 0)) * 1024
@@ -34,9 +34,9 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def anonymous_bytes(process_id: int | None = None) -> int:
-    """What a process, this one by default, holds in memory that no file backs; 0 when it is gone.
+    """The memory of a process, by default this one, that no file backs; 0 if the process does not exist.
 
-    Code and weights that are mapped from files are left out: they come and go with use and can be dropped.
+    Code and weights that are mapped from files do not count: the kernel can drop them.
     """
     try:
         statm = Path(f"/proc/{process_id or 'self'}/statm").read_text().split()

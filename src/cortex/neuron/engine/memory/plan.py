@@ -1,19 +1,23 @@
 """How memory is divided among a model's weights, states and pages: the engine's plan, and the node's forecast of it.
 
-Imports no torch. The engine knows the sizes from the model it builds, the node from the headers of its files.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cortex.neuron.engine.memory.state_slots import StateSlots
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
 
 PAGE_TOKENS = 32
 CACHED_CONTEXTS = 4
-"""Full contexts for which a model gets pages unless it is told otherwise; the rest stays for others."""
+"""A model gets pages for this many full contexts by default; the rest of the device stays free for other models."""
 MIN_PAGES = 2
-"""One that holds tokens, and the one that padding rows write to."""
+"""One page that holds tokens, and the one that padding rows write to."""
+STATE_SHARE = 4
+"""One part in 4 of the memory beside the weights goes to states, the rest to pages."""
+MAX_CHECKPOINTS = {"cuda": 1024, "cpu": 32}
 _COUNT_BYTES = 4
 
 
@@ -28,7 +32,18 @@ class ModelSizes:
     """One recurrent state over all layers; 0 for a model that has none."""
     vocab: int
     context_tokens: int
-    """Of the longest sequence that is asked for."""
+    """The longest sequence that is asked for, at most the model's own limit."""
+
+    @classmethod
+    def of(cls, architecture: Architecture, storage: WeightStorage, context_tokens: int | None = None) -> ModelSizes:
+        config = architecture.config
+        return cls(
+            weight_bytes=weight_bytes(architecture, storage),
+            page_bytes=PAGE_TOKENS * kv_bytes_per_token(architecture, storage.item_bytes),
+            slot_bytes=state_bytes(architecture, storage.item_bytes),
+            vocab=config.vocab,
+            context_tokens=min(context_tokens or config.context_tokens, config.context_tokens),
+        )
 
     @property
     def num_context_pages(self) -> int:
@@ -36,30 +51,58 @@ class ModelSizes:
 
     @property
     def ceiling_bytes(self) -> int:
-        """What the model should take of a GPU that it may share: its weights and a few full contexts."""
+        """What the model should take of a GPU that other models may share: its weights and a few full contexts."""
         return int(self.weight_bytes * 1.02) + CACHED_CONTEXTS * self.num_context_pages * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Slots of recurrent state: one for each running row, one for padding rows, and the checkpoints."""
+
+    rows: int
+    checkpoints: int = 0
+    num_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_slots(self) -> int:
+        return self.rows + 1 + self.checkpoints
+
+    @classmethod
+    def plan(cls, slot_bytes: int, max_rows: int, spare_bytes: int, device_kind: str) -> StateSlots:
+        """Half of the states' share of `spare_bytes` goes to rows, up to `max_rows`, the rest to checkpoints.
+
+        A model without recurrent layers has slots of 0 bytes.
+        """
+        if not slot_bytes:
+            return cls(max_rows)
+        affordable = max(0, spare_bytes) // STATE_SHARE // slot_bytes
+        rows = max(1, min(max_rows, affordable // 2))
+        checkpoints = max(0, min(MAX_CHECKPOINTS[device_kind], affordable - rows - 1))
+        notes = (f"{rows} of {max_rows} sequences at once: memory for recurrent states",) if rows < max_rows else ()
+        return cls(rows, checkpoints, (rows + 1 + checkpoints) * slot_bytes, notes)
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Who gets what. With fewer than `MIN_PAGES` pages the model does not fit."""
+    """How much each part gets. With fewer than `MIN_PAGES` pages the model does not fit."""
 
     context_tokens: int
     num_pages: int
     slots: StateSlots
     num_bytes: int
-    """Of all parts together."""
+    """All parts together."""
     notes: tuple[str, ...] = ()
 
 
 def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
-    """What the penalties of so many rows take once they are asked for; room is left for them."""
+    """What the penalties of `max_rows` rows take once a request uses them; a load leaves room for them."""
     return max_rows * (vocab + context_tokens) * _COUNT_BYTES
 
 
 def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kind: str) -> MemoryPlan:
-    """Weights come first, then states, and pages take the rest; on a CPU, whose memory is shared with everything else,
-    as much of it as a few full contexts want."""
+    """Weights come first, then states, and pages take the rest. On a CPU, which shares its memory with everything else,
+    pages take no more than a few full contexts."""
     spare_bytes = have_bytes - sizes.weight_bytes
     slots = StateSlots.plan(sizes.slot_bytes, max_rows, spare_bytes, device_kind)
     num_pages = max(0, (spare_bytes - slots.num_bytes) // sizes.page_bytes)

@@ -1,17 +1,23 @@
-"""What sequences are kept in on the device: pages of KV, and slots of recurrent state where the model has them."""
+"""The device memory of sequences: pages of KV, and slots of recurrent state for models that have one."""
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Sequence
 
-from cortex.neuron.engine.memory.kv_cache import KVCache
-from cortex.neuron.engine.memory.state_slots import StateSlots
-from cortex.neuron.engine.memory.states import StateMemory
+import numpy as np
+import torch
+from torch import Tensor
+
+from cortex.neuron.engine.memory.plan import StateSlots
+from cortex.neuron.kernels.delta.rules import DeltaState
+from cortex.neuron.layers.attention import Attention, LayerCache
+from cortex.neuron.layers.gated_delta import GatedDelta
 from cortex.neuron.models.decoder import Decoder
 
 
 class SequenceMemory:
-    """Belongs to the engine thread. Its sizes are fixed; the memory itself can be given back and taken again, empty."""
+    """Belongs to the engine thread. Its sizes are fixed; the memory can be freed and allocated again, empty."""
 
     def __init__(
         self,
@@ -34,17 +40,71 @@ class SequenceMemory:
         self.allocate()
 
     def allocate(self) -> None:
-        """Takes the memory and gives each layer its share."""
-        model, slots = self._model, self.slots
+        """Allocates the memory and gives each layer its share."""
+        model = self._model
         kv = KVCache(model.attentions, self.num_pages, self.page_tokens, self._dtype, self._device)
+        self.num_bytes = kv.num_bytes
         if model.gated_deltas:
-            self.states = StateMemory(model.gated_deltas, slots.num_slots, self._dtype, self._device)
-        self.num_bytes = kv.num_bytes + slots.num_bytes
+            self.states = StateMemory(model.gated_deltas, self.slots.num_slots, self._dtype, self._device)
+            self.num_bytes += self.states.num_bytes
 
     def release(self) -> None:
-        """Lets go of all of it, whether or not `allocate` came to its end. No layer can run until it is back."""
+        """Frees the memory, even after an `allocate` that raised. No layer can run until it is allocated again."""
         self.states = None
         for attention in self._model.attentions:
             vars(attention).pop("cache", None)
         for layer in self._model.gated_deltas:
             vars(layer).pop("state", None)
+
+
+class KVCache:
+    """Allocates the pages of every layer and gives each attention its own."""
+
+    def __init__(
+        self,
+        attentions: Sequence[Attention],
+        num_pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_bytes = 0
+        for attention in attentions:
+            shape = (num_pages, page_tokens, attention.config.kv_heads, attention.config.head_dim)
+            attention.cache = LayerCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+            self.num_bytes += attention.cache.keys.nbytes + attention.cache.values.nbytes
+
+
+class StateMemory:
+    """Slots that each hold the state of all layers after some prefix of a sequence; gives each layer its share.
+
+    The first slots belong to the rows, the next one to the padding rows of captured graphs, the rest to checkpoints.
+    """
+
+    def __init__(self, layers: Sequence[GatedDelta], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        rules = layers[0].rules
+        # Not cleared: a row that starts at position 0 does not read the earlier content of its slot.
+        self._recent = torch.empty((num_slots, len(layers), *rules.conv_weight.shape), dtype=dtype, device=device)
+        shape = (num_slots, len(layers), rules.value_heads, rules.key_dim, rules.value_dim)
+        self._memory = torch.empty(shape, dtype=torch.float32, device=device)
+        self.num_bytes = self._recent.nbytes + self._memory.nbytes
+        for index, layer in enumerate(layers):
+            layer.state = DeltaState(self._recent[:, index], self._memory[:, index])
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies slots, (source, destination) each, in the order of the device's work."""
+        for source, destination in copies:
+            self._recent[destination].copy_(self._recent[source])
+            self._memory[destination].copy_(self._memory[source])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros rather than garbage: padding rows read the padding page, and masked scores must stay finite.
+
+    On a CPU the kernel zeroes each piece when it is first touched, so that a load does not wait for pages that may
+    never be used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)

@@ -1,7 +1,7 @@
-"""Outputs that must conform to a grammar: which tokens may be drawn next, as a mask on the device.
+"""Output that must conform to a grammar: the tokens that may be drawn next, as a mask on the device.
 
-The grammar follows the output token by token on the host, so a step that draws for a constrained sequence is planned
-only after that sequence's last token has been read.
+The host matches the output against the grammar token by token, so a step that draws for a constrained sequence is
+planned only after the host has read that sequence's last token.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from cortex.neuron.text.grammar.matcher import Matcher, MatchState
 
 
 class Constraint:
-    """Where one sequence stands in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, state: MatchState) -> None:
         self._state = state
         self.failure: str | None = None
-        """Why the grammar cannot be followed any further; what is drawn after that means nothing."""
+        """Why the grammar cannot be matched any further; ignore tokens drawn after that."""
 
     def fill_mask(self, row: Tensor) -> None:
-        """Sets the bits of the tokens that may come next. row: [words] int32, on the host"""
+        """Sets the bits of the allowed next tokens. row: [words] int32, on the host"""
         try:
             self._state.fill_mask(row)
-        except Exception as error:  # noqa: BLE001 - whatever the grammar library raises concerns this sequence alone
+        except Exception as error:  # noqa: BLE001 - any error of the grammar library concerns this sequence alone
             self._fail(error)
 
     def is_complete_after(self, token: int) -> bool:
-        """Goes on with `token`; true when nothing may follow it."""
+        """Accepts `token`; true if no token may follow it."""
         if self.failure is not None:
             return True  # drawn without a mask
         try:
@@ -60,14 +60,14 @@ class Constraints:
         self._bit = torch.arange(32, dtype=torch.int32, device=device)
 
     def compile(self, grammar: str) -> Constraint:
-        """Raises RequestError for a grammar that does not compile. The model's first one reads its vocabulary."""
+        """Raises RequestError for a grammar that does not compile. The first one reads the model's vocabulary."""
         try:
             return Constraint(self._matcher.compile(grammar))
         except TextModelError as error:
             raise RequestError(str(error)) from error
 
     def mask(self, drawing: Sequence[Constraint | None]) -> Tensor | None:
-        """[draws, vocab] bool on the device, true where a token may be drawn; None when all are free."""
+        """[draws, vocab] bool on the device, true for allowed tokens; None if no row has a constraint."""
         if not any(drawing):
             return None
         words = torch.full((len(drawing), self._matcher.mask_words), -1, dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""Penalties on tokens that were seen before: counted on the device, so that a step needs nothing from the host.
+"""Penalties on repeated tokens, counted on the device so that a step needs nothing from the host.
 
-Presence and frequency look at what was drawn; repetition looks at prompt and output, or at the last `window` of them.
-Memory is taken when the first request asks for a penalty; loading leaves room for it.
+Presence and frequency apply to drawn tokens; repetition applies to prompt and output, or to the last `window` of them.
+Memory is allocated when the first request asks for a penalty; a load leaves room for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 class Penalties:
-    """Per row: how often each token was drawn, and every token in order."""
+    """Per row: how often each token was drawn, and all tokens in order."""
 
     def __init__(self, max_rows: int, vocab: int, context_tokens: int, device: torch.device) -> None:
         self._shape = (max_rows, vocab)
@@ -28,8 +28,12 @@ class Penalties:
         self._counts: Tensor | None = None  # [rows, vocab] int32, drawn tokens
         self._history: Tensor | None = None  # [rows, context] int32, prompt and drawn tokens by position
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (self._counts, self._history) if part is not None)
+
     def assign(self, row: int, params: SamplingParams, prompt: Sequence[int], drawn: Sequence[int]) -> None:
-        """Starts a row with its past. Rows of requests without penalties are not kept up to date."""
+        """Starts a row with its tokens so far. Rows of requests without penalties are not updated."""
         if not is_penalised(params):
             return
         if self._counts is None or self._history is None:
@@ -40,7 +44,7 @@ class Penalties:
         self._history[row, : len(past)] = past
 
     def apply(self, logits: Tensor, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        """`positions` are those of each row's latest token: the history up to and including it counts."""
+        """`positions`: those of each row's latest token. Penalties apply to the history up to and including it."""
         if self._counts is None or self._history is None or not any(map(is_penalised, params)):
             return logits
         logits = logits.float()
@@ -64,7 +68,7 @@ class Penalties:
         return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
     def count(self, rows: Tensor, positions: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> None:
-        """Remembers what was drawn after `positions`."""
+        """Records the tokens drawn after `positions`."""
         if self._counts is None or self._history is None or not any(map(is_penalised, params)):
             return
         ones = torch.ones_like(tokens, dtype=torch.int32)

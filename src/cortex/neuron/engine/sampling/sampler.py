@@ -1,7 +1,7 @@
 """Draws the next tokens on the device.
 
-Each row's parameters live in device memory from the step it is admitted in; a step only says which rows it draws for.
-What a batch does not use costs nothing: all-greedy batches are one argmax.
+Each row's parameters stay in device memory from the step that admits it; a step only names the rows that draw.
+Options that no row of a batch uses cost nothing: an all-greedy batch is one argmax.
 Order of operations: grammar mask, bans and bias; penalties; temperature; top-k, top-p, min-p; draw.
 """
 
@@ -18,13 +18,13 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampling.penalties import Penalties, is_penalised
 from cortex.neuron.kernels.gumbel import gumbel_noise
 
-COLDEST = 1e-5
-"""Lower temperatures draw no differently, but would overflow the logits that are divided by them."""
+MIN_TEMPERATURE = 1e-5
+"""Lower temperatures draw the same tokens, but dividing the logits by them would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row that draws in a step, as the host knows it."""
+    """One row that draws in a step."""
 
     row: int
     num_drawn: int
@@ -37,7 +37,7 @@ class Drawn:
 
     tokens: Tensor
     healthy: Tensor
-    """False where the logits were not numbers."""
+    """False if the logits of a row are not finite."""
     logprobs: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
@@ -59,13 +59,13 @@ class Sampler:
         self._penalties = Penalties(max_rows, vocab, context_tokens, device)
 
     def assign(self, row: int, request: EngineRequest, drawn: Sequence[int] = ()) -> None:
-        """Gives a row to a request, before the first step that computes it. `drawn`: its tokens from an earlier row."""
+        """Gives a row to a request, before the first step that computes it. `drawn`: tokens drawn in an earlier row."""
         params = request.sampling
         self._requests[row] = request
         self._params[row] = params
         if params.temperature > 0:
             seed = params.seed if params.seed is not None else secrets.randbits(62)
-            self._temperature[row] = max(params.temperature, COLDEST)
+            self._temperature[row] = max(params.temperature, MIN_TEMPERATURE)
             self._top_k[row] = min(params.top_k, self.vocab) if params.top_k > 0 else self.vocab
             self._top_p[row] = params.top_p
             self._min_p[row] = params.min_p
@@ -73,7 +73,7 @@ class Sampler:
         self._penalties.assign(row, params, request.prompt, drawn)
 
     def is_plain(self, draws: Sequence[Draw]) -> bool:
-        """Whether these draws are all a bare argmax."""
+        """Whether all of these draws are a plain argmax."""
         for draw in draws:
             params, request = self._params[draw.row], self._requests[draw.row]
             if params.temperature > 0 or params.logit_bias or params.top_logprobs is not None or is_penalised(params):
@@ -104,7 +104,7 @@ class Sampler:
         return self._with_logprobs(Drawn(tokens, healthy), raw, params)
 
     def _biased(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """Adds the clients' biases, and forbids stop tokens while a request is below its minimum."""
+        """Adds the requests' biases, and bans stop tokens while a request is below its `min_tokens`."""
         index: list[tuple[int, int, float]] = []
         for number, draw in enumerate(draws):
             request = self._requests[draw.row]
@@ -129,7 +129,7 @@ class Sampler:
         return _likeliest(logits + gumbel_noise(self._seeds[rows], positions, self.vocab))
 
     def _with_logprobs(self, drawn: Drawn, raw: Tensor, params: Sequence[SamplingParams]) -> Drawn:
-        """Log-probabilities are the model's own, before anything the request asked for changed them."""
+        """Adds log-probabilities of the model's own logits, before the request's options changed them."""
         wanted = [param.top_logprobs for param in params if param.top_logprobs is not None]
         if not wanted:
             return drawn
@@ -142,14 +142,14 @@ class Sampler:
 
 
 def _likeliest(logits: Tensor) -> Tensor:
-    """[rows] int64: each row's largest. numpy's search is twenty times as fast as torch's on a CPU."""
+    """[rows] int64: the argmax of each row. On a CPU, numpy's is twenty times as fast as torch's."""
     if logits.is_cuda:
         return logits.argmax(-1)
     return torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
 def _keep_likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the `top_k` largest, and of those the fewest whose probability reaches `top_p`; the first always stays."""
+    """Keeps the `top_k` largest, and of those the fewest that together reach `top_p`; always keeps the first."""
     ordered, order = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)

@@ -1,6 +1,6 @@
-"""What a model will need and take on this node's devices, said before anything is loaded. Pure.
+"""The memory that a model will need and take on this node's devices, before anything is loaded. Pure.
 
-The engine's own division of memory (`engine/memory/plan.py`), fed with what a model's files say.
+It runs the engine's own memory plan (`engine/memory/plan.py`) with the sizes from the model's files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.engine.memory.dtypes import ITEM_BYTES, has_four_bit_products, number_format
+from cortex.neuron.engine.memory.dtypes import ITEM_BYTES, dtype_name, has_four_bit_products
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.node.loading.library import KnownModel
@@ -17,47 +17,47 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.wire.node import Device
 
 _MIN_KV_TOKENS = 256
-"""Less cache than this is of no use to anybody."""
+"""A model is not loaded with less cache than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A model on a node, before it is loaded."""
+    """The memory of a model on a node, before it is loaded."""
 
     least_bytes: int
-    """With which some device accepts it."""
+    """The least memory with which some device accepts it."""
     expected_bytes: int
-    """What it takes of the largest device, if that has nothing else on it."""
+    """What it takes of the largest device, if that is otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A node's limits, and with them the answers for each of its models and devices."""
+    """Forecasts for the models and devices of a node, under its limits."""
 
     config: NeuronConfig
 
     def reserve(self, device: Device) -> MemoryReserve:
-        """What a load leaves free of the device."""
+        """The memory of the device that a load leaves free."""
         return MemoryReserve.on(device.kind, device.total_bytes, self.config.limits.min_free_vram_mb << 20)
 
     def least_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
-        """The least with which the model can answer; with less to give, a device refuses it.
+        """The least memory with which the model can respond; a device with less rejects it.
 
-        Never more than the engine asks for, so that nothing that fits is refused.
+        It is never more than the engine needs, so that a model that fits is not rejected.
         """
-        sizes = facts.sizes(self._item_bytes(device), model.context_tokens)
+        sizes = facts.sizes(self._item_bytes(device), model.context_tokens, is_packed=self._is_packed(device))
         kv_tokens = min(_MIN_KV_TOKENS, sizes.context_tokens)
         num_pages = max(MIN_PAGES, -(-kv_tokens // PAGE_TOKENS) + 1)
         return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + self._penalty_bytes(sizes)
 
     def ceiling_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
-        """What it may take of the device: what the operator says, or on a GPU its weights and a few full contexts."""
+        """The most it may take of the device: the operator's limit, or on a GPU its weights and a few full contexts."""
         if model.memory_bytes is not None or device.kind == "cpu":
             return model.memory_bytes
         return self._sizes(model, facts, device).ceiling_bytes
 
     def expected_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
-        """What it will take of the device with nothing else on it; the least where even that does not fit."""
+        """What it will take of the otherwise empty device; `least_bytes` if it does not fit at all."""
         sizes = self._sizes(model, facts, device)
         have_bytes = self.reserve(device).usable_bytes(device.total_bytes) - self._penalty_bytes(sizes)
         ceiling_bytes = self.ceiling_bytes(model, facts, device)
@@ -69,7 +69,7 @@ class Forecast:
         return plan.num_bytes
 
     def footprint(self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> Footprint:
-        """On those of `devices` that the model may use, all of which are of one kind."""
+        """The footprint on those of `devices` that the model may use. All are of one kind."""
         allowed = [device for device in devices if not model.devices or device.index in model.devices] or devices
         return Footprint(
             min(self.least_bytes(model, facts, device) for device in allowed),
@@ -79,10 +79,18 @@ class Forecast:
     def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
         is_auto = self.config.harness.torch.dtype == "auto"
         has_four_bits = device.kind == "cpu" and is_auto and has_four_bit_products()
-        return facts.sizes(self._item_bytes(device), model.context_tokens, has_four_bits=has_four_bits)
+        return facts.sizes(
+            self._item_bytes(device),
+            model.context_tokens,
+            has_four_bits=has_four_bits,
+            is_packed=self._is_packed(device),
+        )
+
+    def _is_packed(self, device: Device) -> bool:
+        return device.kind == "cuda" and self.config.harness.torch.dtype in ("auto", "bfloat16")
 
     def _item_bytes(self, device: Device) -> int:
-        return ITEM_BYTES[number_format(self.config.harness.torch.dtype, device.kind)]
+        return ITEM_BYTES[dtype_name(self.config.harness.torch.dtype, device.kind)]
 
     def _penalty_bytes(self, sizes: ModelSizes) -> int:
         return penalty_bytes(self.config.limits.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)

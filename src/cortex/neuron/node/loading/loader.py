@@ -224,6 +224,7 @@ class ModelLoader:
         return LoadSpec(
             path=str(facts.path),
             dtype=self._config.harness.torch.dtype,
+            quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,

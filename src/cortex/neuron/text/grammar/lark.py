@@ -1,4 +1,4 @@
-"""Grammars in llguidance's dialect of Lark, put together from parts."""
+"""Builds grammars in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 
-# Unbounded white space is where small models get lost until they run out of tokens.
+# With unbounded white space, small models write nothing else until they run out of tokens.
 _WHITE_SPACE: Final = r"[ \n\t]{0,32}"
 
 
@@ -22,13 +22,13 @@ class LarkGrammar:
         self._has_text = False
 
     def rule(self, stem: str, body: str) -> str:
-        """Add a rule; returns its name."""
+        """Adds a rule and returns its name."""
         name = f"{stem}_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def marker(self, text: str) -> str:
-        """The token `text`, where the vocabulary has it as one, else its characters."""
+        """The token `text` if the vocabulary has it as one token, else its characters."""
         token = self._tokenizer.whole_id(text)
         return f"<[{token}]>" if token is not None else literal(text)
 
@@ -49,7 +49,7 @@ class LarkGrammar:
         return name
 
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        """JSON of this schema; `lenient` lets keywords pass that cannot be enforced."""
+        """JSON of this schema; `lenient` ignores keywords that cannot be enforced."""
         options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient}
         stated = schema.get("x-guidance")
         return self.other(
@@ -57,13 +57,13 @@ class LarkGrammar:
         )
 
     def other(self, grammar: Mapping[str, Any]) -> str:
-        """A whole other grammar as a part of this one."""
+        """Another grammar as a part of this one."""
         name = f"part_{len(self._others)}"
         self._others.append({**grammar, "name": name})
         return f"@{name}"
 
     def build(self, start: str) -> str:
-        """The grammar that begins with `start`, in the form that `matcher.Matcher` compiles."""
+        """The grammar with the start rule `start`, in the form that `matcher.Matcher` compiles."""
         lines = [f"start: {start}", *self._rules, *(["TEXT: /(.|\\n)*/"] if self._has_text else [])]
         return json.dumps({"grammars": [{"name": "main", "lark_grammar": "\n".join(lines)}, *self._others]})
 

@@ -1,6 +1,6 @@
-"""Grammars at work: which tokens may come next. Used on the engine's side, so it imports on a bare host.
+"""Matches output against a grammar: which tokens are allowed next. The engine uses it, so it imports on a bare host.
 
-The grammar library is imported with the first grammar; without it everything but constrained output works.
+The grammar library is imported with the first grammar; without it, everything except constrained output works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Matcher:
     """
 
     def __init__(self, source: Path, vocab_size: int) -> None:
-        """`source`: the model's directory or GGUF file. `vocab_size`: the number of logits, padding included."""
+        """`source`: the model's directory or GGUF file. `vocab_size`: the number of logits, including padding."""
         self._source = source
         self.vocab_size = vocab_size
         self._vocabulary: llguidance.LLTokenizer | None = None
@@ -67,9 +67,9 @@ class Matcher:
 
 
 class MatchState:
-    """Where one output stands in its grammar. Owned by the engine thread.
+    """The state of one output in its grammar. Owned by the engine thread.
 
-    Once the grammar is satisfied and can take nothing more, only end tokens are allowed, and `is_finished` holds.
+    Once the grammar is satisfied and allows nothing more, only end tokens are allowed, and `is_finished` is true.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
@@ -78,31 +78,31 @@ class MatchState:
 
     @property
     def is_finished(self) -> bool:
-        """Nothing but an end token may follow, or one came already."""
+        """Whether only an end token may follow, or has followed already."""
         return self._matcher.is_stopped()
 
     @property
     def is_accepting(self) -> bool:
-        """The output so far satisfies the grammar."""
+        """Whether the output so far satisfies the grammar."""
         return self._matcher.is_accepting()
 
     def fill_mask(self, row: MaskRow) -> None:
-        """Write the tokens that may come next into `row`: `mask_words` int32, contiguous, in host memory."""
+        """Writes the allowed next tokens into `row`: `mask_words` int32, contiguous, in host memory."""
         size = len(row)
         if size != self._mask_words:
             raise ValueError(f"the mask row has {size} words, this vocabulary needs {self._mask_words}")
-        # Both kinds of array give their address; the library fills them in place without the GIL.
+        # Both array types expose their address; the library fills them in place without the GIL.
         address = row.data_ptr() if hasattr(row, "data_ptr") else row.ctypes.data
         self._matcher.unsafe_compute_mask_ptr(address, size * 4)
         if self._matcher.is_error():
             raise GrammarRejected(f"the grammar became too complex, simplify it: {_reason(self._matcher)}")
 
     def accept(self, token: int) -> None:
-        """Go on with `token`; raises GrammarRejected if the mask did not allow it."""
+        """Accepts `token`; raises GrammarRejected if the mask did not allow it."""
         if not self._matcher.consume_token(token):
             raise GrammarRejected(f"the drawn token {token} does not fit the grammar; send the request again")
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
-    """What the library found, without the dump of its parser and of the whole grammar that follows."""
+    """The library's reason, without the dump of its parser state and of the grammar."""
     return matcher.get_error().partition("<state>")[0].strip()

@@ -1,7 +1,7 @@
-"""What a request demands of the output, as one grammar for the engine.
+"""The constraints that a request puts on the output, as one grammar for the engine.
 
-Response formats, regular expressions, grammars, choices and forced tool calls; with room for the model's thought before
-it, where the model thinks. Checked here, so that a schema that cannot be enforced is a clear 400 and no late failure.
+Response formats, regular expressions, grammars, choices and forced tool calls, after the reasoning of models that
+reason. The grammar is checked here, so that a schema that cannot be enforced is a clear 400 and not a late failure.
 The grammar library is imported with the first such request.
 """
 
@@ -13,22 +13,22 @@ from enum import Enum, auto
 from typing import Any
 
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
-from cortex.neuron.text.output.detect import ThoughtMarkers, ToolSyntax
+from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.neuron.text.tools.grammar import MARKED, add_calls, add_free_answer
+from cortex.neuron.text.tools.grammar import MARKED, add_calls, add_free_response
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
 
 
-class Thought(Enum):
-    """Where the model stands when it begins to write."""
+class LeadingReasoning(Enum):
+    """Whether reasoning comes before the constrained output."""
 
     ABSENT = auto()
-    """It answers at once."""
+    """The response begins at once."""
     POSSIBLE = auto()
-    """It may open a thought first."""
+    """The model may reason first."""
     OPENED = auto()
-    """The prompt has opened one, which it must close first."""
+    """The prompt has opened reasoning, which the model must close first."""
 
 
 def is_constrained(request: GenerateRequest) -> bool:
@@ -37,7 +37,7 @@ def is_constrained(request: GenerateRequest) -> bool:
 
 
 def _is_restricted(request: GenerateRequest) -> bool:
-    """Whether the answer may call tools, but not every one that the model is told of."""
+    """Whether the model may call only some of the tools in its prompt."""
     return request.tool_choice.mode == "auto" and request.callable_tools != request.tools
 
 
@@ -45,34 +45,34 @@ def build_grammar(
     request: GenerateRequest,
     tokenizer: Tokenizer,
     syntax: ToolSyntax | None,
-    markers: ThoughtMarkers | None,
-    thought: Thought,
+    markers: ReasoningMarkers | None,
+    reasoning: LeadingReasoning,
 ) -> str | None:
-    """The grammar, or None for free output; raises InvalidValue for what cannot be enforced."""
-    if not is_constrained(request) or (request.output is None and _reader_suffices(request, syntax)):
+    """The grammar, or None for unconstrained output; raises InvalidValue for what cannot be enforced."""
+    if not is_constrained(request) or (request.output is None and _parser_suffices(request, syntax)):
         return None
     grammar = LarkGrammar(tokenizer)
-    before = _thought(grammar, markers, thought)
+    before = _reasoning(grammar, markers, reasoning)
     mode = request.tool_choice.mode
     if mode in ("required", "named"):
         tools = _chosen(request)
         calls = add_calls(grammar, syntax or ToolSyntax.PLAIN_JSON, tools, parallel=request.tool_choice.parallel)
         return _checked(grammar, f"{before}{calls}", param="tools")
     if request.output is None:
-        assert syntax is not None, "without a syntax of calls there is nothing to restrict"
-        free = add_free_answer(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
+        assert syntax is not None, "a model without a tool-call syntax has no calls to restrict"
+        free = add_free_response(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
         return _checked(grammar, f"{before}{free}", param="tools")
-    answer = _answer(grammar, request.output)
+    response = _response(grammar, request.output)
     if request.callable_tools and mode == "auto" and syntax is not None:
-        # Either way the client gets something it can parse.
+        # The client can parse either.
         calls = add_calls(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
-        answer = f"({answer} | {calls})"
-    return _checked(grammar, f"{before}{answer}", param="response_format")
+        response = f"({response} | {calls})"
+    return _checked(grammar, f"{before}{response}", param="response_format")
 
 
-def _reader_suffices(request: GenerateRequest, syntax: ToolSyntax | None) -> bool:
-    """Whether a restriction is kept without a grammar: where calls have no markers, whoever reads the answer takes
-    only what names a callable tool for a call, and the rest for text."""
+def _parser_suffices(request: GenerateRequest, syntax: ToolSyntax | None) -> bool:
+    """Whether the restriction holds without a grammar: if calls have no markers, the output parser treats only JSON
+    that names a callable tool as a call, and everything else as text."""
     return request.tool_choice.mode == "auto" and syntax not in MARKED
 
 
@@ -86,21 +86,21 @@ def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:
     if not named:
         known = ", ".join(tool.name for tool in request.tools)
         raise InvalidValue(
-            f"tool_choice names {shorten(choice.name or '')!r}, the tools are {shorten(known)}", param="tool_choice"
+            f"tool_choice names {shorten(choice.name or '')!r}, but the tools are {shorten(known)}", param="tool_choice"
         )
     return named
 
 
-def _thought(grammar: LarkGrammar, markers: ThoughtMarkers | None, thought: Thought) -> str:
-    if markers is None or thought is Thought.ABSENT:
+def _reasoning(grammar: LarkGrammar, markers: ReasoningMarkers | None, reasoning: LeadingReasoning) -> str:
+    if markers is None or reasoning is LeadingReasoning.ABSENT:
         return ""
     rest = f"{grammar.text_until(markers.close)} /\\n{{0,2}}/"
-    if thought is Thought.OPENED:
+    if reasoning is LeadingReasoning.OPENED:
         return f"{rest} "
     return f"({grammar.marker(markers.open)} {rest})? "
 
 
-def _answer(grammar: LarkGrammar, output: OutputFormat) -> str:
+def _response(grammar: LarkGrammar, output: OutputFormat) -> str:
     match output.kind:
         case "json_object":
             return grammar.json({"type": "object"})
@@ -130,7 +130,7 @@ def _regex(pattern: str) -> Mapping[str, Any]:
 
 
 def _lark(text: str) -> Mapping[str, Any]:
-    """From Lark or GBNF, whichever it is."""
+    """From either Lark or GBNF."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

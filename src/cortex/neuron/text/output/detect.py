@@ -1,6 +1,6 @@
-"""What a model's output looks like, read off its chat template.
+"""Detects the syntax of a model's output from its chat template.
 
-A template has to write earlier turns' tool calls and thoughts in the model's own syntax, so its text names the markers:
+A template writes the tool calls and reasoning of earlier turns in the model's own syntax, so it contains the markers:
 
 | the template contains | tool calls are parsed as |
 |---|---|
@@ -10,7 +10,7 @@ A template has to write earlier turns' tool calls and thoughts in the model's ow
 | the variable `tools`, and none of these | plain JSON: `{"name": …, "arguments": …}` |
 | no variable `tools` | not at all: the model has no tools |
 
-A template that contains one of the pairs in `THOUGHT_MARKERS` belongs to a model that thinks aloud between them.
+A model whose template contains one of the pairs in `REASONING_MARKERS` writes its reasoning between them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class ToolSyntax(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ThoughtMarkers:
-    """What a model writes before and after thinking."""
+class ReasoningMarkers:
+    """What a model writes before and after its reasoning."""
 
     open: str
     close: str
 
 
-THOUGHT_MARKERS: Final = (
-    ThoughtMarkers("<think>", "</think>"),
-    ThoughtMarkers("[THINK]", "[/THINK]"),
-    ThoughtMarkers("<seed:think>", "</seed:think>"),
-    ThoughtMarkers("<thinking>", "</thinking>"),
-    ThoughtMarkers("<reasoning>", "</reasoning>"),
-    ThoughtMarkers("<thought>", "</thought>"),
+REASONING_MARKERS: Final = (
+    ReasoningMarkers("<think>", "</think>"),
+    ReasoningMarkers("[THINK]", "[/THINK]"),
+    ReasoningMarkers("<seed:think>", "</seed:think>"),
+    ReasoningMarkers("<thinking>", "</thinking>"),
+    ReasoningMarkers("<reasoning>", "</reasoning>"),
+    ReasoningMarkers("<thought>", "</thought>"),
 )
 
 PYTHON_TAG: Final = "<|python_tag|>"
@@ -69,8 +69,8 @@ def tool_syntax(template: ChatTemplate) -> ToolSyntax | None:
     return ToolSyntax.PLAIN_JSON
 
 
-def thought_markers(template: ChatTemplate) -> ThoughtMarkers | None:
-    # The closing marker decides: a template that strips old thoughts has to look for it.
-    return next((markers for markers in THOUGHT_MARKERS if template.mentions(markers.close)), None) or next(
-        (markers for markers in THOUGHT_MARKERS if template.mentions(markers.open)), None
+def reasoning_markers(template: ChatTemplate) -> ReasoningMarkers | None:
+    # The closing marker decides: a template that strips old reasoning contains it.
+    return next((markers for markers in REASONING_MARKERS if template.mentions(markers.close)), None) or next(
+        (markers for markers in REASONING_MARKERS if template.mentions(markers.open)), None
     )

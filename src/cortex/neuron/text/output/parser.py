@@ -1,4 +1,4 @@
-"""From an answer's text to events: thought, text and tool calls, as they stream."""
+"""From a response's text to events as it streams: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.output.reasoning import OutputPiece, ReasoningSplitter
-from cortex.neuron.text.tools.bare_json import LlamaJSON, PlainJSON
 from cortex.neuron.text.tools.call import CallSyntax
-from cortex.neuron.text.tools.hermes import HermesJSON
+from cortex.neuron.text.tools.json_syntax import HermesJSON, LlamaJSON, PlainJSON
 from cortex.neuron.text.tools.qwen_xml import QwenXML
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
@@ -19,17 +18,17 @@ OutputEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolC
 
 
 class OutputParser:
-    """One choice of one answer. Owned by one request; the events, deltas joined, do not depend on the split."""
+    """Parses one choice of a response. Owned by one request. The joined events do not depend on how text was split."""
 
     def __init__(self, splitter: ReasoningSplitter | None, scanner: CallScanner | None, index: int) -> None:
-        """Without a splitter everything is the answer; without a scanner the answer has no calls."""
+        """Without a splitter there is no reasoning; without a scanner there are no calls."""
         self._splitter = splitter
         self._scanner = scanner
         self._index = index
 
     @property
     def broke_off(self) -> bool:
-        """Known after `finish`: the answer ended inside a call whose arguments were already being told."""
+        """After `finish`: whether the response ended inside a call whose arguments were already being sent."""
         return self._scanner is not None and self._scanner.broke_off
 
     def push(self, text: str) -> list[OutputEvent]:
@@ -37,7 +36,7 @@ class OutputParser:
         return list(self._events(pieces))
 
     def finish(self) -> list[OutputEvent]:
-        """What was held back, once the last text was pushed."""
+        """The events of held-back text, after the last push."""
         events = list(self._events([] if self._splitter is None else self._splitter.finish()))
         if self._scanner is not None:
             events += self._scanner.finish()
@@ -47,7 +46,7 @@ class OutputParser:
         for piece in pieces:
             if not piece.text:
                 continue
-            if piece.is_thought:
+            if piece.is_reasoning:
                 yield ReasoningDelta(index=self._index, text=piece.text)
             elif self._scanner is not None:
                 yield from self._scanner.push(piece.text)
@@ -56,7 +55,7 @@ class OutputParser:
 
 
 def call_syntax(kind: ToolSyntax, tools: Iterable[Tool]) -> CallSyntax:
-    """The reader for calls of these tools."""
+    """The syntax for calls of these tools."""
     match kind:
         case ToolSyntax.QWEN_XML:
             return QwenXML({tool.name: tool.parameters for tool in tools})

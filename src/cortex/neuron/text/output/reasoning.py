@@ -1,7 +1,7 @@
-"""Tells a model's thoughts from its answer, character by character.
+"""Separates a model's reasoning from its response, character by character.
 
-A thought can only come first: either the prompt's tail already opened it, or the answer begins with the opening marker.
-Markers inside the answer are text. A thought that is cut off stays a thought.
+Reasoning can only come first: either the end of the prompt has opened it, or the output begins with the opening marker.
+Markers inside the response are text. Reasoning that is cut off stays reasoning.
 """
 
 from __future__ import annotations
@@ -9,49 +9,50 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from cortex.neuron.text.output.detect import ThoughtMarkers
+from cortex.neuron.text.output.detect import ReasoningMarkers
 from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 
 _BREAKS: Final = "\r\n"
 
 
 class OutputPiece(NamedTuple):
-    """Some text, and whether it is thought."""
+    """Some text, and whether it is reasoning."""
 
-    is_thought: bool
+    is_reasoning: bool
     text: str
 
 
 class _State(Enum):
     BEGINNING = auto()
-    """Nothing but white space so far: a thought may open."""
+    """Only white space so far: reasoning may open."""
     OPENED = auto()
-    """In a thought that has no text yet: line breaks, and a repeated opening marker, are layout."""
-    THINKING = auto()
+    """In reasoning without text yet: line breaks and a repeated opening marker are layout."""
+    REASONING = auto()
     CLOSED = auto()
-    """After the thought, before the answer: line breaks are layout."""
-    ANSWERING = auto()
+    """After the reasoning, before the response: line breaks are layout."""
+    RESPONDING = auto()
 
 
 class ReasoningSplitter:
-    """One answer's thought and text. Owned by one request; the joined pieces do not depend on the split.
+    """Splits one output. Owned by one request. The joined pieces do not depend on how the text was split.
 
-    Line breaks next to the markers are layout and not given on, as templates strip them when a turn comes back.
+    Line breaks next to the markers are layout and are removed, because templates strip them from earlier turns.
     """
 
-    def __init__(self, markers: ThoughtMarkers, *, starts_in_thought: bool) -> None:
+    def __init__(self, markers: ReasoningMarkers, *, starts_in_reasoning: bool) -> None:
         self._markers = markers
-        self._state = _State.OPENED if starts_in_thought else _State.BEGINNING
+        self._state = _State.OPENED if starts_in_reasoning else _State.BEGINNING
         self._held = ""
 
     @property
     def is_thinking(self) -> bool:
-        return self._state in (_State.OPENED, _State.THINKING)
+        return self._state in (_State.OPENED, _State.REASONING)
 
     @property
     def is_over(self) -> bool:
-        """No thought can come any more."""
-        return self._state in (_State.CLOSED, _State.ANSWERING)
+        """Whether no reasoning can follow."""
+        return self._state in (_State.CLOSED, _State.RESPONDING)
 
     def push(self, text: str) -> list[OutputPiece]:
         self._held += text
@@ -61,77 +62,98 @@ class ReasoningSplitter:
         return pieces
 
     def finish(self) -> list[OutputPiece]:
-        """What was held back when no more text comes."""
+        """The held-back text, after the last push."""
         held, self._held = self._held, ""
         match self._state:
             case _State.OPENED:
                 held = held.strip(_BREAKS)
             case _State.CLOSED:
                 held = held.lstrip(_BREAKS)
-            case _State.THINKING:
+            case _State.REASONING:
                 held = held.rstrip(_BREAKS)
             case _:
                 pass
         return [OutputPiece(self.is_thinking, held)] if held else []
 
     def _step(self, pieces: list[OutputPiece]) -> bool:
-        """Take what is clear from what is held; True if the state changed and there may be more."""
+        """Emits what is certain of the held text; true if the state changed and there may be more."""
         match self._state:
             case _State.BEGINNING:
-                return self._begin(_State.OPENED, otherwise=_State.ANSWERING, layout=None)
+                return self._begin(_State.OPENED, otherwise=_State.RESPONDING, layout=None)
             case _State.OPENED:
-                return self._begin(_State.OPENED, otherwise=_State.THINKING, layout=_BREAKS)
-            case _State.THINKING:
-                return self._think(pieces)
+                return self._begin(_State.OPENED, otherwise=_State.REASONING, layout=_BREAKS)
+            case _State.REASONING:
+                return self._reason(pieces)
             case _State.CLOSED:
                 self._held = self._held.lstrip(_BREAKS)
                 if not self._held:
                     return False
-                self._state = _State.ANSWERING
+                self._state = _State.RESPONDING
                 return True
-            case _State.ANSWERING:
+            case _State.RESPONDING:
                 if self._held:
                     pieces.append(OutputPiece(False, self._held))
                     self._held = ""
                 return False
 
     def _begin(self, opened: _State, *, otherwise: _State, layout: str | None) -> bool:
-        """Swallow an opening marker, or decide that none comes. Without `layout` white space is kept."""
+        """Removes an opening marker, or decides that there is none. Without `layout`, white space is kept."""
         marker = self._markers.open
         stripped = self._held.lstrip()
         if stripped.startswith(marker):
             self._held = stripped[len(marker) :]
             self._state = opened
             return True
-        if marker.startswith(stripped):  # also when nothing but white space came
+        if marker.startswith(stripped):  # also after only white space
             return False
         if layout is not None:
             self._held = self._held.lstrip(layout)
         self._state = otherwise
         return True
 
-    def _think(self, pieces: list[OutputPiece]) -> bool:
-        thought, close, rest = self._held.partition(self._markers.close)
+    def _reason(self, pieces: list[OutputPiece]) -> bool:
+        reasoning, close, rest = self._held.partition(self._markers.close)
         if close:
-            thought = thought.rstrip(_BREAKS)
-            if thought:
-                pieces.append(OutputPiece(True, thought))
+            reasoning = reasoning.rstrip(_BREAKS)
+            if reasoning:
+                pieces.append(OutputPiece(True, reasoning))
             self._held = rest
             self._state = _State.CLOSED
             return True
-        clear = len(thought) - held_suffix(thought, self._markers.close)
-        clear = len(thought[:clear].rstrip(_BREAKS))
+        clear = len(reasoning) - held_suffix(reasoning, self._markers.close)
+        clear = len(reasoning[:clear].rstrip(_BREAKS))
         if clear:
-            pieces.append(OutputPiece(True, thought[:clear]))
-            self._held = thought[clear:]
+            pieces.append(OutputPiece(True, reasoning[:clear]))
+            self._held = reasoning[clear:]
         return False
 
 
-def opens_thought(generation_prompt: str, markers: ThoughtMarkers) -> bool:
-    """Whether the prompt's tail leaves the model inside a thought."""
+class ReasoningWatch:
+    """Tracks whether one choice is still reasoning, token by token from its first. Owned by one request."""
+
+    def __init__(self, detokenizer: Detokenizer, splitter: ReasoningSplitter) -> None:
+        self._detokenizer = detokenizer
+        self._splitter = splitter
+
+    def push(self, token: int) -> None:
+        if text := self._detokenizer.push((token,)):
+            self._splitter.push(text)
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._splitter.is_thinking
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the response has begun, so that no reasoning can follow."""
+        return self._splitter.is_over
+
+
+def opens_reasoning(generation_prompt: str, markers: ReasoningMarkers) -> bool:
+    """Whether the end of the prompt leaves the model inside reasoning."""
     return generation_prompt.rfind(markers.open) > generation_prompt.rfind(markers.close)
 
 
-def closes_thought(generation_prompt: str, markers: ThoughtMarkers) -> bool:
-    """Whether the prompt's tail has a finished, perhaps empty, thought: the model is to answer at once."""
-    return not opens_thought(generation_prompt, markers) and markers.close in generation_prompt
+def closes_reasoning(generation_prompt: str, markers: ReasoningMarkers) -> bool:
+    """Whether the end of the prompt has finished, perhaps empty, reasoning: the response begins at once."""
+    return not opens_reasoning(generation_prompt, markers) and markers.close in generation_prompt

@@ -1,4 +1,4 @@
-"""Stop strings in a stream: text that may turn out to be one is held back until it is clear."""
+"""Finds stop strings in a stream. Text that may be the beginning of one is held back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Finds the stop string that is completed first. Owned by one answer; the result does not depend on the split.
+    """Finds the stop string that is completed first. Owned by one response. The result does not depend on the split.
 
-    Of two stops completed by the same character the longer one counts.
+    Of two stops that end at the same character, the longer one counts.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -17,7 +17,7 @@ class StopScanner:
         self._hit: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to show, and the stop string once it was found; after that nothing more comes out."""
+        """The text that can be shown, and the stop string once it is found; after that, the text is empty."""
         if self._hit is not None:
             return "", self._hit
         if not self._stops:
@@ -36,13 +36,13 @@ class StopScanner:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """What was held back, when the answer ends without a stop string."""
+        """The held-back text, when the response ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def held_suffix(text: str, marker: str) -> int:
-    """How many characters at the end of `text` could be the beginning of `marker`."""
+    """Number of characters at the end of `text` that could be the beginning of `marker`."""
     for size in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:size]):
             return size

@@ -1,7 +1,7 @@
-"""In which form a template wants the tool calls of earlier turns.
+"""The form in which a template expects the tool calls of earlier turns.
 
-Nearly all iterate over arguments as an object, beside an empty content. A few join arguments to text, and some show
-the calls of a turn only if its content is none. Nothing in a template's text says so reliably, so it is tried out.
+Nearly all iterate over arguments as an object, beside empty content. A few insert arguments as text, and some show the
+calls of a turn only if its content is none. A template's source does not say so reliably, so it is probed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CallForm:
     arguments_as_text: bool = False
 
     def arguments(self, text: str) -> Any:
-        """Arguments, given as JSON text, for the template. What a model once wrote wrongly stays as it was."""
+        """Arguments, given as JSON text, for the template. Invalid JSON from a model stays text."""
         if self.arguments_as_text:
             return text or "{}"
         try:
@@ -40,7 +40,7 @@ _FORMS: Final = (CallForm(), CallForm(None), CallForm("", True), CallForm(None, 
 
 @lru_cache(maxsize=64)
 def call_form(template: ChatTemplate) -> CallForm:
-    """The first form in which the template shows a call whole; the usual one if none does."""
+    """The first form in which the template shows a complete call; the usual form if there is none."""
     return next((form for form in _FORMS if _shows(template, form)), _FORMS[0])
 
 

@@ -1,8 +1,8 @@
 """A model's own chat template, rendered as the reference library renders it.
 
-The environment is the reference's: an immutable sandbox with trimmed blocks, loop controls, `raise_exception`,
-`strftime_now`, a `tojson` that escapes nothing for HTML, and a tolerated `generation` tag. What fails to render is an
-error with the template's own reason, never a fallback: a prompt in the wrong shape serves a broken model silently.
+The environment is that of the reference: an immutable sandbox with trimmed blocks, loop controls, `raise_exception`,
+`strftime_now`, a `tojson` without HTML escapes, and an ignored `generation` tag. If a template fails, that is an error
+with the template's own reason. There is no fallback: a prompt in the wrong shape would silently break the model.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CHATML: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""For models that bring no template at all."""
+"""For models without a template."""
 
-# What the expressions of a template can raise besides Jinja's own errors, such as `none + 'text'`.
+# Expressions of a template can raise these besides Jinja's own errors, for example `none + 'text'`.
 _FAILURES: Final = (
     jinja2.TemplateError,
     TypeError,
@@ -45,7 +45,7 @@ _FAILURES: Final = (
 
 
 class ChatTemplate:
-    """One template. Immutable; compiled when it is first needed; safe to share between threads."""
+    """One template, compiled on first use. Immutable and safe to share between threads."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -57,20 +57,20 @@ class ChatTemplate:
         except _FAILURES as error:
             reason = str(error) or type(error).__name__
             raise TemplateRenderFailed(
-                f"the model's chat template refused this conversation: {shorten(reason)}; "
+                f"the model's chat template rejected this conversation: {shorten(reason)}; "
                 "check the order of roles, the tool calls and the chat_template_kwargs"
             ) from error
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The variables it reads; none for a template that does not parse."""
+        """The variables that it reads; empty for a template that does not parse."""
         try:
             return frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(self.source)))
         except jinja2.TemplateError:
             return frozenset()
 
     def mentions(self, word: str) -> bool:
-        """Whether the template's text contains `word`: a field it reads or a marker it writes."""
+        """Whether the template's source contains `word`: a field that it reads or a marker that it writes."""
         return word in self.source
 
     @cached_property
@@ -79,7 +79,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here its body is rendered as it is."""
+    """`{% generation %}` marks the assistant's text for training; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as a set
 
@@ -93,17 +93,17 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace()` that takes no private names, so that a template cannot reach into the interpreter."""
+    """`namespace()` without private names, so that a template cannot reach into the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # No named `self`: a template may well have a namespace variable of that name.
+        # No parameter `self`: a template may have a namespace variable of that name.
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
-            _refuse_private(name)
+            _reject_private(name)
         jinja2.utils.Namespace.__init__(args[0], attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
+        _reject_private(name)
         super().__setitem__(name, value)
 
 
@@ -117,7 +117,7 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-def _refuse_private(name: str) -> None:
+def _reject_private(name: str) -> None:
     if name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a chat template may not store {name!r} in a namespace; rename it")
 

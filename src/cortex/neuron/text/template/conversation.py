@@ -1,6 +1,6 @@
-"""A request's conversation in the variables that chat templates are written for.
+"""A request's conversation as the variables that chat templates expect.
 
-Nothing is injected, reordered or dropped. Where templates disagree about a form, the template itself decides.
+Nothing is injected, reordered or dropped. If templates differ about a form, the template itself decides.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _RESERVED: Final = frozenset({"messages", "tools"})
 
 
 def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Mapping[str, str]) -> dict[str, Any]:
-    """What the template is rendered with; raises UnsupportedModality, or InvalidValue for template arguments."""
+    """The variables for the template; raises UnsupportedModality, or InvalidValue for template arguments."""
     if reserved := _RESERVED & request.template_args.keys():
         raise InvalidValue(
             f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; use the request's own fields",
             param="chat_template_kwargs",
         )
-    _refuse_unspeakable_tools(request, template)
+    _reject_unsupported_tools(request, template)
     return {
         **named_tokens,
         "documents": None,
@@ -47,7 +47,7 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
 
 
 def messages(conversation: Iterable[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-    """The turns as plain JSON values, one for one; system messages in the form that the template takes."""
+    """The turns as plain JSON values, one for one; system messages in the form that the template accepts."""
     names_by_call: dict[str, str] = {}
     rendered = []
     for position, message in enumerate(conversation):
@@ -76,17 +76,17 @@ def _message(
     if calls := [part for part in parts if isinstance(part, ToolCall)]:
         form = call_form(template)
         value["tool_calls"] = [_call(call, form) for call in calls]
-    if thoughts := [part.text for part in parts if isinstance(part, Reasoning)]:
-        # Both names, as the reference library gives them: templates read the one or the other.
-        value["reasoning_content"] = value["thinking"] = "".join(thoughts)
-    # An answer's text parts are pieces of one stream; anybody else's are separate blocks.
+    if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
+        # Both names, as in the reference library: templates read one or the other.
+        value["reasoning_content"] = value["thinking"] = "".join(reasoning)
+    # The text parts of an assistant are pieces of one stream; those of other roles are separate blocks.
     text = ("" if message.role == "assistant" else "\n").join(_texts(parts, position))
     value["content"] = form.empty_content if calls and not text else text
     return value
 
 
 def _role(message: Message, template: ChatTemplate) -> str:
-    # `developer` is what one vendor now calls `system`; a template that does not know it would drop the turn.
+    # One vendor calls `system` now `developer`; a template that does not know the role would drop the turn.
     if message.role == "developer" and not template.mentions("developer"):
         return "system"
     return message.role
@@ -120,7 +120,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def _thinking(request: GenerateRequest) -> dict[str, Any]:
-    """The switch under the names that templates use for it; absent, so that the template's default holds, if unsaid."""
+    """The thinking options under the names that templates use; left out if the request does not set them."""
     thinking = request.thinking
     switch: dict[str, Any] = {}
     if thinking.enabled is not None:
@@ -132,8 +132,8 @@ def _thinking(request: GenerateRequest) -> dict[str, Any]:
     return switch
 
 
-def _refuse_unspeakable_tools(request: GenerateRequest, template: ChatTemplate) -> None:
-    """A template without tools would drop them, and the model would invent a format."""
+def _reject_unsupported_tools(request: GenerateRequest, template: ChatTemplate) -> None:
+    """Rejects tools that the template would drop: the model would invent a format."""
     if request.tools and request.tool_choice.mode != "none" and "tools" not in template.variables:
         raise UnsupportedModality(
             "this model's chat template has no place for tools; "

@@ -1,4 +1,4 @@
-"""From a request to the tokens that a model continues."""
+"""From a request to the tokens of its prompt."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cortex.neuron.text.output.detect import ThoughtMarkers
-from cortex.neuron.text.output.reasoning import opens_thought
+from cortex.neuron.text.output.detect import ReasoningMarkers
+from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
@@ -15,7 +15,7 @@ from cortex.wire.errors import ContextLengthExceeded, InvalidValue, TemplateRend
 from cortex.wire.requests import GenerateRequest
 
 _CONTINUE: Final = "continue_final_message"
-# The space tells whether the template trimmed the message that is to be continued.
+# The space shows whether the template trimmed the message that is continued.
 _MARK: Final = "\ue000continue here\ue001 "
 
 
@@ -24,12 +24,12 @@ class Rendered:
     """A prompt, ready for an engine."""
 
     text: str
-    """Empty where the prompt came as token ids."""
+    """Empty if the prompt was given as token ids."""
     ids: tuple[int, ...]
     turn_ends: tuple[int, ...] = ()
-    """Token positions, rising, up to which a later turn of this conversation will repeat the prompt exactly."""
+    """Token positions, ascending, up to which a later turn of this conversation repeats the prompt exactly."""
     starts_in_reasoning: bool = False
-    """The prompt opened a thought: what the model says first is thought until it closes it."""
+    """Whether the prompt opened reasoning: the output is reasoning until the model closes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class PromptText:
 
     text: str
     generation_prompt: str
-    """Its tail after the last finished turn: the beginning of the answer."""
+    """Its end, after the last finished turn: the beginning of the response."""
     turn_ends: tuple[int, ...]
-    """Characters where finished turns end."""
+    """Character positions where finished turns end."""
 
 
 def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer, context_tokens: int | None = None) -> Rendered:
-    """A plain prompt, as it is; text gets the beginning that the model was trained to see. Raises InvalidValue or
-    ContextLengthExceeded."""
+    """A prompt without a template; text gets the tokens that the model expects around a document. Raises InvalidValue
+    or ContextLengthExceeded."""
     if isinstance(prompt, str):
         _check_length(prompt, tokenizer, context_tokens)
         return Rendered(prompt, tuple(tokenizer.encode_document(prompt)))
@@ -62,27 +62,27 @@ def render_conversation(
     request: GenerateRequest,
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    markers: ThoughtMarkers | None,
+    markers: ReasoningMarkers | None,
     context_tokens: int | None = None,
 ) -> Rendered:
     """Raises TemplateRenderFailed, UnsupportedModality, InvalidValue or ContextLengthExceeded."""
     prompt = prompt_text(request, template, tokenizer)
     _check_length(prompt.text, tokenizer, context_tokens)
     encoded = tokenizer.encode_segmented(prompt.text)
-    # Only a cut is safe to keep: elsewhere the next turn's text could merge with the last token.
+    # Only positions at cuts are stable: elsewhere the next turn's text could merge with the last token.
     turn_ends = {encoded.cut_before(end) for end in prompt.turn_ends}
     return Rendered(
         prompt.text,
         encoded.ids,
         tuple(sorted(turn_ends - {0})),
-        markers is not None and opens_thought(prompt.generation_prompt, markers),
+        markers is not None and opens_reasoning(prompt.generation_prompt, markers),
     )
 
 
 def prompt_text(request: GenerateRequest, template: ChatTemplate, tokenizer: Tokenizer) -> PromptText:
-    """Render, and find the turn ends by rendering less: whatever is a prefix of the whole is a stable beginning."""
+    """Renders the prompt, and finds the turn ends by rendering fewer messages: a prefix of the prompt is stable."""
     if not request.messages:
-        raise InvalidValue("messages is empty; give at least one message", param="messages")
+        raise InvalidValue("messages is empty; send at least one message", param="messages")
     values = conversation.variables(request, template, tokenizer.named_tokens)
     continues = bool(values.pop(_CONTINUE, False))
     text = _continuation(template, values) if continues else template.render(values)
@@ -100,29 +100,29 @@ def prompt_text(request: GenerateRequest, template: ChatTemplate, tokenizer: Tok
 
 
 def _check_length(text: str, tokenizer: Tokenizer, context_tokens: int | None) -> None:
-    """Tokenising twenty megabytes takes a core for a minute, only to find that they are too many."""
-    if context_tokens is None or (least := tokenizer.least_tokens(text)) < context_tokens:
+    """Raises ContextLengthExceeded before tokenising: 20 MB of text would take one core a minute."""
+    if context_tokens is None or (least := tokenizer.min_tokens(text)) < context_tokens:
         return
     raise ContextLengthExceeded(
-        f"prompt is too long: {least} tokens > {context_tokens - 1} maximum (at the least, told by its "
+        f"prompt is too long: {least} tokens > {context_tokens - 1} maximum (at least, for its "
         f"{len(text)} characters; the context has {context_tokens} tokens); shorten the conversation",
         details={"prompt_tokens": least, "context_tokens": context_tokens},
     )
 
 
 def _end_of(template: ChatTemplate, values: dict[str, Any], count: int, text: str) -> int | None:
-    """Where the first `count` messages end in `text`; None if the template renders them differently on their own."""
+    """Where the first `count` messages end in `text`; None if the template renders them differently alone."""
     try:
         part = template.render(
             {**values, "messages": values["messages"][:count], "add_generation_prompt": False, _CONTINUE: False}
         )
     except TemplateRenderFailed:
-        return None  # many templates refuse a conversation without a user; the whole one has rendered
+        return None  # many templates reject a conversation without a user
     return len(part) if text.startswith(part) else None
 
 
 def _continuation(template: ChatTemplate, values: dict[str, Any]) -> str:
-    """The prompt up to the end of the last message, which the model goes on with."""
+    """The prompt up to the end of the last message, which the model continues."""
     *earlier, last = values["messages"]
     if last["role"] != "assistant" or not last["content"]:
         raise InvalidValue(

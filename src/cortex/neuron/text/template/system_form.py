@@ -1,7 +1,7 @@
-"""In which form a template takes system messages beyond the first.
+"""The form in which a template accepts more than one system message.
 
 Agents send several: Codex begins with two, Claude Code puts some into the middle of the conversation. Some templates
-refuse or skip all but the first. Nothing in a template's text says so reliably, so it is tried out.
+reject or skip all but the first. A template's source does not say so reliably, so it is probed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ASSISTANT: Final = {"role": "assistant", "content": "y"}
 @dataclass(frozen=True, slots=True)
 class SystemForm:
     takes_several: bool = True
-    """Several at the beginning, one after the other; else they are one message, joined by an empty line."""
+    """Whether it accepts several at the beginning; else they become one message, joined by an empty line."""
     takes_later: bool = True
-    """After other turns; else they are the user's, in their place: the words must reach the model, in their order."""
+    """Whether it accepts them after other turns; else they become user messages in the same place."""
 
     def fit(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`messages` as the template takes them."""
+        """`messages` in the form that the template accepts."""
         num_leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
         leading, later = messages[:num_leading], messages[num_leading:]
         if not self.takes_several and num_leading > 1:
@@ -39,7 +39,7 @@ class SystemForm:
 
 @lru_cache(maxsize=64)
 def system_form(template: ChatTemplate) -> SystemForm:
-    """What the template shows as it is given; the plain form where it takes no system message at all."""
+    """The form that the template shows completely; the default form if it accepts no system message at all."""
     first, other = ({"role": "system", "content": text} for text in (_FIRST, _OTHER))
     if not _shows(template, [first, _USER]):
         return SystemForm()

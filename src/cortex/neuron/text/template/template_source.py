@@ -1,4 +1,4 @@
-"""Where a model keeps its chat template, in the order that the reference library looks."""
+"""Finds a model's chat template, in the same order as the reference library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GGUF_KEY = "tokenizer.chat_template"
 
 @dataclass(frozen=True, slots=True)
 class TemplateSources:
-    """A model's templates. Few models have more than one; some have another for conversations with tools."""
+    """A model's templates. Some models have a second one for conversations with tools."""
 
     default: str | None
     with_tools: str | None = None

@@ -1,4 +1,4 @@
-"""Token ids to text as they come, never splitting a character."""
+"""Streams token ids to text without splitting a character."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """One answer's text. Constant work per token; owned by one request.
+    """The text of one response. Constant work per token. Owned by one request.
 
-    Whatever the split, the pushes and the flush join to the text of all ids. Ids in `hidden` say nothing.
+    The joined results of the pushes and the flush do not depend on the split. Ids in `hidden` have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
@@ -20,10 +20,10 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """The characters that `ids` complete; bytes of an unfinished character wait."""
+        """The characters that `ids` complete; bytes of an incomplete character are held back."""
         spelled = self._tokenizer.token_bytes
         return self._decoder.decode(b"".join(spelled(i) for i in ids if i not in self._hidden))
 
     def flush(self) -> str:
-        """What is left when no more ids come: a replacement character if the last one is unfinished."""
+        """The rest, after the last push: a replacement character if the last one is incomplete."""
         return self._decoder.decode(b"", final=True)

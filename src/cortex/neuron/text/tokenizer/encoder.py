@@ -1,4 +1,4 @@
-"""Cutting text into tokens, wherever that is done."""
+"""The interface of everything that tokenises text."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Segmented:
 
 
 class TextEncoder(Protocol):
-    """Safe to share between threads. It may wait for another process, so call it off the event loop."""
+    """Safe to share between threads. It may wait for another process: do not call it on the event loop."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, control tokens in it included, nothing added."""
+        """Ids of `text`, including control tokens in it; adds no token."""
         ...
 
     def encode_document(self, text: str) -> list[int]:
-        """Ids of a text that stands alone, with the beginning and end that the model was trained to see around it."""
+        """Ids of a document, with the begin and end tokens that the model was trained with."""
         ...
 
     def encode_segmented(self, text: str) -> Segmented:
-        """Like `encode`, with the places around whole tokens; what was seen before of a long text costs little."""
+        """Like `encode`, with the positions of cuts around whole tokens; known parts of a long text cost little."""
         ...

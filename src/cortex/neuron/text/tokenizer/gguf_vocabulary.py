@@ -1,4 +1,4 @@
-"""A tokenizer out of the vocabulary that a GGUF file carries in its metadata."""
+"""Builds a tokenizer from the vocabulary in a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `metadata` describes; raises TextModelError."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
-        raise TokenizerMissing("the GGUF file carries no vocabulary; get a complete file of the model")
+        raise TokenizerMissing("the GGUF file has no vocabulary; download a complete file of the model")
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, tokens)
@@ -56,14 +56,14 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and kin, as templates name them."""
+    """`bos_token`, `eos_token` and similar, under the names that templates use."""
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
     found = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in _NAMED.items()}
     return {name: tokens[i] for name, i in found.items() if isinstance(i, int) and 0 <= i < len(tokens)}
 
 
 def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that end a generation, as the file names them."""
+    """The ids that end a generation, according to the file."""
     found = (metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS)
     return tuple(dict.fromkeys(i for i in found if isinstance(i, int)))
 
@@ -90,7 +90,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
     elif scores and len(scores) == len(tokens):
         pairs = _merges_from_scores(tokens, scores)
     else:
-        raise TextFileMalformed("the GGUF vocabulary has neither scores nor merges; get a complete file")
+        raise TextFileMalformed("the GGUF vocabulary has neither scores nor merges; download a complete file")
     unknown = named_tokens(metadata).get("unk_token")
     tokenizer = Tokenizer(
         models.BPE(vocab=_ids(tokens), merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -121,7 +121,7 @@ def _checked_pairs(merges: Iterable[tuple[str, ...]]) -> list[tuple[str, str]]:
 
 
 def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose joint piece scores best; as ranked pairs that is this order."""
+    """SentencePiece merges the neighbours whose joint piece has the best score: the order of these ranked pairs."""
     known = set(tokens)
     ranked: list[tuple[float, int, int, str, str]] = []
     for i, (token, score) in enumerate(zip(tokens, scores, strict=True)):
@@ -134,7 +134,7 @@ def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Tokens that text is cut around before anything else: control tokens, and ones like `<think>`."""
+    """Adds tokens at which text is split before anything else: control tokens, and tokens like `<think>`."""
     typed = list(zip(tokens, types, strict=False))
     tokenizer.add_special_tokens(
         [AddedToken(token, normalized=False, special=True) for token, kind in typed if kind == TokenType.CONTROL]
@@ -147,7 +147,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequen
 def _add_begin_and_end(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], *, sentencepiece: bool
 ) -> None:
-    """What the model expects around plain text. SentencePiece models want a beginning unless they say otherwise."""
+    """Adds the tokens around a document. SentencePiece models have a begin token unless the file says otherwise."""
     named = named_tokens(metadata)
     begin = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", sentencepiece) else None
     end = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None

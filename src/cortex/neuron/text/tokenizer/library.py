@@ -1,7 +1,7 @@
-"""A model's tokenizer as the `tokenizers` library builds it.
+"""A model's tokenizer, built with the `tokenizers` library.
 
-Building one holds the interpreter for a second or two where the vocabulary is large, so a daemon leaves it to a process
-of its own. Imports on a bare GPU host: the engine's grammar masks need the library's own description.
+Building one blocks the interpreter for a second or two if the vocabulary is large, so the daemon does it in a separate
+process. Imports on a bare GPU host: the engine's grammar masks need the library's own description.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cortex.neuron.text.tokenizer.vocabulary import Vocabulary, WholeToken, join
 from cortex.neuron.weights.gguf.metadata import read_metadata
 
 _LATER_BYTES: Final = frozenset(range(0x80, 0xC0))
-"""Those that follow the first in characters of several bytes."""
+"""Continuation bytes of characters of several bytes."""
 _IN_TEXT: Final = frozenset({*range(0xC0), *range(0xC2, 0xF5)})
-"""The bytes that UTF-8 makes use of."""
+"""The bytes that occur in UTF-8."""
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -61,12 +61,12 @@ class LibraryTokenizer:
         num_tokens = self.backend.get_vocab_size(with_added_tokens=True)
         if all(self.backend.id_to_token(token_id) is not None for token_id in range(num_tokens)):
             return num_tokens
-        # Ids with gaps are rare; the whole table holds every other thread up while it is made.
+        # Ids with gaps are rare; building the whole table blocks all other threads.
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What can be told of it without the library."""
+        """The part of it that can be used without the library."""
         each_spelling = list(self._spellings())
         spellings, bounds = joined(each_spelling)
         added = self.backend.get_added_tokens_decoder()
@@ -82,20 +82,20 @@ class LibraryTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, control tokens in it included, nothing added."""
+        """Ids of `text`, including control tokens in it; adds no token."""
         return self._ids(text, add_special_tokens=False)
 
     def encode_document(self, text: str) -> list[int]:
-        """Ids of a text that stands alone, with the beginning and end that the model was trained to see around it."""
+        """Ids of a document, with the begin and end tokens that the model was trained with."""
         return self._ids(text, add_special_tokens=True)
 
     def encoding(self, text: str) -> Encoding:
-        """Like `encode`, with each token's place in `text`."""
+        """Like `encode`, with each token's position in `text`."""
         [encoding] = self.backend.encode_batch([text], add_special_tokens=False)
         return encoding
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # As a batch of one: the library lets other threads run while it encodes a batch, and only then.
+        # As a batch of one: the library releases the GIL only while it encodes a batch.
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
@@ -120,23 +120,25 @@ class LibraryTokenizer:
         return not any(step.get("add_prefix_space") for step in _steps(self.backend.pre_tokenizer))
 
     def _characters_per_token(self, longest_bytes: int) -> int | None:
-        """The longest token bounds it, unless characters can vanish: stripped, normalised away, or unknown."""
+        """The length of the longest token, unless characters can vanish: stripped, normalised away, or unknown."""
         if any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
             return None
         steps = [*_steps(self.backend.normalizer), *_steps(self.backend.pre_tokenizer)]
         if longest_bytes == 0 or not all(map(_keeps_characters, steps)):
             return None
         composes = any(step.get("type") == "NFC" for step in steps)
-        # Some vocabularies lack the first byte of rare characters. What follows it is left to count, unless several
+        # Some vocabularies lack the first byte of rare characters. The bytes after it still count, unless several
         # characters were composed into one before.
         needed = _IN_TEXT - {*range(0x80)} if composes or not self._is_byte_level else _LATER_BYTES
         if needed & self._absent_bytes:
             return None
-        return -(-longest_bytes * 3 // 2) if composes else longest_bytes  # Ǖ has two bytes, and three letters apart
+        return (
+            -(-longest_bytes * 3 // 2) if composes else longest_bytes
+        )  # Ǖ has two bytes, and decomposes into three characters
 
     @cached_property
     def _absent_bytes(self) -> frozenset[int]:
-        """Bytes that no token stands for alone, so that they vanish."""
+        """Bytes that have no token of their own, so that they vanish."""
         spelled = _BYTE_OF_CHARACTER if self._is_byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
         return frozenset(byte for token, byte in spelled.items() if self.backend.token_to_id(token) is None)
 
@@ -155,10 +157,12 @@ def _from_directory(path: Path) -> LibraryTokenizer:
         backend = Backend.from_file(str(source))
     except Exception as error:  # the library raises bare Exception for any malformed file
         raise TextFileMalformed(f"{source} is not a tokenizer ({error}); download the model again") from error
-    backend.no_truncation()  # a file may carry its training set-up, and nothing is ever truncated here
+    backend.no_truncation()  # a file may contain its training set-up; nothing is truncated here
     backend.no_padding()
     if _decoder_kind(backend) is None:
-        raise TokenizerUnsupported(f"{source} is neither byte-level nor SentencePiece; no such model is served here")
+        raise TokenizerUnsupported(
+            f"{source} is neither byte-level nor SentencePiece, the two supported kinds; use another model"
+        )
     config = read_json(path / "tokenizer_config.json")
     _add_missing(backend, config)
     named = _named_tokens({**read_json(path / "special_tokens_map.json"), **config})
@@ -166,13 +170,13 @@ def _from_directory(path: Path) -> LibraryTokenizer:
 
 
 def _describe(part: Decoder | Model | Normalizer | PreTokenizer | None) -> dict[str, Any]:
-    """A part of the library's tokenizer as it stands in `tokenizer.json`."""
+    """A part of the library's tokenizer, as in `tokenizer.json`."""
     described: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {}
     return described
 
 
 def _steps(part: Normalizer | PreTokenizer | None) -> list[dict[str, Any]]:
-    """A normaliser or a pre-tokeniser as the steps it consists of."""
+    """The steps of a normaliser or a pre-tokeniser."""
     described = _describe(part)
     if not described:
         return []
@@ -183,7 +187,7 @@ def _steps(part: Normalizer | PreTokenizer | None) -> list[dict[str, Any]]:
 
 
 def _keeps_characters(step: Mapping[str, Any]) -> bool:
-    """Whether no character of a text is lost in a step, but for those that are composed into one."""
+    """Whether a step loses no character of a text, except by composing several into one."""
     kind = step.get("type")
     if kind == "Split":
         return step.get("behavior") != "Removed"
@@ -232,7 +236,7 @@ def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
 
 
 def _eos_ids(path: Path, backend: Backend, named: Mapping[str, str]) -> tuple[int, ...]:
-    """From the generation config, else the model's, and always the tokenizer's own end token."""
+    """From the generation config, else from the model's config; and always the tokenizer's own end token."""
     config = read_json(path / "config.json")
     for source in (read_json(path / "generation_config.json"), config, config.get("text_config") or {}):
         stated = source.get("eos_token_id")
@@ -247,7 +251,7 @@ def _eos_ids(path: Path, backend: Backend, named: Mapping[str, str]) -> tuple[in
 def _byte_level_spelling(token: str) -> bytes:
     try:
         return token.translate(_BYTE_LEVEL).encode("latin-1")
-    except UnicodeEncodeError:  # written in other letters than bytes are
+    except UnicodeEncodeError:  # has characters outside the byte alphabet
         return token.encode()
 
 
@@ -261,7 +265,7 @@ def _sentencepiece_spelling(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one printable character: itself, or one from U+0100 upwards."""
+    """Byte-level vocabularies write each byte as one printable character: itself, or one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
@@ -269,7 +273,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 _BYTE_OF_CHARACTER: Final = _byte_alphabet()
 _BYTE_LEVEL: Final = {
-    # What is below U+0100 and no letter of the alphabet must not pass for a byte.
+    # Characters below U+0100 outside the alphabet must not be taken for bytes.
     **dict.fromkeys(range(0x100), "\uffff"),
     **{ord(character): chr(byte) for character, byte in _BYTE_OF_CHARACTER.items()},
 }

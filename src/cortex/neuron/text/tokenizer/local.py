@@ -1,4 +1,4 @@
-"""A model's text with the tokenizer library in this process."""
+"""Reads a model's text files with the tokenizer library in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.neuron.weights.gguf.metadata import read_metadata
 
 
 class LocalEncoder:
-    """The `TextEncoder` that does the work itself."""
+    """A `TextEncoder` that tokenises in this process."""
 
     def __init__(self, tokenizer: LibraryTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -49,7 +49,7 @@ def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
 
 
 def text_of_gguf(metadata: Mapping[str, Any]) -> tuple[TextFacts, LocalEncoder]:
-    """From what a GGUF file says of itself; raises TextModelError."""
+    """From a GGUF file's metadata; raises TextModelError."""
     tokenizer = LibraryTokenizer.from_gguf(metadata)
     facts = TextFacts(
         tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata), has_vision=False

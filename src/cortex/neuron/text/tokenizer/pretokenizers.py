@@ -1,6 +1,6 @@
-"""How text is cut before byte-level merges apply, by the names that GGUF files use.
+"""How text is split before byte-level merges apply, by the names that GGUF files use.
 
-The patterns are facts of the published tokenizers: a model's merges were learned on exactly these cuts.
+The patterns are those of the published tokenizers: a model's merges were learned on exactly these splits.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _GPT4O: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """One way to cut. `pattern=None` is GPT-2's own, which the byte-level step brings along."""
+class Pretokenizer:
+    """One way to split. `pattern=None` is GPT-2's own, which the byte-level step contains."""
 
     pattern: str | None = None
     single_digits: bool = False
     normal_form_c: bool = False
     whole_words_first: bool = False
-    """A word that is in the vocabulary is taken whole, without replaying its merges."""
+    """Whether a word in the vocabulary becomes one token without applying merges."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
@@ -58,40 +58,40 @@ class Cut:
         return normalizers.NFC() if self.normal_form_c else None
 
 
-_GPT2_CUT: Final = Cut()
-_DIGITS_CUT: Final = Cut(single_digits=True)
-_LLAMA3_CUT: Final = Cut(_LLAMA3, whole_words_first=True)
-_QWEN2_CUT: Final = Cut(_QWEN2, normal_form_c=True)
+_GPT2_PRETOKENIZER: Final = Pretokenizer()
+_DIGITS_PRETOKENIZER: Final = Pretokenizer(single_digits=True)
+_LLAMA3_PRETOKENIZER: Final = Pretokenizer(_LLAMA3, whole_words_first=True)
+_QWEN2_PRETOKENIZER: Final = Pretokenizer(_QWEN2, normal_form_c=True)
 
-BY_NAME: Final[dict[str, Cut]] = {
-    "default": _GPT2_CUT,
-    "gpt-2": _GPT2_CUT,
-    "gpt2": _GPT2_CUT,
-    "smollm": _DIGITS_CUT,
-    "starcoder": _DIGITS_CUT,
-    "refact": _DIGITS_CUT,
-    "codeshell": _DIGITS_CUT,
-    "llama-bpe": _LLAMA3_CUT,
-    "llama3": _LLAMA3_CUT,
-    "llama-v3": _LLAMA3_CUT,
-    "falcon3": _LLAMA3_CUT,
-    "pixtral": _LLAMA3_CUT,
-    "lfm2": _LLAMA3_CUT,
-    "dbrx": Cut(_LLAMA3),
-    "smaug-bpe": Cut(_LLAMA3),
-    "qwen2": _QWEN2_CUT,
-    "deepseek-r1-qwen": _QWEN2_CUT,
-    "megrez": Cut(_QWEN2),
-    "stablelm2": Cut(_QWEN2),
-    "qwen35": Cut(_QWEN35, normal_form_c=True),
-    "tekken": Cut(_TEKKEN, whole_words_first=True),
-    "gpt-4o": Cut(_GPT4O),
-    "llama4": Cut(_GPT4O),
+BY_NAME: Final[dict[str, Pretokenizer]] = {
+    "default": _GPT2_PRETOKENIZER,
+    "gpt-2": _GPT2_PRETOKENIZER,
+    "gpt2": _GPT2_PRETOKENIZER,
+    "smollm": _DIGITS_PRETOKENIZER,
+    "starcoder": _DIGITS_PRETOKENIZER,
+    "refact": _DIGITS_PRETOKENIZER,
+    "codeshell": _DIGITS_PRETOKENIZER,
+    "llama-bpe": _LLAMA3_PRETOKENIZER,
+    "llama3": _LLAMA3_PRETOKENIZER,
+    "llama-v3": _LLAMA3_PRETOKENIZER,
+    "falcon3": _LLAMA3_PRETOKENIZER,
+    "pixtral": _LLAMA3_PRETOKENIZER,
+    "lfm2": _LLAMA3_PRETOKENIZER,
+    "dbrx": Pretokenizer(_LLAMA3),
+    "smaug-bpe": Pretokenizer(_LLAMA3),
+    "qwen2": _QWEN2_PRETOKENIZER,
+    "deepseek-r1-qwen": _QWEN2_PRETOKENIZER,
+    "megrez": Pretokenizer(_QWEN2),
+    "stablelm2": Pretokenizer(_QWEN2),
+    "qwen35": Pretokenizer(_QWEN35, normal_form_c=True),
+    "tekken": Pretokenizer(_TEKKEN, whole_words_first=True),
+    "gpt-4o": Pretokenizer(_GPT4O),
+    "llama4": Pretokenizer(_GPT4O),
 }
 
 
-def by_name(name: str) -> Cut:
-    """Raises TokenizerUnsupported: a wrong cut would serve a subtly worse model without a word."""
+def by_name(name: str) -> Pretokenizer:
+    """Raises TokenizerUnsupported: a wrong split would silently make the model worse."""
     try:
         return BY_NAME[name]
     except KeyError:

@@ -1,8 +1,8 @@
-"""Tokenising long prompts without doing the same work every turn.
+"""Tokenises long prompts without repeating the work of earlier turns.
 
-An agent sends its whole conversation again with each turn. Text is always cut around whole tokens such as `<|im_end|>`,
-so what lies between two of them has the same ids wherever it stands, and is remembered. Up to such a cut a prompt's
-tokens cannot change, whatever comes after.
+An agent sends its whole conversation again with each turn. Text is always split at whole tokens such as `<|im_end|>`,
+so a segment between two of them has the same ids everywhere, and is cached. The tokens of a prompt up to such a cut do
+not depend on the text after it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,33 @@ from cortex.neuron.text.tokenizer.encoder import Segmented
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.vocabulary import WholeToken
 
-_MAX_REMEMBERED_CHARACTERS: Final = 8 << 20
-_MIN_REMEMBERED_CHARACTERS: Final = 256
-"""Shorter segments are tokenised faster than they are looked after."""
+_MAX_CACHED_CHARACTERS: Final = 8 << 20
+_MIN_CACHED_CHARACTERS: Final = 256
+"""Shorter segments are tokenised faster than they are looked up."""
 _MAX_WHOLE_TOKENS: Final = 1024
-"""Beyond that, looking for them in Python costs more than it saves."""
+"""With more of them, searching in Python costs more than it saves."""
 _WINDOW_CHARACTERS: Final = 1 << 16
-"""Looked through at once: a search lets no other thread run."""
+"""Searched at once: a search blocks all other threads."""
 
 
 class SegmentEncoder:
-    """Encodes exactly as `tokenizer.encode` does. Safe to share between threads; its memory is bounded."""
+    """Encodes exactly like `tokenizer.encode`. Safe to share between threads; its cache is bounded."""
 
-    def __init__(self, tokenizer: LibraryTokenizer) -> None:
+    def __init__(
+        self,
+        tokenizer: LibraryTokenizer,
+        *,
+        max_cached_characters: int = _MAX_CACHED_CHARACTERS,
+        window_characters: int = _WINDOW_CHARACTERS,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._max_cached_characters = max_cached_characters
+        self._window_characters = window_characters
         vocabulary = tokenizer.vocabulary
         self._ids_by_whole = {token.text: token.id for token in vocabulary.whole_tokens}
         self._longest_whole = max(map(len, self._ids_by_whole), default=0)
         self._pattern = _pattern(vocabulary.whole_tokens) if vocabulary.is_context_free else None
-        self._remembered: OrderedDict[str, array[int]] = OrderedDict()
+        self._cached: OrderedDict[str, array[int]] = OrderedDict()
         self._num_characters = 0
         self._lock = threading.Lock()
 
@@ -57,11 +65,11 @@ class SegmentEncoder:
         return _segmented(ids, cuts)
 
     def _whole_tokens(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-        """What `pattern.finditer` gives, found window by window."""
+        """The same as `pattern.finditer`, searched window by window."""
         position = 0
         while position < len(text):
-            window_end = position + _WINDOW_CHARACTERS
-            # A token that begins in the window is seen whole; one that begins behind it is the next window's.
+            window_end = position + self._window_characters
+            # A token that begins in the window is found whole; one that begins after it is left to the next window.
             found = pattern.search(text, position, window_end + self._longest_whole - 1)
             if found is None or found.start() >= window_end:
                 position = window_end
@@ -79,20 +87,20 @@ class SegmentEncoder:
         return _segmented(encoding.ids, cuts)
 
     def _segment(self, text: str) -> list[int] | array[int]:
-        if len(text) < _MIN_REMEMBERED_CHARACTERS:
+        if len(text) < _MIN_CACHED_CHARACTERS:
             return self._tokenizer.encode(text) if text else []
         with self._lock:
-            known = self._remembered.get(text)
+            known = self._cached.get(text)
             if known is not None:
-                self._remembered.move_to_end(text)
+                self._cached.move_to_end(text)
                 return known
         ids = array("I", self._tokenizer.encode(text))
         with self._lock:
-            if text not in self._remembered:
-                self._remembered[text] = ids
+            if text not in self._cached:
+                self._cached[text] = ids
                 self._num_characters += len(text)
-            while self._num_characters > _MAX_REMEMBERED_CHARACTERS:
-                oldest, _ = self._remembered.popitem(last=False)
+            while self._num_characters > self._max_cached_characters:
+                oldest, _ = self._cached.popitem(last=False)
                 self._num_characters -= len(oldest)
         return ids
 
@@ -102,7 +110,7 @@ def _segmented(ids: list[int], cuts: list[tuple[int, int]]) -> Segmented:
 
 
 def _pattern(whole: tuple[WholeToken, ...]) -> re.Pattern[str] | None:
-    """Finds whole tokens as the library does, longest first; None where they do more than stand for themselves."""
+    """Finds whole tokens like the library, longest first; None if some of them also match surrounding text."""
     if not whole or len(whole) > _MAX_WHOLE_TOKENS or not all(token.is_plain for token in whole):
         return None
     contents = sorted((token.text for token in whole), key=len, reverse=True)

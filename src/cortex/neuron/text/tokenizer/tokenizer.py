@@ -1,4 +1,4 @@
-"""Text to token ids and back: a vocabulary, which is at hand, and an encoder, which may live in another process."""
+"""Text to token ids and back: a vocabulary in this process, and an encoder that may be in another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Immutable and safe to share between threads. What has `encode` in its name is called off the event loop."""
+    """Immutable and safe to share between threads. Do not call the `encode` methods on the event loop."""
 
     vocabulary: Vocabulary
     encoder: TextEncoder
@@ -24,7 +24,7 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
-        """`bos_token`, `eos_token` and kin: the variables that chat templates expect."""
+        """`bos_token`, `eos_token` and similar: variables that chat templates expect."""
         return self.vocabulary.named_tokens
 
     @property
@@ -34,27 +34,27 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens, which are not part of an answer's text."""
+        """Ids of control tokens, which are not part of a response's text."""
         return frozenset(token.id for token in self.vocabulary.whole_tokens if token.is_special)
 
     def whole_id(self, text: str) -> int | None:
-        """The id of the whole token that is spelled exactly so."""
+        """The id of the whole token with exactly this text."""
         return self._whole_ids.get(text)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, control tokens in it included, nothing added."""
+        """Ids of `text`, including control tokens in it; adds no token."""
         return self.encoder.encode(text)
 
     def encode_document(self, text: str) -> list[int]:
-        """Ids of a text that stands alone, with the beginning and end that the model was trained to see around it."""
+        """Ids of a document, with the begin and end tokens that the model was trained with."""
         return self.encoder.encode_document(text)
 
     def encode_segmented(self, text: str) -> Segmented:
-        """Like `encode`, with the places around whole tokens."""
+        """Like `encode`, with the positions of cuts around whole tokens."""
         return self.encoder.encode_segmented(text)
 
-    def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at the least, told by its length alone."""
+    def min_tokens(self, text: str) -> int:
+        """A lower bound for the number of tokens of `text`, from its length alone."""
         most = self.vocabulary.characters_per_token
         if most is None:
             return 0
@@ -65,7 +65,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, perhaps part of a character; none for an id outside the vocabulary."""
+        """The bytes of a token, perhaps part of a character; empty for an id outside the vocabulary."""
         return self.vocabulary.token_bytes(token_id)
 
     @cached_property

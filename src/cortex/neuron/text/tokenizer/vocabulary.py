@@ -1,7 +1,7 @@
-"""What is to be known of a model's tokens short of cutting text into them: a value that travels between processes.
+"""A model's tokens, without the rules for tokenising: a value that can be sent between processes.
 
-Making it takes the library, and a second for a large vocabulary; taking it over takes a millisecond, since the bytes of
-all tokens are one blob.
+Building it takes the library, and a second for a large vocabulary. Receiving it takes a millisecond, because the bytes
+of all tokens are one blob.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _BOUND_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class WholeToken:
-    """A token that text is always cut around: nothing to its left depends on what is to its right."""
+    """A token at which text is always split: the tokens before it do not depend on the text after it."""
 
     id: int
     text: str
     is_special: bool
-    """A control token, which is not part of an answer's text."""
+    """Whether it is a control token, which is not part of a response's text."""
     is_plain: bool
-    """It stands for its own letters wherever they are, and for nothing around them."""
+    """Whether it matches exactly its own text, anywhere, and nothing around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,20 @@ class Vocabulary:
     """Tokens and their bytes. Immutable and safe to share between threads."""
 
     spellings: bytes
-    """The bytes of all tokens, one behind the other."""
+    """The bytes of all tokens, concatenated."""
     bounds: bytes
-    """Where in `spellings` each begins, and the last ends: 32 bits each, little-endian."""
+    """Where each token begins in `spellings`, and where the last ends: 32 bits each, little-endian."""
     whole_tokens: tuple[WholeToken, ...]
     named_tokens: Mapping[str, str]
-    """`bos_token`, `eos_token` and kin: the variables that chat templates expect."""
+    """`bos_token`, `eos_token` and similar: variables that chat templates expect."""
     eos_ids: tuple[int, ...]
     """Ids that end a generation, from the model's own files, in their order."""
     is_context_free: bool
-    """Whether a text between two whole tokens has the same ids wherever it stands."""
+    """Whether a text between two whole tokens has the same ids everywhere."""
     characters_per_token: int | None
-    """No token stands for more characters of a text; None where some may stand for any number of them."""
+    """The most characters of a text that one token covers; None if there is no bound."""
     silent_characters: str
-    """Characters without a token, which are not counted for that: they vanish."""
+    """Characters without a token: they vanish, so that bound does not count them."""
 
     @property
     def size(self) -> int:
@@ -54,7 +54,7 @@ class Vocabulary:
         return len(self.bounds) // _BOUND_BYTES - 1
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, perhaps part of a character; none for an id outside the vocabulary."""
+        """The bytes of a token, perhaps part of a character; empty for an id outside the vocabulary."""
         if not 0 <= token_id < self.size:
             return b""
         start, end = _BOUNDS.unpack_from(self.bounds, token_id * _BOUND_BYTES)
@@ -62,6 +62,6 @@ class Vocabulary:
 
 
 def joined(each_spelling: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """`spellings` and `bounds` of a vocabulary whose tokens are spelled so, in the order of their ids."""
+    """`spellings` and `bounds` of a vocabulary, from the bytes of each token in the order of ids."""
     bounds = list(accumulate(map(len, each_spelling), initial=0))
     return b"".join(each_spelling), struct.pack(f"<{len(bounds)}I", *bounds)

@@ -1,1 +1,1 @@
-"""Tool calls in a model's output: one reader per syntax, one scanner that finds them in the stream."""
+"""Tool calls in a model's output: one reader per syntax, and a scanner that finds them in the stream."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class NotACall(Exception):
-    """What looked like a tool call is not one; the scanner gives it on as text."""
+    """What looked like a tool call is not one; the scanner emits it as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Call:
 
     @property
     def arguments_json(self) -> str:
-        """Always a valid JSON object, whatever small liberties the model took."""
+        """Always a valid JSON object, even if the model's own text is not."""
         return json.dumps(self.arguments, ensure_ascii=False)
 
 
@@ -28,35 +28,35 @@ class CallProgress:
     """What a piece of text added to a call."""
 
     name: str | None = None
-    """Whom it calls, told once: from then on it is a call and cannot become text again."""
+    """The called tool, set once: from then on it is a call and cannot become text again."""
     arguments: str = ""
     """The next piece of the arguments' JSON text; only after or together with the name."""
     rest: str | None = None
-    """The text that came after the call, once it is complete."""
+    """The text after the call, once the call is complete."""
 
 
 NOTHING_YET = CallProgress()
 
 
 class CallReader(Protocol):
-    """Reads one call from just after its opening. What it tells, arguments joined, does not depend on the split."""
+    """Reads one call, from the text after its opening. The joined arguments do not depend on the split."""
 
     def feed(self, text: str) -> CallProgress:
-        """Fed until it gives a rest. Raises NotACall as soon as that is clear, and never after it gave a name."""
+        """Call it until it returns a rest. Raises NotACall as soon as that is certain, and never after a name."""
 
     def finish(self) -> CallProgress:
-        """No more text comes. Without a rest, a call that was begun has been cut off. Raises NotACall as `feed`."""
+        """After the last text. Without a rest, the call was cut off. Raises NotACall like `feed`."""
 
 
 class CallSyntax(Protocol):
-    """How a model writes tool calls."""
+    """The syntax in which a model writes tool calls."""
 
     openings: tuple[str, ...]
     """What begins a call anywhere in the text."""
     bare_openings: tuple[str, ...]
-    """What begins a call only at the start of the answer, or right after another call."""
+    """What begins a call only at the start of the response, or right after another call."""
     separators: str
-    """Characters that may stand between two calls."""
+    """Characters that may separate two calls."""
 
     def reader(self, opening: str) -> CallReader: ...
 

@@ -11,23 +11,23 @@ from cortex.neuron.text.tools.qwen_xml import FUNCTION_CLOSE, FUNCTION_OPEN, PAR
 from cortex.wire.requests import Tool
 
 MARKED = frozenset({ToolSyntax.HERMES_JSON, ToolSyntax.QWEN_XML})
-"""Syntaxes in which a call stands between markers, wherever in the answer it is."""
+"""Syntaxes in which a call is between markers, anywhere in the response."""
 
 
 def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Add rules for one call of one of `tools`, or several in a row; returns the rule's name."""
+    """Adds rules for one call of one of `tools`, or for several in a row; returns the rule's name."""
     calls = [_add_call(grammar, kind, tool) for tool in tools]
     one = grammar.rule("call", " | ".join(calls))
-    # Only the marked syntaxes can tell where one call ends and the next begins.
+    # Only with markers is it clear where one call ends and the next begins.
     if parallel and kind in MARKED:
         return grammar.rule("calls", f'{one} ("\\n" {one})*')
     return one
 
 
-def add_free_answer(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Add rules for any text, in which only `tools` are called if any is, at its end; returns the rule's name.
+def add_free_response(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
+    """Adds rules for any text, optionally with calls of `tools` at its end; returns the rule's name.
 
-    For syntaxes that are `MARKED`: what begins with the marker must be a call, and one of these.
+    Only for `MARKED` syntaxes: what follows the marker must be a call of one of `tools`.
     """
     bodies = " | ".join(_body(grammar, kind, tool) for tool in tools)
     rest = grammar.rule("rest", f'"\\n" ({bodies}) "\\n" {grammar.marker(TOOL_CALL_CLOSE)}')

@@ -1,8 +1,8 @@
-"""Reads a call that is a JSON object, `{"name": "f", "arguments": {…}}`, and tells its arguments as they are written.
+"""Reads a call that is a JSON object, `{"name": "f", "arguments": {…}}`, and streams its arguments.
 
 With the name first and an object for arguments, as nearly every model writes it, the call is announced at the
-arguments' opening brace. From there on their text goes to the client as it comes and cannot be taken back: arguments
-that turn out not to be JSON are what the model wrote, for the client's parser to refuse, and are never mended into a
+arguments' opening brace. From there on their text is streamed to the client and cannot be taken back. Arguments that
+turn out not to be JSON stay what the model wrote: the client's parser rejects them, and they are never repaired into a
 call that the model did not make. Every other shape (arguments first, wrapped, or as a string) is read whole.
 """
 
@@ -19,7 +19,7 @@ from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, NotACall, c
 from cortex.neuron.text.tools.json_object import ObjectScanner
 
 _MAX_HEAD_CHARACTERS: Final = 1024
-"""A call whose arguments begin later than this is read whole, so that looking for them stays cheap."""
+"""A call whose arguments begin later than this is read whole, so that the search for them stays cheap."""
 _HEAD: Final = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
 _UNDECIDED: Final = re.compile(r'\{\s*("[^"\\]*)?')
@@ -31,25 +31,25 @@ class _Stage(Enum):
     """Before the arguments; or, in an unusual shape, anywhere in the object."""
     ARGUMENTS = auto()
     AFTER_ARGUMENTS = auto()
-    """The object should end or go on with another member. Models forget its brace, too."""
+    """The object should end or continue with another member. Models also forget its closing brace."""
     MEMBERS = auto()
-    """The rest of the object, which says nothing that a call has."""
+    """The rest of the object, which is ignored."""
     CLOSING = auto()
     """The object is complete: white space and the closing marker belong to the call."""
 
 
 class JSONCallReader:
-    """Owned by one call of one answer."""
+    """Owned by one call of one response."""
 
     def __init__(self, *, names: Container[str] | None, closing: str, begun: str = "") -> None:
-        """`names` are those that make it a call, any when None; `closing` may stand after the object; `begun` is
-        what of the object was already taken."""
+        """`names`: the tools that make it a call, None: any. `closing`: the marker that may follow the object.
+        `begun`: the part of the object that was already consumed."""
         self._names = names
         self._closing = closing
         self._stage = _Stage.HEAD
         self._scanner = ObjectScanner()
         self._head = ""
-        """The object's first characters, which say what it is."""
+        """The object's first characters, which decide whether it is a call."""
         self._object: list[str] = []
         """The object so far, for a call that is read whole."""
         self._tail = ""
@@ -71,7 +71,7 @@ class JSONCallReader:
                 return CallProgress(rest=self._close(text))
 
     def finish(self) -> CallProgress:
-        """An object whose closing marker was cut off, by a stop string say, is still a whole call."""
+        """An object whose closing marker was cut off, for example by a stop string, is still a complete call."""
         if self._stage is _Stage.HEAD:
             raise NotACall
         return NOTHING_YET if self._stage is _Stage.ARGUMENTS else CallProgress(rest="")
@@ -109,7 +109,7 @@ class JSONCallReader:
             raise NotACall
 
     def _check_first_key(self) -> None:
-        """Answers that are JSON themselves should stream: give up at the first key that no call has."""
+        """Responses that are JSON themselves should stream: gives up at the first key that no call has."""
         if found := _FIRST_KEY.match(self._head):
             if found.group(1) not in _CALL_KEYS:
                 raise NotACall
@@ -151,7 +151,7 @@ class JSONCallReader:
 
 
 def _spelled(name: str) -> str | None:
-    """What a JSON string says; None if it is not one after all."""
+    """The value of a JSON string; None if it is not valid."""
     try:
         return str(json.loads(name, strict=False))
     except ValueError:

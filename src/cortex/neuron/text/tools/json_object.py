@@ -1,4 +1,4 @@
-"""Finds where a JSON object in a stream ends, without parsing it twice."""
+"""Finds the end of a JSON object in a stream, without parsing it twice."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _STRING_EVENT: Final = re.compile(r'["\\\x00-\x1f]')
 
 
 class Scanned(NamedTuple):
-    """What a piece of text holds of an object."""
+    """The part of an object in a piece of text."""
 
     text: str
-    """The part that belongs to the object. Models do write raw line breaks into strings; here they are escaped."""
+    """The text of the object. Raw line breaks in strings, which models do write, are escaped."""
     end: int | None
-    """How many characters of the piece that was; None while the object goes on."""
+    """Number of characters of the piece that belong to the object; None while the object continues."""
 
 
 class ObjectScanner:
-    """Fed an object from its opening brace on; constant state, linear time."""
+    """Scans an object from its opening brace on. Constant state, linear time."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -28,7 +28,7 @@ class ObjectScanner:
         self._escaped = False
 
     def feed(self, text: str, *, depth: int = 0) -> Scanned:
-        """Goes on until as many objects as `depth` are left open: 0 is the end of the outermost."""
+        """Scans until only `depth` objects are open: 0 is the end of the outermost."""
         kept: list[str] = []
         taken = position = 0
         while position < len(text):

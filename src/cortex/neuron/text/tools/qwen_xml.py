@@ -1,8 +1,8 @@
 """Qwen XML: `<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`.
 
-Values are raw text; the tool's schema says what they mean. Models forget `<tool_call>` around the function, so
-`<function=` opens a call too, and `</function>` ends one. The arguments are told as the JSON they stand for, text while
-it is being written, other values once they are whole.
+Values are raw text; the tool's schema has their types. Models forget `<tool_call>` around the function, so `<function=`
+also opens a call, and `</function>` ends one. The arguments are streamed as JSON: text as it is written, other values
+once they are complete.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class QwenXML:
 
 
 class _Reader:
-    """Takes the call apart from the front; what is not understood yet waits, and that is never much.
+    """Reads the call from the front; holds back only a short part that is not decided yet.
 
-    It is a call once the function's name is followed by a parameter or its end. A parameter then ends only where the
-    call demonstrably goes on, so nothing that comes later can make it none.
+    It is a call once the function's name is followed by a parameter or by its end. A parameter then ends only where a
+    next element follows, so that later text cannot make it invalid.
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, wrapped: bool) -> None:
@@ -50,11 +50,11 @@ class _Reader:
         self._waiting = "" if wrapped else FUNCTION_OPEN
         self._name: str | None = None
         self._value: _TextValue | _WholeValue | None = None
-        """Of the parameter that is being read."""
-        self._told: list[str] = []
-        """Arguments for the next progress."""
+        """The value of the parameter that is being read."""
+        self._ready: list[str] = []
+        """Argument text for the next progress."""
         self._begun = False
-        """The arguments' first character was told, and with it the name."""
+        """Whether the arguments, and with them the name, have been reported."""
         self._closed = False
 
     def feed(self, text: str) -> CallProgress:
@@ -62,26 +62,26 @@ class _Reader:
         had_begun = self._begun
         while not self._closed and self._advance():
             pass
-        arguments, self._told = "".join(self._told), []
+        arguments, self._ready = "".join(self._ready), []
         name = self._name if self._begun and not had_begun else None
         return CallProgress(name, arguments, self._rest() if self._closed else None)
 
     def finish(self) -> CallProgress:
-        """A closed function whose closing marker was cut off is still a call."""
+        """A complete function whose closing marker was cut off is still a call."""
         if not self._begun:
             raise NotACall
         return CallProgress(rest="") if self._closed else NOTHING_YET
 
     def _rest(self) -> str | None:
-        """What follows the call; None until it is clear whether its closing marker comes."""
+        """The text after the call; None until it is certain whether a closing marker follows."""
         try:
             end = _marker(self._waiting, TOOL_CALL_CLOSE)
-        except NotACall:  # the function is complete; models forget this marker too
+        except NotACall:  # the function is complete; models also forget this marker
             return self._waiting
         return None if end is None else end.rest
 
     def _advance(self) -> bool:
-        """Read the next element; False if it is not all there."""
+        """Reads the next element; false if it is incomplete."""
         if self._value is not None:
             return self._read_value(self._value)
         if self._name is None:
@@ -96,21 +96,21 @@ class _Reader:
             return False
         parameter, self._waiting = element
         if not parameter:
-            self._told.append("}" if self._begun else "{}")
+            self._ready.append("}" if self._begun else "{}")
             self._begun = self._closed = True
             return True
         schema = schema_of(self._schemas.get(self._name), parameter)
         self._value = _TextValue() if is_text(schema) else _WholeValue(schema)
         key = json.dumps(parameter, ensure_ascii=False)
-        self._told.append(f"{', ' if self._begun else '{'}{key}: {self._value.opening}")
+        self._ready.append(f"{', ' if self._begun else '{'}{key}: {self._value.opening}")
         self._begun = True
         return True
 
     def _read_value(self, value: _TextValue | _WholeValue) -> bool:
-        """Up to the first closing marker after which the call goes on as a call: a value may contain the marker."""
+        """Reads up to the first closing marker that a next element follows: a value may contain the marker."""
         text, close, rest = self._waiting.partition(PARAMETER_CLOSE)
         clear = len(text) if close else len(text) - held_suffix(text, PARAMETER_CLOSE)
-        self._told.append(value.take(text[:clear]))
+        self._ready.append(value.take(text[:clear]))
         self._waiting = self._waiting[clear:]
         if not close:
             return False
@@ -118,16 +118,16 @@ class _Reader:
             if _next_element(rest) is None:
                 return False
         except NotACall:
-            self._told.append(value.take(close))
+            self._ready.append(value.take(close))
         else:
-            self._told.append(value.end())
+            self._ready.append(value.end())
             self._value = None
         self._waiting = rest
         return True
 
 
 class _TextValue:
-    """A string, told as it comes. A line break next to each marker is layout."""
+    """A string, streamed. A line break next to each marker is layout."""
 
     opening = '"'
 
@@ -149,7 +149,7 @@ class _TextValue:
 
 
 class _WholeValue:
-    """Anything else: what it means is known once it is whole."""
+    """Any other value: its type is known once it is complete."""
 
     opening = ""
 
@@ -172,7 +172,7 @@ class _Found(NamedTuple):
 
 
 def _next_element(text: str) -> _Found | None:
-    """The name of the parameter that opens, or "" for the function's end; None as long as it is not all there."""
+    """The name of the next parameter, or "" for the function's end; None while it is incomplete."""
     marker = _marker(text, PARAMETER_OPEN, FUNCTION_CLOSE)
     if marker is None:
         return None
@@ -180,7 +180,7 @@ def _next_element(text: str) -> _Found | None:
 
 
 def _marker(text: str, *markers: str) -> _Found | None:
-    """One of `markers` after white space; None if the text ends before it is clear; raises NotACall."""
+    """One of `markers` after white space; None while it is incomplete; raises NotACall."""
     text = text.lstrip()
     for marker in markers:
         if text.startswith(marker):

@@ -1,7 +1,7 @@
-"""Finds tool calls in an answer as it streams.
+"""Finds tool calls in a response as it streams.
 
-A call is announced when it is clear whom it calls and that arguments follow; until then what looked like one can still
-come out as the text it is. White space next to a call is layout; nothing else is ever lost.
+A call is announced once its name is known and arguments follow; until then, text that looks like a call can still be
+emitted as text. White space next to a call is layout; nothing else is ever lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CallEvent = TextDelta | ToolCallStart | ToolCallDelta | ToolCallStop
 
 
 class CallScanner:
-    """One answer's text and calls. Owned by one request; the events, texts joined, do not depend on the split."""
+    """The text and calls of one response. Owned by one request. The joined events do not depend on the split."""
 
     def __init__(self, syntax: CallSyntax, new_id: Callable[[], str], index: int) -> None:
         self._syntax = syntax
@@ -29,16 +29,16 @@ class CallScanner:
         self._held = ""
         """Text that may be layout before a call, or the beginning of an opening."""
         self._has_text = False
-        """Since the start or the last call: then a bare opening is part of the text."""
+        """Whether there was text since the start or the last call: then a bare opening is part of the text."""
         self._reader: CallReader | None = None
         self._gap = ""
         """White space before the call that is being read."""
         self._opening = ""
         self._body: list[str] = []
-        """What the reader got after the opening, in case it is no call."""
+        """The reader's input after the opening, in case it is not a call."""
         self._announced = False
         self.broke_off = False
-        """Set at the end: the text ended inside a call that had been announced."""
+        """After `finish`: whether the text ended inside an announced call."""
 
     def push(self, text: str) -> list[CallEvent]:
         events: list[CallEvent] = []
@@ -46,12 +46,12 @@ class CallScanner:
         return events
 
     def finish(self) -> list[CallEvent]:
-        """What was held back when no more text comes; a call that was cut off before it was announced is text."""
+        """The events of held-back text, after the last push; a call that was not announced yet is text."""
         events: list[CallEvent] = []
         if (reader := self._reader) is not None:
             self._reader = None
             try:
-                self._tell(reader.finish(), events)
+                self._report(reader.finish(), events)
             except NotACall:
                 self._emit(self._gap + self._opening + "".join(self._body), events)
             if self._announced:
@@ -66,7 +66,7 @@ class CallScanner:
             text = self._scan(text, events) if self._reader is None else self._read(self._reader, text, events)
 
     def _scan(self, text: str, events: list[CallEvent]) -> str:
-        """Look for an opening; returns what comes after it."""
+        """Looks for an opening; returns the text after it."""
         text = self._held + text
         self._held = ""
         start, opening = self._find_opening(text)
@@ -85,14 +85,14 @@ class CallScanner:
         return ""
 
     def _solid(self, text: str) -> str:
-        """`text` without what would be layout if a call came next."""
+        """`text` without trailing layout, in case a call follows."""
         if not self._has_text and not text.strip(self._layout):
             return ""
         return text.rstrip()
 
     @property
     def _layout(self) -> str | None:
-        """What may stand before the next call: white space, and separators once there was a call."""
+        """Characters allowed before the next call: white space, and separators after the first call."""
         return _WHITE_SPACE + self._syntax.separators if self._num_calls else None
 
     def _find_opening(self, text: str) -> tuple[int, str | None]:
@@ -108,14 +108,14 @@ class CallScanner:
         try:
             progress = reader.feed(text)
         except NotACall:
-            # The opening is text after all; what follows it may still hold a call.
+            # The opening is text; the text after it may still contain a call.
             self._reader = None
             self._emit(self._gap + self._opening, events)
             return "".join(self._body)
-        return self._tell(progress, events)
+        return self._report(progress, events)
 
-    def _tell(self, progress: CallProgress, events: list[CallEvent]) -> str:
-        """Returns what comes after the call, if it is over."""
+    def _report(self, progress: CallProgress, events: list[CallEvent]) -> str:
+        """Adds events; returns the text after the call, if it is complete."""
         if progress.name is not None:
             self._announced = True
             events.append(ToolCallStart(index=self._index, call=self._num_calls, id=self._new_id(), name=progress.name))

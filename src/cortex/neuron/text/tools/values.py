@@ -1,4 +1,4 @@
-"""What a raw value in a call means: text, unless the tool's schema says otherwise."""
+"""Types raw values of a call: text, unless the tool's schema says otherwise."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a parameter of this schema is text whatever is written: it can be told while it is being written."""
+    """Whether a parameter of this schema is always text, so that it can be streamed."""
     kinds = _kinds(schema)
     return not kinds or kinds == {"string"}
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """What `text` means for a parameter of this schema; text that does not fit stays text, for the tool to refuse."""
+    """The value of `text` for a parameter of this schema; text that does not fit stays text, for the tool to reject."""
     if is_text(schema):
         return text
     kinds = _kinds(schema)
@@ -31,7 +31,7 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema admits; empty when it does not say."""
+    """The JSON types that a schema allows; empty if it has none."""
     stated = schema.get("type")
     kinds = {stated} if isinstance(stated, str) else {kind for kind in stated or () if isinstance(kind, str)}
     for key in ("anyOf", "oneOf", "allOf"):

@@ -25,12 +25,15 @@ class Selection:
 
 
 def select(repository: str, paths: Iterable[str], quant: str | None) -> Selection:
-    """Select from `paths`. Raises NotOnHub with the alternatives."""
+    """Select from `paths`. `quant` selects one of the GGUF models; dense weights are quantised as they are loaded.
+
+    Raises NotOnHub with the alternatives.
+    """
     paths = sorted(paths)
     models = _gguf_models(paths)
-    if quant is not None:
-        return _gguf_selection(models[_label_for(repository, models, quant)])
     weights = _safetensors(paths)
+    if quant is not None and (models or not weights):
+        return _gguf_selection(models[_label_for(repository, models, quant)])
     if weights:
         companions = [path for path in paths if _COMPANION.fullmatch(path)]
         return Selection((*companions, *weights), entry=None)
@@ -83,8 +86,12 @@ def _label_for(repository: str, models: dict[str, list[str]], quant: str) -> str
     for label, paths in models.items():
         if wanted in (label.upper(), label.upper().removeprefix("UD-")) or quant in paths:
             return label
+    spelled = {re.sub(r"[^A-Z0-9]", "", label.upper()): label for label in models}
+    for ending in ("", "KM", "KS", "K", "0"):  # `q6k` is Q6_K, and `q4` the recommended kind of four bits
+        if (label := spelled.get(re.sub(r"[^A-Z0-9]", "", wanted) + ending)) is not None:
+            return label
     if not models:
-        raise NotOnHub(f"{repository} has no GGUF files, so no {quant}; leave the quantisation out of the name")
+        raise NotOnHub(f"{repository} has no weights, so no {quant}; choose a repository that has")
     near = min(models, key=lambda label: (abs(_bits(label) - _bits(wanted)), -_similarity(label, wanted)))
     raise NotOnHub(f"{repository} has no {quant}; the nearest is {repository}:{near} (there are {', '.join(models)})")
 

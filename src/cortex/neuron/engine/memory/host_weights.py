@@ -1,8 +1,8 @@
-"""A model's weights in host memory, while the device memory behind them is given back.
+"""The weights of a sleeping model: a copy in host memory while the device memory is free.
 
 It works on storages rather than on tensors: a storage is emptied and filled again in place, so that every tensor and
-every view of it (a tied head, the parts of a fused matrix, what the kernels' rules hold) is whole again without being
-told. What holds addresses instead, such as a captured graph, must be gone before.
+every view of it (a tied head, the parts of a fused matrix, the kernels' rules) is valid again without an update.
+Whatever holds addresses instead, such as a captured graph, must be gone before.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ _ALIGNMENT_BYTES = 512
 _HOST = torch.device("cpu")
 
 
-class ParkedWeights:
+class HostWeights:
     """Belongs to the engine thread. Copies run on its current stream, and are waited for once."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Copies `storages`, which must not be written to from now on; their memory stays until `vacate`.
+        """Copies `storages`, which must not be written to from now on; they keep their memory until `vacate`.
 
-        Raises SleepError where the host has no memory for the copy.
+        Raises SleepError if the host has no memory for the copy.
         """
         self._storages = list(storages)
         self._device = storages[0].device
         self._sizes = [storage.nbytes() for storage in storages]
         self._sums = self._checksums()
         self.num_bytes = sum(map(_aligned, self._sizes))
-        self._memory = HostBuffer(self.num_bytes, pinned=self._device.type == "cuda")
-        for storage, parked in self._pairs():
-            parked.copy_(_flat(storage), non_blocking=True)
+        self.buffer = HostBuffer(self.num_bytes, pinned=self._device.type == "cuda")
+        for storage, copied in self._pairs():
+            copied.copy_(_flat(storage), non_blocking=True)
         self._synchronise()
 
     def vacate(self) -> None:
-        """Gives the device memory back; the tensors are unusable until `restore`."""
+        """Frees the device memory; the tensors are unusable until `restore`."""
         for storage in self._storages:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Takes device memory again and fills it. When it raises, none is held.
+        """Allocates the device memory again and fills it. If it raises, it holds no device memory.
 
-        Raises DamagedError where what arrived is not what had left; torch's error where the memory does not suffice.
+        Raises DamagedError if the checksums differ from those before, and torch's error if memory runs out.
         """
         try:
             for storage, size in zip(self._storages, self._sizes, strict=True):
                 storage.resize_(size)
-            for storage, parked in self._pairs():
-                _flat(storage).copy_(parked, non_blocking=True)
+            for storage, copied in self._pairs():
+                _flat(storage).copy_(copied, non_blocking=True)
             self._synchronise()
             if self._checksums() != self._sums:
-                raise DamagedError("the weights that came back from host memory are not those that went there")
+                raise DamagedError("the weights changed while the model was asleep; load it again")
         except BaseException:
             self.vacate()
             raise
 
     def release(self) -> None:
-        """Gives the host memory back."""
-        self._memory.release()
+        """Frees the host memory."""
+        self.buffer.release()
 
     def _pairs(self) -> Iterator[tuple[torch.UntypedStorage, Tensor]]:
         offset = 0
         for storage, size in zip(self._storages, self._sizes, strict=True):
-            yield storage, self._memory.bytes[offset : offset + size]
+            yield storage, self.buffer.bytes[offset : offset + size]
             offset += _aligned(size)
 
     def _checksums(self) -> list[int]:
-        """One number per storage, computed where it lies: a few milliseconds on a GPU."""
+        """One number per storage, computed on its device: a few milliseconds on a GPU."""
         sums = []
         for storage in self._storages:
             octets = _flat(storage)
@@ -86,9 +86,9 @@ class ParkedWeights:
 
 
 class HostBuffer:
-    """One stretch of host memory, page-locked where a GPU copies from it: as fast as the bus allows.
+    """One piece of host memory, page-locked if a GPU copies from it: as fast as the bus allows.
 
-    Not taken from torch's own allocator of pinned memory, which rounds up to powers of two and keeps what is freed.
+    Not from torch's own allocator of pinned memory, which rounds up to powers of two and keeps freed memory.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
@@ -102,20 +102,22 @@ class HostBuffer:
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise SleepError(f"the host has no {num_bytes / 1e9:.2f} GB for the weights: {error}") from error
-        with contextlib.suppress(OSError):  # a kernel without huge pages does with small ones
+        with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._is_locked = False
         if pinned:
-            self.bytes.zero_()  # brings the pages in on all cores; the driver would do it on one
-            refusal = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
-            self._is_locked = refusal == 0
-            if refusal:
-                _forget_refusal()
-                raise SleepError(f"the driver does not lock {num_bytes / 1e9:.2f} GB of host memory (error {refusal})")
+            self.bytes.zero_()  # maps the pages on all cores; the driver would use one
+            error_code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
+            self._is_locked = error_code == 0
+            if error_code:
+                _clear_driver_error()
+                raise SleepError(
+                    f"the driver does not lock {num_bytes / 1e9:.2f} GB of host memory (error {error_code})"
+                )
 
     def release(self) -> None:
-        """Nothing may be copying any more."""
+        """No copy may be running."""
         if self._is_locked:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._is_locked = False
@@ -130,9 +132,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _forget_refusal() -> None:
-    """The driver remembers its last refusal and tells it at the next launch, whoever's that is: take it here."""
-    try:
+def _clear_driver_error() -> None:
+    """The driver keeps its last error and raises it at the next launch, whatever that is: raise it here."""
+    with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
-    except RuntimeError:
-        return

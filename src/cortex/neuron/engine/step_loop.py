@@ -1,0 +1,265 @@
+"""Runs the requests of a model that is awake, step by step: plan, launch, collect, report."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+
+from cortex.neuron.engine.errors import RequestError, StepBlamed
+from cortex.neuron.engine.execution.runner import Launched, Runner
+from cortex.neuron.engine.request import (
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
+from cortex.neuron.engine.sampling.constraints import Constraints
+from cortex.neuron.engine.sampling.sampler import Draw
+from cortex.neuron.engine.scheduler import Scheduler
+from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A launched step and the sequences that draw in it, in order."""
+
+    launched: Launched
+    drawing: tuple[Sequence, ...]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Work done for requests since the load. A sleep does not reset them: the next step loop continues them."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    preemptions: int = 0
+
+
+class StepLoop:
+    """Owns the sequences of one engine from submission to their last output. Belongs to the engine thread."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, constraints: Constraints, counters: Counters, *, overlaps: bool
+    ) -> None:
+        """`overlaps`: a step is launched before the host reads the previous one, as a GPU needs to stay busy."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._constraints = constraints
+        self._counters = replace(counters)
+        self._overlaps = overlaps
+        self._sequences: dict[str, Sequence] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._outputs: list[StepOutput] = []
+        self._failed: tuple[Sequence, ...] = ()
+        """The sequences of the step that raised last."""
+        self._suspects: deque[Sequence] = deque()
+        """Sequences that are computed one at a time, the first of them next."""
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> None:
+        """Raises RequestError if the request can never be served."""
+        vocab = self._runner.model.config.vocab
+        if request.id in self._sequences:
+            raise RequestError(f"request id {request.id!r} is already running")
+        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
+            raise RequestError(f"the prompt has token ids outside the model's vocabulary of {vocab}")
+        request.sampling.check()
+        constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
+        sequence = self._scheduler.submit(request)
+        sequence.constraint = constraint
+        self._sequences[request.id] = sequence
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request and frees what it holds at once. Unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, StepOutput(request_id, finish="cancelled"))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._in_flight or self._outputs)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Launches the next step and reports the latest finished one: the previous one if steps overlap, else the same.
+
+        Raises StepBlamed if one request is known to be at fault, and anything else that a step may raise."""
+        self._failed = ()
+        if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
+            self._collect_all()  # the next step depends on the tokens of the last
+        plan = self._plan()
+        if plan is not None:
+            self._launch(plan)
+        if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
+            self._collect(self._in_flight.popleft())
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def prepare(self) -> bool:
+        """Builds one more graph or plan for later steps; false if nothing is left to build."""
+        return self._runner.prepare()
+
+    def self_test(self) -> tuple[int, ...]:
+        """The greedy response to a fixed short prompt; not counted. There must be no work."""
+        counters = replace(self._counters)
+        request = self._self_test_request()
+        self.submit(request)
+        tokens: list[int] = []
+        try:
+            while self.has_work:
+                for output in self.step():
+                    tokens += output.tokens
+        except BaseException:
+            self.cancel(request.id)
+            self._outputs.clear()
+            raise
+        finally:
+            self._counters = counters
+        return tuple(tokens)
+
+    def _self_test_request(self) -> EngineRequest:
+        token = min(1, self._runner.model.config.vocab - 1)
+        prompt = (token,) * min(4, self._scheduler.limits.context_tokens - 2)
+        return EngineRequest("self-test", prompt, max_tokens=2, sampling=SamplingParams(temperature=0.0))
+
+    def isolate(self) -> bool:
+        """After a step that raised for an unknown reason: computes the requests of that step one at a time, until each
+        has drawn a token, so that the one at fault is blamed alone. False: the requests of that step are not known.
+
+        A self-test comes first. If it raises, the model is at fault and no request is; nothing is isolated then.
+        """
+        suspects, self._failed = self._failed, ()
+        if not suspects:
+            return False
+        self._collect_all()
+        sequence = self._scheduler.submit(self._self_test_request())
+        try:
+            plan = self._scheduler.plan_alone(sequence)
+            if plan is not None:
+                self._runner.launch(plan, [Draw(sequence.row, 0)]).read()
+        finally:
+            self._scheduler.drop(sequence)
+        self._suspects.extend(suspects)
+        return True
+
+    def _plan(self) -> StepPlan | None:
+        """While there are suspects, a step of the first one; a suspect that cannot be computed alone now rejoins."""
+        while self._suspects:
+            suspect = self._suspects[0]
+            plan = None if suspect.finished else self._scheduler.plan_alone(suspect)
+            if plan is not None:
+                return plan
+            self._suspects.popleft()
+        return self._scheduler.plan()
+
+    def _launch(self, plan: StepPlan) -> None:
+        by_row = {sequence.row: sequence for sequence in self._scheduler.running}
+        drawing = tuple(by_row[row.row] for row in plan.rows if row.draws)
+        # The plan has already counted this draw.
+        draws = [Draw(sequence.row, sequence.num_drawn - 1) for sequence in drawing]
+        try:
+            mask = self._constraints.mask([sequence.constraint for sequence in drawing])
+            launched = self._runner.launch(plan, draws, mask)
+        except Exception as error:
+            self._scheduler.retract(plan)
+            if self._suspects and not isinstance(error, StepBlamed):
+                raise StepBlamed(self._suspects[0].request.id) from error
+            self._failed = tuple(by_row[row.row] for row in plan.rows)
+            raise
+        if self._suspects and drawing:
+            self._suspects.popleft()
+        self._in_flight.append(_InFlight(launched, drawing))
+        self._counters.steps += 1
+        self._counters.prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
+
+    def _collect_all(self) -> None:
+        while self._in_flight:
+            self._collect(self._in_flight.popleft())
+
+    def _collect(self, step: _InFlight) -> None:
+        result = step.launched.read()
+        for index, sequence in enumerate(step.drawing):
+            if sequence.finished:
+                continue  # ended after this step was launched
+            logprobs = None if result.logprobs is None else result.logprobs[index]
+            self._report(sequence, result.tokens[index], result.healthy[index], logprobs)
+
+    def _report(self, sequence: Sequence, token: int, healthy: bool, logprobs: TokenLogprobs | None) -> None:
+        """Adds the output for one drawn token."""
+        request = sequence.request
+        if not healthy:
+            self._scheduler.distrust(sequence)
+            message = "the model computed numbers that are not finite for this prompt; the request was ended"
+            self._finish(sequence, StepOutput(request.id, finish="error", error=message))
+            return
+        self._scheduler.token_drawn(sequence, token)
+        self._counters.completion_tokens += 1
+        constraint = sequence.constraint
+        is_complete = constraint is not None and constraint.is_complete_after(token)
+        if constraint is not None and constraint.failure is not None:
+            self._finish(sequence, StepOutput(request.id, finish="error", error=constraint.failure))
+            return
+        finish: FinishReason | None = None
+        num_drawn = len(sequence.tokens) - len(request.prompt)
+        if is_complete or (token in request.stop_token_ids and num_drawn > request.min_tokens):
+            finish = "stop"
+        elif num_drawn >= request.max_tokens:
+            finish = "length"
+        cached = None
+        if not sequence.reported_cached:
+            sequence.reported_cached = True
+            cached = sequence.cached or 0
+            self._counters.cached_tokens += cached
+        output = StepOutput(
+            request.id,
+            (token,),
+            () if logprobs is None or request.sampling.top_logprobs is None else (_trimmed(logprobs, request),),
+            cached,
+            finish,
+        )
+        if finish is None:
+            self._outputs.append(output)
+        else:
+            self._finish(sequence, output)
+
+    def _finish(self, sequence: Sequence, last: StepOutput) -> None:
+        sequence.finished = True
+        self._scheduler.drop(sequence)
+        del self._sequences[sequence.request.id]
+        self._outputs.append(last)
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        """This loop's work, and that of the loops before it."""
+        return replace(self._counters, preemptions=self._counters.preemptions + self._scheduler.preemptions)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            used_pages=scheduler.pool.num_held,
+            cached_pages=scheduler.pool.num_idle,
+            num_pages=scheduler.pool.num_pages,
+            **asdict(self.counters),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every row and page is accounted for."""
+        self._scheduler.check_integrity()
+
+
+def _trimmed(logprobs: TokenLogprobs, request: EngineRequest) -> TokenLogprobs:
+    """As many alternatives as this request asked for; another request of the batch may have asked for more."""
+    count = request.sampling.top_logprobs or 0
+    return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count])

@@ -1,0 +1,109 @@
+"""The sizes and options of each layer, as a model's architecture sets them.
+
+Imports no torch: a node computes a model's size from them without an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+"""The scaling rules that are built → the numbers each cannot do without."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How positions are rotated. `dims` of each head's dimensions take part, the rest pass through."""
+
+    dims: int
+    theta: float = 10_000.0
+    scaling: str = "default"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The scaling rule's own numbers, under the names the checkpoints use."""
+    trained_tokens: int = 0
+    """Positions the model was trained on; yarn falls back to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    bias: bool = False
+    """Biases on q, k and v."""
+    output_bias: bool = False
+    qk_norm: bool = False
+    zero_centred_norm: bool = False
+    gated: bool = False
+    """The q projection also gives a gate that the output is multiplied by, after a sigmoid."""
+    window: int | None = None
+    """Positions a token looks back on, itself included; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLPConfig:
+    hidden: int
+    inner: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    hidden: int
+    inner: int
+    """Width of each routed expert."""
+    experts: int
+    top_k: int
+    renormalise: bool
+    """Whether the weights of a token's experts add up to one."""
+    shared_inner: int = 0
+    """Width of an expert that every token takes, weighed by a sigmoid gate of its own; 0: there is none."""
+
+    @property
+    def num_shared(self) -> int:
+        """Experts of the routed ones' width that hold the shared one."""
+        return -(-self.shared_inner // self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_taps: int
+    norm_eps: float
+    stored_by_key_head: bool = False
+    """Whether the checkpoint stores the input projections key head by key head, not part by part."""
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    def input_rows(self, prefix: str) -> dict[str, int]:
+        """The checkpoint's input projections (without `.weight`) → their rows, in order."""
+        if self.stored_by_key_head:
+            return {
+                f"{prefix}.in_proj_qkvz": 2 * self.key_size + 2 * self.value_size,
+                f"{prefix}.in_proj_ba": 2 * self.value_heads,
+            }
+        return {
+            f"{prefix}.in_proj_qkv": 2 * self.key_size + self.value_size,
+            f"{prefix}.in_proj_z": self.value_size,
+            f"{prefix}.in_proj_b": self.value_heads,
+            f"{prefix}.in_proj_a": self.value_heads,
+        }

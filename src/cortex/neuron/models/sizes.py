@@ -1,0 +1,157 @@
+"""What a model takes in bytes, computed from its architecture before anything is allocated.
+
+Imports no torch: the engine plans a load with it, and a node's preflight predicts the load. The tests hold it against
+what the layers allocate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cortex.neuron.kernels.products.four_bit_size import four_bit_bytes
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.weights.gguf.types import GROUPED_BITS
+
+_FLOAT32_BYTES = 4
+_DENSE = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStorage:
+    """In which form a load keeps a model's weights on its device."""
+
+    item_bytes: int
+    """Of one number in the dtype that the model computes in."""
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tensor in the checkpoint → the format it is stored in there; tensors left out are dense."""
+    keeps_four_bits: bool = False
+    """Whether matrices that are stored in groups are kept in that form, too (on a CPU that computes faster so)."""
+    packing: Mapping[str, Layout] = field(default_factory=dict)
+    """Name of a tensor → the layout in which it stays quantised; tensors left out are dense."""
+
+    def matrix_bytes(self, rows: int, columns: int, stored_format: str = _DENSE) -> int:
+        """What one matrix takes. Every matrix is sized here and nowhere else, so that a new form changes one place."""
+        num_bytes = rows * columns * self.item_bytes
+        if self.keeps_four_bits:
+            num_bytes += four_bit_bytes(rows, columns, GROUPED_BITS.get(stored_format, 0))
+        return num_bytes
+
+    def linear_bytes(self, inputs: int, outputs: Mapping[str, int]) -> int:
+        """What one matrix takes whose rows come from several tensors (checkpoint prefix → rows)."""
+        packed = self.packed_bytes(inputs, outputs)
+        if packed is not None:
+            return packed
+        formats = {prefix: self.format_of(prefix) for prefix in outputs}
+        bits = {GROUPED_BITS.get(stored, 0) for stored in formats.values()}
+        # The four-bit form exists only if all rows have one width and every tensor fills whole blocks.
+        if len(bits) > 1 or not all(four_bit_bytes(rows, inputs, max(bits)) for rows in outputs.values()):
+            formats = dict.fromkeys(outputs, _DENSE)
+        return sum(self.matrix_bytes(rows, inputs, formats[prefix]) for prefix, rows in outputs.items())
+
+    def packed_bytes(self, inputs: int, outputs: Mapping[str, int]) -> int | None:
+        """What these rows take where all of them stay quantised; None where one is dense, because then all are."""
+        layouts = {prefix: self.packing.get(f"{prefix}.weight") for prefix in outputs}
+        if None in layouts.values():
+            return None
+        return sum(layout.num_bytes(outputs[prefix], inputs) for prefix, layout in layouts.items() if layout)
+
+    def format_of(self, prefix: str) -> str:
+        return self.formats.get(f"{prefix}.weight", _DENSE)
+
+
+def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    """All parameters of a model."""
+    config, prefix = architecture.config, architecture.prefix
+    norm_bytes = config.hidden * (_FLOAT32_BYTES if architecture.zero_centred_norm else storage.item_bytes)
+    if config.tied:  # the head multiplies by the embedding
+        ends = storage.linear_bytes(config.hidden, {f"{prefix}.embed_tokens": config.vocab})
+    else:
+        embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": config.vocab})
+        ends = storage.matrix_bytes(config.vocab, config.hidden) if embedding is None else embedding
+        ends += storage.linear_bytes(config.hidden, {"lm_head": config.vocab})
+    total = ends + norm_bytes
+    for index, layer in enumerate(architecture.layers):
+        name = f"{prefix}.layers.{index}"
+        if isinstance(layer.mixer, AttentionConfig):
+            total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
+        else:
+            total += _gated_delta_bytes(layer.mixer, storage, f"{name}.linear_attn")
+        if isinstance(layer.feed_forward, MLPConfig):
+            total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
+        else:
+            total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
+        total += 2 * norm_bytes
+    return total
+
+
+def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:
+    """Keys and values of one token over the layers that keep them."""
+    attentions = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, AttentionConfig)]
+    return sum(2 * attention.kv_heads * attention.head_dim for attention in attentions) * item_bytes
+
+
+def state_bytes(architecture: Architecture, item_bytes: int) -> int:
+    """The recurrent state of one sequence over all layers; 0 for a model that has none.
+
+    A layer keeps the latest inputs of its convolution in the model's dtype, and its memory in float32.
+    """
+    deltas = [layer.mixer for layer in architecture.layers if isinstance(layer.mixer, GatedDeltaConfig)]
+    return sum(
+        delta.conv_taps * (2 * delta.key_size + delta.value_size) * item_bytes
+        + delta.value_size * delta.key_dim * _FLOAT32_BYTES
+        for delta in deltas
+    )
+
+
+def _attention_bytes(config: AttentionConfig, storage: WeightStorage, prefix: str) -> int:
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    qkv = {f"{prefix}.q_proj": 2 * q if config.gated else q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+    total = storage.linear_bytes(config.hidden, qkv) + storage.linear_bytes(q, {f"{prefix}.o_proj": config.hidden})
+    total += (sum(qkv.values()) * config.bias + config.hidden * config.output_bias) * storage.item_bytes
+    if config.qk_norm:
+        total += 2 * config.head_dim * (_FLOAT32_BYTES if config.zero_centred_norm else storage.item_bytes)
+    return total
+
+
+def _gated_delta_bytes(config: GatedDeltaConfig, storage: WeightStorage, prefix: str) -> int:
+    inputs = config.input_rows(prefix)
+    if config.stored_by_key_head:  # reordered at load, so only the dense form is kept
+        total = storage.matrix_bytes(sum(inputs.values()), config.hidden)
+    else:
+        total = storage.linear_bytes(config.hidden, inputs)
+    total += storage.linear_bytes(config.value_size, {f"{prefix}.out_proj": config.hidden})
+    total += storage.matrix_bytes(config.conv_taps, 2 * config.key_size + config.value_size)
+    return total + 2 * config.value_heads * _FLOAT32_BYTES + config.value_dim * storage.item_bytes
+
+
+def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
+    gate_up = {f"{prefix}.gate_proj": config.inner, f"{prefix}.up_proj": config.inner}
+    total = storage.linear_bytes(config.hidden, gate_up)
+    total += storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
+    return total + (2 * config.inner + config.hidden) * config.bias * storage.item_bytes
+
+
+def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
+    """The experts are one stack, in which the shared expert takes as many places as it needs."""
+    packed = _packed_expert_bytes(config, storage, prefix)
+    if packed is not None:
+        return packed + storage.matrix_bytes(config.experts, config.hidden)
+    num_experts = config.experts + config.num_shared
+    total = storage.matrix_bytes(num_experts * 2 * config.inner, config.hidden)
+    total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
+    return total + storage.matrix_bytes(config.experts + bool(config.shared_inner), config.hidden)
+
+
+def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:
+    """Experts that stay quantised: those without shared ones whose matrices all have one layout."""
+    names = [f"{prefix}.experts.{expert}" for expert in range(config.experts)]
+    halves = {f"{name}.{half}_proj": config.inner for name in names for half in ("gate", "up")}
+    downs = {f"{name}.down_proj": config.hidden for name in names}
+    for stack in (halves, downs):
+        if config.shared_inner or len({storage.packing.get(f"{part}.weight") for part in stack}) > 1:
+            return None
+    gate_up, down = storage.packed_bytes(config.hidden, halves), storage.packed_bytes(config.inner, downs)
+    return None if gate_up is None or down is None else gate_up + down

@@ -1,0 +1,89 @@
+"""The computed size of every family, against what its layers allocate."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
+from cortex.neuron.layers.parameters import FourBitOffer, Parameters
+from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.registry import FAMILIES, read_architecture
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
+from cortex.neuron.weights.gguf.quants import QUANTISATIONS
+from cortex.neuron.weights.gguf.types import GROUPED_BITS
+
+META = torch.device("meta")
+SIZES: dict[str, Any] = {
+    "vocab_size": 192,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+SHARED = {"shared_expert_intermediate_size": 40}
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "experts": EXPERTS,
+    "experts and a shared one": EXPERTS | SHARED,
+    "rows that do not fill blocks": {"num_key_value_heads": 1, "vocab_size": 100},
+}
+
+
+def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    config = {"model_type": family, **SIZES, **changes}
+    # A config with a vision tower has the sizes of its text part one level down.
+    return {"model_type": family, "text_config": config} if family in ("qwen3_5", "qwen3_5_moe") else config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dtype: torch.dtype) -> None:
+    architecture = read_architecture(config_of(family, CHANGES[changes]))
+    model = Decoder(architecture, Parameters(META, dtype), num_positions=1)
+    assert weight_bytes(architecture, WeightStorage(dtype.itemsize)) == model.parameters.num_bytes
+    kv = KVCache(model.attentions, 3, 8, dtype, META)
+    assert 3 * 8 * kv_bytes_per_token(architecture, dtype.itemsize) == kv.num_bytes
+    states = StateMemory(model.gated_deltas, 3, dtype, META).num_bytes if model.gated_deltas else 0
+    assert 3 * state_bytes(architecture, dtype.itemsize) == states
+
+
+@pytest.mark.parametrize("mixed", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computed_size_includes_the_four_bit_form_of_quantised_matrices(family: str, changes: str, mixed: str) -> None:
+    """Value projections are stored in `mixed`, all other matrices in Q4_K."""
+    architecture = read_architecture(config_of(family, CHANGES[changes]))
+    dense = Decoder(architecture, Parameters(META, torch.float32), num_positions=1)
+    matrices = [binding.source for binding in dense.parameters.bindings if binding.destination.dim() == 2]
+    formats = {name: mixed if "v_proj" in name else "Q4_K" for name in matrices}
+    offer = FourBitOffer({name: GROUPED_BITS.get(stored, 0) for name, stored in formats.items()}, max_rows=4)
+    allocated = Decoder(architecture, Parameters(META, torch.float32, offer), num_positions=1).parameters.num_bytes
+    assert weight_bytes(architecture, WeightStorage(4, formats, keeps_four_bits=True)) == allocated
+    assert weight_bytes(architecture, WeightStorage(4, formats)) == dense.parameters.num_bytes < allocated
+
+
+def test_formats_that_are_sized_in_groups_are_those_that_can_be_read_in_groups() -> None:
+    readable = {name: found.bits for name, found in QUANTISATIONS.items() if found.groups is not None}
+    assert readable == GROUPED_BITS
+
+
+def test_sizes_are_computed_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import cortex.neuron.models.sizes, cortex.neuron.models.registry"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
-from cortex.neuron.layers.parameters import FourBitOffer, Parameters
+from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.layers.parameters import FourBitOffer, PackingOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
-from cortex.neuron.weights.gguf.quants import QUANTISATIONS
 from cortex.neuron.weights.gguf.types import GROUPED_BITS
 
 META = torch.device("meta")
@@ -79,9 +80,21 @@ def test_computed_size_includes_the_four_bit_form_of_quantised_matrices(family: 
     assert weight_bytes(architecture, WeightStorage(4, formats)) == dense.parameters.num_bytes < allocated
 
 
-def test_formats_that_are_sized_in_groups_are_those_that_can_be_read_in_groups() -> None:
-    readable = {name: found.bits for name, found in QUANTISATIONS.items() if found.groups is not None}
-    assert readable == GROUPED_BITS
+@pytest.mark.parametrize("mixed", [layouts.Q4, layouts.Q6, None])
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(
+    family: str, changes: str, mixed: Layout | None
+) -> None:
+    """Value and down projections are packed in `mixed` or dense, all other matrices in 4 bits."""
+    architecture = read_architecture(config_of(family, CHANGES[changes]))
+    dense = Decoder(architecture, Parameters(META, torch.bfloat16), num_positions=1).parameters
+    names = [part.source for binding in dense.bindings for part in binding.parts or (binding,)]
+    packing = {name: mixed if "v_proj" in name or "down_proj" in name else layouts.Q4 for name in names}
+    offer = PackingOffer({name: layout for name, layout in packing.items() if layout is not None})
+    packed = Decoder(architecture, Parameters(META, torch.bfloat16, packing=offer), num_positions=1).parameters
+    assert weight_bytes(architecture, WeightStorage(2, packing=offer.layouts)) == packed.num_bytes
+    assert packed.num_bytes < dense.num_bytes
 
 
 def test_sizes_are_computed_without_torch() -> None:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint stay quantised on a GPU. Imports no torch: preflight and engine ask the same question."""
+"""Which tensors of a checkpoint stay quantised on a GPU. Imports no torch: preflight asks it as well as the engine."""
 
 from __future__ import annotations
 

@@ -88,8 +88,9 @@ def _label_for(repository: str, models: dict[str, list[str]], quant: str) -> str
             return label
     spelled = {re.sub(r"[^A-Z0-9]", "", label.upper()): label for label in models}
     for ending in ("", "KM", "KS", "K", "0"):  # `q6k` is Q6_K, and `q4` the recommended kind of four bits
-        if (label := spelled.get(re.sub(r"[^A-Z0-9]", "", wanted) + ending)) is not None:
-            return label
+        found = spelled.get(re.sub(r"[^A-Z0-9]", "", wanted) + ending)
+        if found is not None:
+            return found
     if not models:
         raise NotOnHub(f"{repository} has no weights, so no {quant}; choose a repository that has")
     near = min(models, key=lambda label: (abs(_bits(label) - _bits(wanted)), -_similarity(label, wanted)))

@@ -5,6 +5,8 @@ import pytest
 from faulty_models import CONFIG, write_model
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.kernels.quantised.layout import Q8
+from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.files import with_quant
 from cortex.neuron.node.loading.preflight import ModelFacts, check_quant, choose_device, inspect
@@ -102,7 +104,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path):
         ({"num_hidden_layers": 10**9}, None, "1000000000 layers; at most 1000 are supported"),
         ({"rms_norm_eps": "small"}, None, "config is damaged"),
         ({"model_type": "qwen3", "layer_types": 7}, None, "config is damaged"),
-        ({}, "q4_k", "not quantised at load; for q4_k name a GGUF"),
+        ({}, "q3_k_m", "cannot be quantised as q3_k_m; choose one of q4_k, q5_k, q6_k, q8_0"),
     ],
 )
 def test_rejects_an_unusable_model_with_a_reason(tmp_path, config, quant, reason):
@@ -125,6 +127,8 @@ def test_rejects_damaged_files(tmp_path):
         ("model-Q4_K_M.gguf", "q4_k", "q4_k"),
         ("model.gguf", "q4_k", "Q4_K_S"),
         ("model.gguf", "q8_0", "q8_0"),
+        ("model.gguf", "q8_0", "int8"),
+        ("model.gguf", "q6_k", "q6k"),
         ("model-F16.gguf", None, "F16"),
     ],
 )
@@ -137,12 +141,26 @@ def test_accepts_a_gguf_of_the_requested_quantisation(name, stored, asked):
     [
         ("model-Q4_K_M.gguf", "q4_k", "quantised as q4_k, not as q8_0"),
         ("model.gguf", None, "plain numbers, not as q8_0"),
-        ("some-q8_0-directory", None, "owner/name-GGUF:q8_0"),
     ],
 )
 def test_rejects_another_quantisation_and_says_what_to_do(name, stored, reason):
     with pytest.raises(LoadFailed, match=reason):
         check_quant(replace(FACTS, path=Path(name), quant=stored), name, "q8_0")
+
+
+def test_packed_matrices_are_counted_in_quantised_bytes_on_a_gpu():
+    dense = FACTS.sizes(2, None, is_packed=True).weight_bytes
+    packed = replace(FACTS, packing={"model.embed_tokens.weight": Q8, "lm_head.weight": Q8})
+    assert packed.sizes(2, None, is_packed=True).weight_bytes < dense
+    assert packed.sizes(2, None).weight_bytes == dense, "a CPU keeps them dense"
+
+
+def test_dense_weights_are_quantised_at_load_by_the_requested_recipe(tmp_path):
+    path = write_model(tmp_path / "m")
+    assert inspect(path).recipe is None
+    facts = inspect(path, "Q4_K_M")
+    assert facts.recipe is RECIPES["q4_k"]
+    assert facts.quant == "q4_k"
 
 
 @pytest.mark.parametrize(

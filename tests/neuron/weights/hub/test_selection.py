@@ -47,7 +47,7 @@ def test_selects_safetensors_with_companion_files_and_without_other_layouts() ->
         (QUANTS, "Q3_K_M", r"nearest is org/m:Q(2_K|4_K_M)"),
         (QUANTS, "Q6_K", r"nearest is org/m:Q\d_"),
         (QUANTS, None, r"name one, such as org/m:Q4_K_M"),
-        (["model.safetensors"], "Q4_K_M", "has no GGUF"),
+        (["pytorch_model.bin"], "Q4_K_M", "has no weights, so no Q4_K_M"),
         (["pytorch_model.bin"], None, "neither safetensors nor GGUF"),
         ([], None, "neither"),
     ],
@@ -55,6 +55,27 @@ def test_selects_safetensors_with_companion_files_and_without_other_layouts() ->
 def test_error_lists_the_alternatives_when_no_model_matches(paths: list[str], quant: str | None, message: str) -> None:
     with pytest.raises(NotOnHub, match=message):
         select("org/m", paths, quant)
+
+
+@pytest.mark.parametrize(
+    ("quant", "selected"),
+    [
+        ("q4_k_m", "m-Q4_K_M.gguf"),
+        ("q4km", "m-Q4_K_M.gguf"),
+        ("q4", "m-Q4_K_M.gguf"),
+        ("q6k", "m-Q6_K.gguf"),
+        ("q8", "m-Q8_0.gguf"),
+    ],
+)
+def test_any_spelling_selects_a_gguf(quant: str, selected: str) -> None:
+    paths = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q6_K.gguf", "m-Q8_0.gguf", "model.safetensors"]
+    assert select("org/m", paths, quant).entry == selected
+
+
+def test_dense_weights_are_selected_where_there_is_no_gguf_to_quantise_them_at_load() -> None:
+    assert select("org/m", ["config.json", "model.safetensors"], "q4") == Selection(
+        ("config.json", "model.safetensors"), entry=None
+    )
 
 
 def test_finds_missing_parts_of_a_split_model() -> None:

@@ -45,7 +45,7 @@ class Forecast:
 
         It is never more than the engine needs, so that a model that fits is not rejected.
         """
-        sizes = facts.sizes(self._item_bytes(device), model.context_tokens, is_packed=self._is_packed(device))
+        sizes = facts.sizes(self._item_bytes(device), model.context_tokens, is_packed=self.keeps_quantised(device))
         kv_tokens = min(_MIN_KV_TOKENS, sizes.context_tokens)
         num_pages = max(MIN_PAGES, -(-kv_tokens // PAGE_TOKENS) + 1)
         return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + self._penalty_bytes(sizes)
@@ -83,10 +83,11 @@ class Forecast:
             self._item_bytes(device),
             model.context_tokens,
             has_four_bits=has_four_bits,
-            is_packed=self._is_packed(device),
+            is_packed=self.keeps_quantised(device),
         )
 
-    def _is_packed(self, device: Device) -> bool:
+    def keeps_quantised(self, device: Device) -> bool:
+        """Whether matrices stay quantised in this device's memory."""
         return device.kind == "cuda" and self.config.harness.torch.dtype in ("auto", "bfloat16")
 
     def _item_bytes(self, device: Device) -> int:

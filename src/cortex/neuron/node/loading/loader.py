@@ -175,6 +175,12 @@ class ModelLoader:
 
     def _read_files(self, model: KnownModel, path: Path) -> Survey:
         facts = inspect(path, model.quant, name=model.id)
+        if facts.recipe is not None and not all(map(self._forecast.keeps_quantised, self._devices)):
+            raise LoadFailed(
+                f"{model.id} is not quantised at load on this node, which takes a GPU and the dtype auto or bfloat16; "
+                f"for {model.quant} name a GGUF of it as the source (a file, or owner/name-GGUF:{model.quant} on the "
+                "hub), or omit `quant`"
+            )
         try:
             return Survey(facts, self._capabilities_of(path), model.quant)
         except UNREADABLE as error:

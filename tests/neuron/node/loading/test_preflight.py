@@ -5,7 +5,7 @@ import pytest
 from faulty_models import CONFIG, write_model
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.kernels.quantised.layout import Q8
+from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.files import with_quant
@@ -150,7 +150,7 @@ def test_rejects_another_quantisation_and_says_what_to_do(name, stored, reason):
 
 def test_packed_matrices_are_counted_in_quantised_bytes_on_a_gpu():
     dense = FACTS.sizes(2, None, is_packed=True).weight_bytes
-    packed = replace(FACTS, packing={"model.embed_tokens.weight": Q8, "lm_head.weight": Q8})
+    packed = replace(FACTS, packing={"model.embed_tokens.weight": Q4, "lm_head.weight": Q4})
     assert packed.sizes(2, None, is_packed=True).weight_bytes < dense
     assert packed.sizes(2, None).weight_bytes == dense, "a CPU keeps them dense"
 

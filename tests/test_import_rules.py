@@ -30,9 +30,8 @@ NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.config", "http", "wire", "settings"}
 DISPATCH = {"gateway.dispatch", "gateway.config", "gateway.metrics", "fleet", "http", "wire"}
 PROXY = {"gateway.proxy", "telemetry", *DISPATCH, *LEDGER}
-GATEWAY_WORKERS = {"gateway.workers", "ipc", *PROXY}
 GATEWAY_API = {"gateway.api", *PROXY}
-GATEWAY = {"gateway", "exits", *GATEWAY_API, *GATEWAY_WORKERS}
+GATEWAY = {"gateway", "exits", *GATEWAY_API}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,6 @@ RULES: dict[str, Rule] = {
     "gateway.dispatch": Rule(DISPATCH),
     "gateway.proxy": Rule(PROXY),
     "gateway.api": Rule(GATEWAY_API),
-    "gateway.workers": Rule(GATEWAY_WORKERS),
     "gateway": Rule(GATEWAY),
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),

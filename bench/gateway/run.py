@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import targets
-from targets import CONTENDERS, HERE, TOOLS_CPUS, Target
+from targets import COMMANDS, HERE, TOOLS_CPUS, Target
 
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 NUM_IDLE_STREAMS = 1000
@@ -182,7 +182,7 @@ def print_table(rows: list[Row]) -> None:
 def main() -> None:
     """Build, start, measure, print."""
     parser = argparse.ArgumentParser(description="Measure the gateway side by side with its limits.")
-    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--only", nargs="*", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each load (five loads per row)")
     options = parser.parse_args()
     print(f"load average before the run: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs", file=sys.stderr)
@@ -195,12 +195,11 @@ def main() -> None:
         rows = [bench.measure(Target("(direct)", bench.port, None))]
         for target_name in options.only:
             port = targets.free_port()
-            contender = CONTENDERS[target_name]
-            command = contender.command(folder, bench.port, port)
+            command = COMMANDS[target_name](folder, bench.port, port)
             if command is None:
                 print(f"{target_name}: not installed, skipped", file=sys.stderr)
                 continue
-            with targets.running(target_name, command, port, contender.num_processes) as target:
+            with targets.running(target_name, command, port) as target:
                 rows.append(bench.measure(target))
     print_table(rows)
 

@@ -79,9 +79,9 @@ def wait_for_response(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def running(name: str, command: list[str], port: int, num_processes: int) -> Iterator[Target]:
-    """A gateway for the duration of the block, on the last CPUs: one for each of its processes as far as they go."""
-    process = spawn(command, CPUS[-num_processes:])
+def running(name: str, command: list[str], port: int) -> Iterator[Target]:
+    """A gateway for the duration of the block, on the last CPU."""
+    process = spawn(command, CPUS[-1:])
     try:
         wait_for_response(port, process)
         yield Target(name, port, process)
@@ -130,7 +130,7 @@ def bare_command(folder: Path, upstream_port: int, port: int) -> list[str] | Non
 
 
 def cortex_command(folder: Path, upstream_port: int, port: int) -> list[str] | None:
-    """The whole gateway in one process: routing, metrics and accounting on."""
+    """The whole gateway: routing, metrics and accounting on."""
     configuration = folder / "cortex.toml"
     configuration.write_text(f"""
 [gateway]
@@ -145,23 +145,10 @@ endpoint = "http://127.0.0.1:{upstream_port}"
     return [sys.executable, "-m", "cortex.gateway", "--config", str(configuration)]
 
 
-def cortex_pair_command(folder: Path, upstream_port: int, port: int) -> list[str] | None:
-    """The whole gateway in two processes that share the port; one of them admits requests for both."""
-    command = cortex_command(folder, upstream_port, port)
-    return command and [*command, "--workers", "2"]
-
-
-class Contender(NamedTuple):
-    """What a row measures."""
-
-    command: Callable[[Path, int, int], list[str] | None]
-    """(scratch folder, upstream's port, port to listen on) -> command, or None where it cannot be measured."""
-    num_processes: int
-
-
-CONTENDERS = {
-    "nginx": Contender(nginx_command, 1),
-    "bare": Contender(bare_command, 1),
-    "cortex": Contender(cortex_command, 1),
-    "cortex ×2": Contender(cortex_pair_command, 2),
+COMMANDS: dict[str, Callable[[Path, int, int], list[str] | None]] = {
+    "nginx": nginx_command,
+    "bare": bare_command,
+    "cortex": cortex_command,
 }
+"""What each row measures: (scratch folder, upstream's port, port to listen on) -> command, or None where it cannot be
+measured."""

@@ -57,7 +57,7 @@ class FakeFleet:
 
     def unload(self, node, request, cause):
         self.unloads.append((node, request.model_id, cause))
-        self.parks.append(request.park)
+        self.parks.append(request.sleep)
 
     def recycle(self, node, devices):
         self.recycled.append((node, devices))

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,11 +22,11 @@ while control.recv(1 << 10):
 """
 
 PARENT = """
-import asyncio, socket, time
+import asyncio, time
 from cortex.ipc.child import start_child
 
 async def main():
-    process, control = await start_child("ipc_test_child", kind=socket.SOCK_STREAM)
+    process, control = await start_child("ipc_test_child")
     await asyncio.to_thread(control.recv, 16)
     print(process.pid, flush=True)
     await asyncio.sleep(60)
@@ -46,7 +45,7 @@ def is_running(process_id: int) -> bool:
 async def test_child_ignores_termination_signals_and_exits_when_its_socket_closes(tmp_path, monkeypatch):
     (tmp_path / "ipc_test_child.py").write_text(CHILD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    process, control = await start_child("ipc_test_child", kind=socket.SOCK_STREAM)
+    process, control = await start_child("ipc_test_child")
     with control:
         assert await asyncio.to_thread(control.recv, 16) == b"ready"
         assert os.getsid(process.pid) == process.pid

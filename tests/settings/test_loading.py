@@ -36,6 +36,7 @@ class Neuron(Section, frozen=True):
 
 class Timeouts(Section, frozen=True):
     renamed: ClassVar = {"patience_s": "idle_s", "token": "label"}
+    removed: ClassVar = {"retries": "every request is sent once"}
 
     idle_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     label: str = ""
@@ -273,8 +274,29 @@ def test_rejects_former_and_present_name_of_a_key_together() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "env", "location"),
+    [
+        ("[timeouts]\nretries = 'any value'\nidle_s = 5", {}, "timeouts.retries in cortex.toml line 2"),
+        (
+            "[timeouts]\nidle_s = 5",
+            {"CORTEX_TIMEOUTS__RETRIES": "3"},
+            "timeouts.retries in environment variable CORTEX_TIMEOUTS__RETRIES",
+        ),
+    ],
+)
+def test_removed_key_warns_and_has_no_effect(
+    text: str, env: dict[str, str], location: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = loads(Config, text, file=Path("cortex.toml"), env_prefix="CORTEX_", env=env)
+    assert config == Config(timeouts=Timeouts(idle_s=5.0))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{location} has no effect any more: every request is sent once. Remove it"
+    ]
+
+
 KEYS = """
-gateway listen workers eviction strategy neurons name tags aliases level timeouts patience_s idle_s x
+gateway listen workers eviction strategy neurons name tags aliases level timeouts patience_s idle_s retries x
 """
 keys = st.sampled_from([*KEYS.split(), '"a\\nb"'])
 values = st.recursive(

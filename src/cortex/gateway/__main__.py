@@ -20,11 +20,8 @@ def main() -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code, after one line on standard error if something failed."""
     parser = argparse.ArgumentParser(prog="cortex.gateway", description="One endpoint over a fleet of GPU hosts.")
     parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")
-    parser.add_argument("--workers", type=int, help="processes that serve requests, instead of gateway.workers")
     options = parser.parse_args()
     path: Path | None = options.config
-    if options.workers is not None:
-        os.environ["CORTEX_GATEWAY__WORKERS"] = str(options.workers)  # read again by reloads
     try:
         uvloop.run(serve(configuration.load(path, os.environ), path))
     except (SettingsError, StoreError) as problem:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -27,12 +27,14 @@ Count = Annotated[int, Meta(ge=1)]
 class GatewaySection(Section, frozen=True):
     """Addresses, timeouts and queues of the gateway."""
 
+    removed: ClassVar = {
+        "workers": "a gateway is one process; to use more cores, run several gateways behind a load balancer"
+    }
+
     listen: Listen = Listen("0.0.0.0:31313")
     """Address of the API."""
     metrics_listen: Listen | None = Listen("0.0.0.0:31314")
     """Address of the Prometheus metrics."""
-    workers: Count = 1
-    """Processes that serve requests on the same port; one of them decides for all. Raise it when one core is busy."""
     models: Path = Path("models.toml")
     """The catalogue, relative to this file. Optional: nodes list their own models."""
     state: Path = Path(".")
@@ -67,7 +69,7 @@ class GatewaySection(Section, frozen=True):
 
 
 class LimitsSection(Section, frozen=True):
-    """Limits on clients, per process of the gateway. Changes need a restart."""
+    """Limits on clients, for each gateway. Changes need a restart."""
 
     max_connections: Count = 8192
     """Client connections open at once; a further one is rejected with 503. Each stream also takes one to its node:

@@ -26,14 +26,12 @@ from cortex.gateway.dispatch.poller import Poller
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.store import StoreError
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
-from cortex.gateway.proxy.admission import LocalAdmissionController
+from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server
 from cortex.gateway.proxy.routes import ROUTES, error_response, rejection_response
 from cortex.gateway.proxy.services import Services
-from cortex.gateway.workers.merged_metrics import merged
-from cortex.gateway.workers.worker_pool import WorkerPool
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Server
 from cortex.http.ticker import Ticker
@@ -80,10 +78,11 @@ class Gateway:
         self._effects.outcomes = self.dispatcher
         self._metering = Metering(directory)
         self._tracer = open_tracer(config.telemetry, "cortex")
-        self._admission = LocalAdmissionController(self.dispatcher, self._metering.meter)
+        self._admission = AdmissionController(self.dispatcher, self._metering.meter)
         self._services = Services(
             config=config.gateway,
             admission=self._admission,
+            dispatcher=self.dispatcher,
             nodes=self._nodes,
             metrics=self.metrics,
             tracer=self._tracer,
@@ -93,15 +92,7 @@ class Gateway:
         )
         self._inference = Inference(self._services)
         self._control = Control(self.dispatcher, self.event_log, self._metering.meter)
-        self.server = api_server(
-            self._handle,
-            config,
-            self._ticker,
-            self.metrics,
-            lambda request: self._metering.meter.authenticate(request),  # a reload replaces the meter
-        )
-        self._worker_pool: WorkerPool | None = None
-        """The other processes, if there are any, once this one listens."""
+        self.server = api_server(self._handle, config, self._ticker, self.metrics, self._admission.authenticate)
         limits = dataclasses.replace(self.server.limits, body_bytes=CONTROL_BODY_BYTES)
         self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
 
@@ -118,11 +109,7 @@ class Gateway:
         for poller in self._pollers.values():
             poller.start()
         section = self.config.gateway
-        address = await _listen(self.server, section.listen, "gateway.listen", shared=section.workers > 1)
-        if section.workers > 1:
-            self._worker_pool = WorkerPool(section.workers - 1, self._admission, asyncio.get_running_loop().time)
-            await self.server.listen_unix(self._worker_pool.api_socket)
-            await self._worker_pool.start(self.config, section.listen.host, address[1])
+        address = await _listen(self.server, section.listen, "gateway.listen")
         if section.metrics_listen is not None:
             await _listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen")
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
@@ -133,8 +120,7 @@ class Gateway:
         """Admit nothing, fail waiting requests, drain running responses for up to `grace_s`, then close everything."""
         self._inference.closing = True
         self.dispatcher.close()
-        others = self._worker_pool.close(grace_s) if self._worker_pool is not None else asyncio.sleep(0)
-        await asyncio.gather(self.server.close(grace_s), others)
+        await self.server.close(grace_s)
         await self._metrics_server.close()
         for task in self._tasks:
             task.cancel()
@@ -157,7 +143,7 @@ class Gateway:
         before = self.config
         if before.keys:
             _warn_if_open(config)
-        for key in ("listen", "metrics_listen", "workers", "state", "max_body_mb", "poll_interval_s"):
+        for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
         for key in ("limits", "telemetry"):
@@ -170,8 +156,6 @@ class Gateway:
             self._nodes.pop(name).pool.close()
         self.config = config
         self._services.config = config.gateway
-        if self._worker_pool is not None:
-            self._worker_pool.reconfigure(config)
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         self._join_nodes(section for section in config.neurons if section.name not in kept)
         self.dispatcher.reconfigure(DispatchSettings.of(config, catalogue))
@@ -202,13 +186,9 @@ class Gateway:
 
     def _handle_metrics(self, exchange: Exchange) -> None:
         if exchange.request.path in (b"/metrics", b"/"):
-            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self._exposition())
+            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self.metrics.exposition())
         else:
             exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
-
-    def _exposition(self) -> bytes:
-        own = self.metrics.exposition()
-        return own if self._worker_pool is None else merged([own, *self._worker_pool.metrics()])
 
     async def _tick(self) -> None:
         while True:
@@ -228,14 +208,9 @@ def _warn_if_open(config: Config) -> None:
         )
 
 
-async def _listen(server: Server, listen: Listen, key: str, *, shared: bool = False) -> tuple[str, int]:
+async def _listen(server: Server, listen: Listen, key: str) -> tuple[str, int]:
     try:
-        if shared:
-            # With SO_REUSEPORT another program could listen there unnoticed: check first that the port is free.
-            probe = Server(server.handler, server.reject, server.ticker)
-            await probe.listen(listen.host, listen.port)
-            await probe.close()
-        return await server.listen(listen.host, listen.port, reuse_port=shared)
+        return await server.listen(listen.host, listen.port)
     except OSError as problem:
         raise CannotListen(
             f"cannot listen on {listen}: {problem.strerror or problem}; stop what uses it, or set {key}"
@@ -274,13 +249,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
     # Objects from imports live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
-    log.info(
-        "cortex listens on http://%s:%s with %d nodes and %d workers",
-        host,
-        port,
-        len(config.neurons),
-        config.gateway.workers,
-    )
+    log.info("cortex listens on http://%s:%s with %d nodes", host, port, len(config.neurons))
     reloader = asyncio.create_task(_reload_when_needed(gateway, path, reload), name="reload")
     try:
         await stop.wait()

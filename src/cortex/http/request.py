@@ -25,7 +25,7 @@ class Request:
         self.headers = headers
         self.body = body
         self.client = client
-        """The peer's address, for logs and limits; empty for a Unix socket."""
+        """The peer's address, for logs and limits; empty when the client disconnected before it was read."""
         self._index: dict[bytes, bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:

@@ -1,5 +1,5 @@
 """Messages between processes of one host, and child processes that end with their parent.
 
 `channel` carries batches of messages on a stream socket, `packets` single messages with file descriptors, and `child`
-starts processes. Device workers, tokenizer processes, gateway workers and `cortex up` all use these.
+starts processes. Device workers, tokenizer processes and `cortex up` use these.
 """

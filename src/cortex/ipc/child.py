@@ -27,17 +27,15 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 async def start_child(
     module: str,
     *arguments: str,
-    kind: socket.SocketKind,
-    descriptors: tuple[int, ...] = (),
     environment: Mapping[str, str] | None = None,
 ) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """Starts `python -m module`; returns the process and this side's end of its control socket, of type `kind`.
+    """Starts `python -m module`; returns the process and this side's end of its control socket, of type SEQPACKET.
 
-    The child imports from the same paths and logs in the same format as this process. It inherits `descriptors` under
-    their own numbers; `environment` is added to this process's own. Raises OSError when no process can be created.
+    The child imports from the same paths and logs in the same format as this process. `environment` is added to this
+    process's own. Raises OSError when no process can be created.
     """
     log_format, log_level = logs.in_use()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -49,7 +47,7 @@ async def start_child(
                 *("--log-level", log_level),
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *descriptors),
+                pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})},
                 start_new_session=True,  # Ctrl-C signals a whole process group; the parent decides about its children
             )

@@ -78,6 +78,9 @@ def _section(table: inspect.StructType, data: dict[str, Any], source: Source, pa
     values: dict[str, Any] = {}
     for key, value in data.items():
         here = (*path, key)
+        if reason := schema.removed(table).get(key):
+            log.warning("%s%s has no effect any more: %s. Remove it", dotted(here), source.location(here), reason)
+            continue
         name = schema.renamed(table).get(key, key)
         if name not in fields:
             raise source.error(f"unknown key {dotted(here)}", here, _suggestion(key, fields, "known here are"))

@@ -62,6 +62,11 @@ def renamed(table: inspect.StructType) -> Mapping[str, str]:
     return table.cls.renamed if issubclass(table.cls, Section) else {}
 
 
+def removed(table: inspect.StructType) -> Mapping[str, str]:
+    """Former key → why it has no effect any more, of a table."""
+    return table.cls.removed if issubclass(table.cls, Section) else {}
+
+
 def child(expected: inspect.Type, part: str | int) -> inspect.Type | None:
     """The type at `part` of a value of type `expected`; `None` when there is no such key or index."""
     for member in alternatives(expected):

@@ -18,6 +18,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Former key → present key. A former key still works, with a warning."""
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Former key → why it has no effect and what to do instead. A removed key is ignored, with a warning."""
 
 
 class SettingsError(Exception):

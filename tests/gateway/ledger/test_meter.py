@@ -9,7 +9,7 @@ import pytest
 from cortex.gateway.ledger.keys import Keyring, NewKey, generate
 from cortex.gateway.ledger.ledger import LEASE_S, Ledger
 from cortex.gateway.ledger.limits import Estimate, Spent
-from cortex.gateway.ledger.meter import KeyedMeter, LocalReservation, Meter
+from cortex.gateway.ledger.meter import KeyedMeter, Meter, Reservation
 from cortex.gateway.ledger.store import Store, StoreError, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.gateway.ledger.usage_report import usage
@@ -36,11 +36,11 @@ def bearer(key: NewKey) -> Request:
     return request((b"authorization", b"Bearer " + key.text.encode()))
 
 
-def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> LocalReservation:
+def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
     return meter.admit(bearer(key), Estimate(400, limit))
 
 
-def settle(reservation: LocalReservation, prompt: int, completion: int) -> None:
+def settle(reservation: Reservation, prompt: int, completion: int) -> None:
     used = Usage(prompt_tokens=prompt, completion_tokens=completion)
     reservation.settle(used, model="m", node="n")
 
@@ -369,11 +369,3 @@ async def test_clean_shutdown_leaves_no_reservation(database: str) -> None:
     reader = open_store(database)
     assert reader.other_claims("") == {}
     reader.close()
-
-
-async def test_request_of_unknown_usage_is_charged_in_full(tmp_path: object) -> None:
-    key = generate("alice", balance_tokens=500)
-    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
-    admit(meter, key).settle_in_full(model="m", node="n")
-    assert (ledger.account(key.section).reserved_tokens, ledger.account(key.section).total_spent()) == (0, 200)
-    await ledger.close()

@@ -10,7 +10,7 @@ from fake_neuron import GB, Client
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, LimitsSection
-from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.listener import client_limits
 from cortex.wire.node import ModelState
 
@@ -89,14 +89,6 @@ async def test_uses_the_keys_of_the_latest_reload(client):
 async def test_rejects_large_bodies_on_other_paths(client, path, method):
     status, _ = await first_response(client.port, head(path, 60_000_000, key=KEY.text, method=method))
     assert status == 413
-
-
-async def test_a_worker_rejects_an_unknown_key_before_the_body_is_sent(neurons, spawn):
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
-    gateway = await spawn(beast, "workers = 2\n" + as_toml(KEY.section))
-    for _ in range(8):  # each connection may go to either process
-        assert (await first_response(gateway.port, head(CHAT, 60_000_000)))[0] == 401
-        assert (await first_response(gateway.port, head(CHAT, 60_000_000, key=KEY.text, expect=True)))[0] == 100
 
 
 def test_configured_limits_reach_the_data_path():

@@ -12,8 +12,7 @@ from cortex.cli.failures import Command, CommandError, ExitCode
 
 @click.command(cls=Command)
 @click.option("--config", type=click.Path(path_type=Path), help="A cortex.toml; defaults without one.")
-@click.option("--workers", type=click.IntRange(1), help="Processes that serve requests, instead of gateway.workers.")
-def serve(config: Path | None, workers: int | None) -> None:
+def serve(config: Path | None) -> None:
     """Run the gateway until SIGTERM or Ctrl-C.
 
     SIGHUP or a change of the file reloads the configuration.
@@ -25,8 +24,6 @@ def serve(config: Path | None, workers: int | None) -> None:
     from cortex.gateway.server import CannotListen
     from cortex.gateway.server import serve as serve_gateway
 
-    if workers is not None:
-        os.environ["CORTEX_GATEWAY__WORKERS"] = str(workers)  # where reloads find it too
     try:
         uvloop.run(serve_gateway(load(config, os.environ), config))
     except CannotListen as error:

@@ -50,7 +50,7 @@ class PendingRequest:
     """A request for a lease. `deliver` is called exactly once, with a lease or with the error, unless the request is
     cancelled first."""
 
-    __slots__ = ("deliver", "excluded", "model", "need", "number", "origin", "prompt", "since")
+    __slots__ = ("deliver", "excluded", "model", "need", "origin", "prompt", "since")
 
     def __init__(
         self,
@@ -62,7 +62,6 @@ class PendingRequest:
         origin: Origin = "request",
         need: Need = "answer",
         excluded: frozenset[str] = NO_NODES,
-        number: int = 0,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -73,8 +72,6 @@ class PendingRequest:
         self.need = need
         self.excluded = excluded
         """Nodes at which the request has just failed; ignored once it waits in a queue."""
-        self.number = number
-        """The number of its admission."""
 
 
 class LeasePool:

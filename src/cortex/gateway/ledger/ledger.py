@@ -4,7 +4,7 @@ Requests settle into a batch in memory. Every `flush_s` a single thread writes t
 requests, and reads what other gateways on the same database have spent and reserved. While the database is unavailable,
 limits are enforced by what this gateway knows, and no usage is lost: the batch has one row per minute, key, model and
 node, not one per request. Gateways that share a database see each other's usage with every flush, so together they may
-exceed a budget by what they admit within `flush_s`. Each process counts requests per minute by itself.
+exceed a budget by what they admit within `flush_s`. Each gateway counts requests per minute by itself.
 
 A stored reservation counts against its key's budgets in every gateway, also when its owner has crashed: only what was
 admitted within the last `flush_s` is not charged after a crash. A gateway renews its reservations while it runs. When

@@ -26,24 +26,18 @@ ANONYMOUS = "anonymous"
 
 
 class Reservation(Protocol):
-    """The tokens that one request holds, from its admission until its usage is known."""
+    """The tokens that one request holds, from its admission until its usage is known. Ends once, by `settle` or
+    `cancel`."""
 
     @property
     def principal(self) -> str:
         """The name of the key that is charged, for metrics and for the node."""
 
-    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
-        """Replace the reservation by `usage`; None when there was no response. Called exactly once."""
-
-
-class LocalReservation(Reservation, Protocol):
-    """A reservation in the process that owns the ledger. Ends once, by `settle`, `settle_in_full` or `cancel`."""
-
     def check_model(self, model: str) -> None:
         """Raise ModelNotAllowed when the key may not use `model`."""
 
-    def settle_in_full(self, *, model: str, node: str) -> None:
-        """Record the whole reservation as used: the request ran, and its usage cannot be learned."""
+    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
+        """Replace the reservation by `usage`; None when there was no response."""
 
     def cancel(self) -> None:
         """The request was rejected after all: record nothing."""
@@ -52,7 +46,7 @@ class LocalReservation(Reservation, Protocol):
 class Meter(Protocol):
     """Authenticates requests, admits them and records their usage."""
 
-    def admit(self, request: Request, estimate: Estimate) -> LocalReservation:
+    def admit(self, request: Request, estimate: Estimate) -> Reservation:
         """Reserve what the request may use. Raises InvalidAPIKey, RateLimitExceeded or InsufficientQuota."""
 
     def authenticate(self, request: Request) -> str:
@@ -75,9 +69,6 @@ class _OpenReservation:
     def settle(self, usage: Usage | None, **where: Any) -> None:
         """Nothing is recorded without keys."""
 
-    def settle_in_full(self, **where: Any) -> None:
-        """Nothing is recorded without keys."""
-
     def cancel(self) -> None:
         """Nothing is reserved."""
 
@@ -87,7 +78,7 @@ class OpenMeter:
 
     _reservation = _OpenReservation()
 
-    def admit(self, request: Request, estimate: Estimate) -> LocalReservation:  # noqa: ARG002
+    def admit(self, request: Request, estimate: Estimate) -> Reservation:  # noqa: ARG002
         return self._reservation
 
     def authenticate(self, request: Request) -> str:  # noqa: ARG002
@@ -117,9 +108,6 @@ class _KeyedReservation:
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         self._ledger.settle(self._account, self._tokens, usage, model=model, node=node)
 
-    def settle_in_full(self, *, model: str, node: str) -> None:
-        self.settle(Usage(completion_tokens=self._tokens), model=model, node=node)
-
     def cancel(self) -> None:
         """Return the tokens. The request still counts towards the key's requests per minute."""
         self._account.settle(self._tokens, 0, self._ledger.clock())
@@ -131,21 +119,21 @@ class KeyedMeter:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def admit(self, request: Request, estimate: Estimate) -> LocalReservation:
-        account = self._ledger.account(recognise(self._ledger.keyring, request))
+    def admit(self, request: Request, estimate: Estimate) -> Reservation:
+        account = self._ledger.account(_recognise(self._ledger.keyring, request))
         tokens = account.reserve(estimate, self._ledger.clock())
         return _KeyedReservation(self._ledger, account, tokens)
 
     def authenticate(self, request: Request) -> str:
-        return recognise(self._ledger.keyring, request).name
+        return _recognise(self._ledger.keyring, request).name
 
     def authenticate_operator(self, request: Request) -> str:
-        key = recognise(self._ledger.keyring, request)
+        key = _recognise(self._ledger.keyring, request)
         check_operator(key)
         return key.name
 
 
-def recognise(keyring: Keyring, request: Request) -> KeySection:
+def _recognise(keyring: Keyring, request: Request) -> KeySection:
     """The key of a request, sent as OpenAI clients or as Anthropic clients send it. Raises `InvalidAPIKey`."""
     authorization = request.header(b"authorization")
     if authorization is not None and authorization[:7].lower() == b"bearer ":

@@ -1,19 +1,17 @@
-"""Admission: the interface between the data path and the dispatcher.
+"""Admission: what every inference request must pass before it may ask the dispatcher for a lease.
 
-Every process checks in the same order: the key, from the headers alone; then the body; then the key's limits; then the
-model's name. No check whose cost depends on the request runs before the key is known.
+The checks have a fixed order: the key, from the headers alone; then the body; then the key's limits; then the model's
+name. No check whose cost depends on the request runs before the key is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cortex.fleet.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
-from cortex.gateway.dispatch.leases import Lease, Need, PendingRequest
 from cortex.gateway.ledger.limits import Estimate
-from cortex.gateway.ledger.meter import LocalReservation, Meter, Reservation
+from cortex.gateway.ledger.meter import Meter, Reservation
 from cortex.gateway.proxy.envelope import Envelope
 from cortex.http.request import Request
 from cortex.wire.errors import CortexError
@@ -25,77 +23,29 @@ class AdmittedRequest(NamedTuple):
     model: str
     origin: Origin
     reservation: Reservation
-    number: int = 0
-    """Identifies the request to the admission controller that admitted it."""
 
 
-OnAdmitted = Callable[[AdmittedRequest | CortexError], None]
-
-
-class AdmissionController(Protocol):
-    """Admits requests and gives them leases. Called on the loop's thread; callbacks get the results, now or later."""
-
-    def authenticate(self, request: Request) -> str:
-        """The principal of a request, from its headers alone. Raises InvalidAPIKey."""
-
-    def admit(self, request: Request, envelope: Envelope, need: Need, on_admitted: OnAdmitted) -> None:
-        """Check the key's limits and resolve the model. Calls `on_admitted` exactly once."""
-
-    def ask(self, pending: PendingRequest) -> None:
-        """Get a lease, or wait for one. Calls `pending.deliver` exactly once, unless it is cancelled."""
-
-    def cancel(self, pending: PendingRequest) -> None:
-        """The client disconnected while its request waited."""
-
-    def release(self, lease: Lease) -> None:
-        """The request has ended at its node, in whatever way."""
-
-    def suspect(self, node: str, why: str) -> None:
-        """A request to this node failed."""
-
-    def gone(self, lease: Lease) -> None:
-        """The node reports that it does not have the model."""
-
-
-class LocalAdmissionController:
-    """Admission in the process that owns the dispatcher and the ledger."""
+class AdmissionController:
+    """Authenticates and admits requests. Called on the loop's thread; never waits."""
 
     def __init__(self, dispatcher: Dispatcher, meter: Meter) -> None:
         self._dispatcher = dispatcher
         self.meter = meter
         """Replaced by a reload; running requests settle with the meter that admitted them."""
-        self.cancel = dispatcher.cancel
-        self.release = dispatcher.release
-        self.suspect = dispatcher.suspect
-        self.gone = dispatcher.gone
 
     def authenticate(self, request: Request) -> str:
+        """The principal of a request, from its headers alone. Raises InvalidAPIKey."""
         return self.meter.authenticate(request)
 
-    def admit(self, request: Request, envelope: Envelope, need: Need, on_admitted: OnAdmitted) -> None:  # noqa: ARG002
-        result: AdmittedRequest | CortexError
+    def admit(self, request: Request, envelope: Envelope) -> AdmittedRequest:
+        """Reserve what the request may use and resolve its model. Raises the `CortexError` that rejects it."""
         estimate = Estimate(len(request.body), envelope.completion_limit, envelope.num_choices)
-        try:
-            result, _ = self.authorize(request, envelope.model or "", estimate)
-        except CortexError as error:
-            result = error
-        on_admitted(result)
-
-    def authorize(self, request: Request, name: str, estimate: Estimate) -> tuple[AdmittedRequest, LocalReservation]:
-        """Admit a request for the model or alias `name`. Raises the `CortexError` that rejects it."""
         reservation = self.meter.admit(request, estimate)
         try:
-            resolution = self._dispatcher.resolve(name)
+            resolution = self._dispatcher.resolve(envelope.model or "")
             reservation.check_model(resolution.model_id)
         except CortexError:
             reservation.cancel()
             raise
-        return AdmittedRequest(
-            resolution.model_id, "background" if resolution.background else "request", reservation
-        ), reservation
-
-    def ask(self, pending: PendingRequest) -> None:
-        try:
-            self._dispatcher.ask(pending)
-        except CortexError as error:
-            pending.deliver(error)
+        origin: Origin = "background" if resolution.background else "request"
+        return AdmittedRequest(resolution.model_id, origin, reservation)

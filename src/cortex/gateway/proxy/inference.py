@@ -8,7 +8,6 @@ import re
 
 from cortex.gateway.proxy import envelope as envelopes
 from cortex.gateway.proxy.accounting import STATUS_CODE
-from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
@@ -49,17 +48,11 @@ class Inference:
             self.services.admission.authenticate(request)
             body = self._without_billing_header(request.body, route)
             envelope = envelopes.read(body, route.dialect, generates=route.generates)
+            admitted = self.services.admission.admit(request, envelope)
         except CortexError as error:
             self._reject(exchange, route, id, span, error)
-            return
-
-        def on_admitted(result: AdmittedRequest | CortexError) -> None:
-            if isinstance(result, CortexError):
-                self._reject(exchange, route, id, span, result)
-            else:
-                ProxyRequest(self.services, exchange, route, body, envelope, result, id, span).go()
-
-        self.services.admission.admit(request, envelope, route.need, on_admitted)
+        else:
+            ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span).go()
 
     def _without_billing_header(self, body: bytes, route: Route) -> bytes:
         """`body` without Claude Code's billing line, where that is configured; otherwise unchanged."""

@@ -1,4 +1,4 @@
-"""The API's HTTP server, the same in every process: configured limits, and keys checked before bodies are read."""
+"""The API's HTTP server: configured limits, and keys checked before bodies are read."""
 
 from __future__ import annotations
 

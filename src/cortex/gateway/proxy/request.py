@@ -88,9 +88,11 @@ class ProxyRequest:
             origin=self.admitted.origin,
             need=self.route.need,
             excluded=self._excluded,
-            number=self.admitted.number,
         )
-        self.services.admission.ask(pending)
+        try:
+            self.services.dispatcher.ask(pending)
+        except CortexError as error:
+            self._deliver(error)
 
     def _deliver(self, result: Lease | CortexError) -> None:
         """There is a lease, or there will be none."""
@@ -156,7 +158,7 @@ class ProxyRequest:
             attempt.end({STATUS_CODE: self._accounting.status} if self._accounting.status else {}, error=fault)
         lease, self._lease = self._lease, None
         if lease is not None:
-            self.services.admission.release(lease)
+            self.services.dispatcher.release(lease)
 
     def _reject(self, error: CortexError) -> None:
         self._accounting.error_code = error.code
@@ -176,7 +178,7 @@ class ProxyRequest:
             return True
         if status == 404 and lease.has_lifecycle:
             # The model was there at the last poll and has been unloaded since. Its node will load it again.
-            self.services.admission.gone(lease)
+            self.services.dispatcher.gone(lease)
             self._excluded = NO_NODES
         elif status in (503, 529) and lease.has_alternatives:
             self._excluded |= {lease.node}
@@ -194,7 +196,7 @@ class ProxyRequest:
         """The client has nothing yet: try another node, or this one again once it is back."""
         assert self._lease is not None
         node = self._lease.node
-        self.services.admission.suspect(node, str(fault))
+        self.services.dispatcher.suspect(node, str(fault))
         self._accounting.failed_at(self._lease)
         self._release(str(fault))
         if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.generates:
@@ -214,7 +216,7 @@ class ProxyRequest:
         """The node failed after its first byte."""
         node = self._lease.node if self._lease else ""
         if self._lease is not None:
-            self.services.admission.suspect(node, str(fault))
+            self.services.dispatcher.suspect(node, str(fault))
         error = UpstreamInterrupted(
             f"Node {node} failed in the middle of its response: {fault}. Send the request again."
         )
@@ -225,7 +227,7 @@ class ProxyRequest:
         """Return the lease and account for the request."""
         self._relay = None
         if self._pending is not None:
-            self.services.admission.cancel(self._pending)
+            self.services.dispatcher.cancel(self._pending)
             self._pending = None
         lease = self._lease
         self._release(self._accounting.error_code)

@@ -1,4 +1,4 @@
-"""What all requests of one gateway process share."""
+"""What all requests of a gateway share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cortex.gateway.config import GatewaySection
+from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.proxy.admission import AdmissionController
@@ -16,10 +17,11 @@ from cortex.telemetry import Tracer
 
 @dataclass(slots=True)
 class Services:
-    """One per gateway process. A reload replaces `config` while requests run."""
+    """One per gateway. A reload replaces `config` while requests run."""
 
     config: GatewaySection
     admission: AdmissionController
+    dispatcher: Dispatcher
     nodes: Mapping[str, NodeClient]
     metrics: Metrics
     tracer: Tracer

@@ -250,7 +250,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.close()
 
     def _write_rejection(self, error: CortexError) -> None:
-        log.debug("request rejected: client=%s error=%s", self.client or "unix socket", error.message)
+        log.debug("request rejected: client=%s error=%s", self.client or "unknown", error.message)
         status, headers, body = self._server.reject(error, self._parser.path)
         framing = date_line() + b"content-length: %d\r\nconnection: close\r\n" % len(body)
         self.transport.write(encode_head(status_line(status), headers, framing))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import ipaddress
 import ssl
-from pathlib import Path
 
 from cortex.http.limits import Buffered, ClientLimits
 from cortex.http.server.connection import ClientConnection, Handler, Reject, Response
@@ -43,48 +41,35 @@ class Server:
         self.num_exchanges = 0
         """Requests being served now; updated by the connections."""
         self._listeners: list[asyncio.Server] = []
-        self._num_remote = 0
-        """Connections that have an address, in total and by `_network`."""
         self._num_by_network: dict[str, int] = {}
+        """Open connections by `_network`."""
 
     @property
     def num_connections(self) -> int:
         """Client connections open now."""
         return len(self.connections)
 
-    async def listen(
-        self, host: str, port: int, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None
-    ) -> tuple[str, int]:
+    async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Bind and accept; returns the bound address (port 0 picks one). May be called for several addresses."""
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(
-            lambda: ClientConnection(self, loop), host, port, reuse_port=reuse_port or None, ssl=tls, backlog=_BACKLOG
-        )
+        listener = await loop.create_server(lambda: ClientConnection(self, loop), host, port, ssl=tls, backlog=_BACKLOG)
         self._listeners.append(listener)
         address = listener.sockets[0].getsockname()
         return str(address[0]), int(address[1])
-
-    async def listen_unix(self, path: Path) -> None:
-        """Accept on a Unix socket, for our own programs."""
-        loop = asyncio.get_running_loop()
-        factory = functools.partial(ClientConnection, self, loop)
-        self._listeners.append(await loop.create_unix_server(factory, str(path), backlog=_BACKLOG))
 
     # --- for the connections
 
     def enter(self, connection: ClientConnection) -> CortexError | None:
         """Count a new connection, or return why it is rejected and not counted."""
-        if connection.client:
-            network = _network(connection.client)
-            num_from_client = self._num_by_network.get(network, 0)
-            if self._num_remote >= self.limits.num_connections:
-                return Overloaded(f"{self._num_remote} connections are open, which is the limit; try again in a moment")
-            if num_from_client >= self.limits.num_connections_per_client:
-                return RateLimitExceeded(
-                    f"{num_from_client} connections are open from your address, which is the limit; use fewer"
-                )
-            self._num_remote += 1
-            self._num_by_network[network] = num_from_client + 1
+        network = _network(connection.client)
+        num_from_client = self._num_by_network.get(network, 0)
+        if self.num_connections >= self.limits.num_connections:
+            return Overloaded(f"{self.num_connections} connections are open, which is the limit; try again in a moment")
+        if num_from_client >= self.limits.num_connections_per_client:
+            return RateLimitExceeded(
+                f"{num_from_client} connections are open from your address, which is the limit; use fewer"
+            )
+        self._num_by_network[network] = num_from_client + 1
         self.connections.add(connection)
         return None
 
@@ -93,12 +78,10 @@ class Server:
         if connection not in self.connections:
             return
         self.connections.remove(connection)
-        if connection.client:
-            network = _network(connection.client)
-            self._num_remote -= 1
-            self._num_by_network[network] -= 1
-            if not self._num_by_network[network]:
-                del self._num_by_network[network]
+        network = _network(connection.client)
+        self._num_by_network[network] -= 1
+        if not self._num_by_network[network]:
+            del self._num_by_network[network]
 
     # --- shutdown
 

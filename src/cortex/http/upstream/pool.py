@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -30,18 +29,8 @@ class UpstreamResponse(NamedTuple):
 class Pool:
     """The connections to one origin, such as `http://node:13131` or `https://api.example/base/path`."""
 
-    def __init__(
-        self,
-        origin: str,
-        ticker: Ticker,
-        limits: UpstreamLimits | None = None,
-        *,
-        unix_socket: Path | None = None,
-    ) -> None:
-        """Raises ValueError when `origin` is not an http(s) URL. Does not connect yet.
-
-        With `unix_socket` connections go there, whatever host `origin` names.
-        """
+    def __init__(self, origin: str, ticker: Ticker, limits: UpstreamLimits | None = None) -> None:
+        """Raises ValueError when `origin` is not an http(s) URL. Does not connect yet."""
         parts = urlsplit(origin)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError(f"{origin!r} is not a node's address; write it like http://host:13131")
@@ -57,7 +46,6 @@ class Pool:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host_line = b"host: %b\r\n" % parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
         self._base_path = parts.path.rstrip("/").encode()
-        self._unix_socket = unix_socket
         self._idle: list[UpstreamConnection] = []
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -141,14 +129,9 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.limits.connect_s):
-                if self._unix_socket is not None:
-                    _, connection = await loop.create_unix_connection(
-                        lambda: UpstreamConnection(self), str(self._unix_socket)
-                    )
-                else:
-                    _, connection = await loop.create_connection(
-                        lambda: UpstreamConnection(self), self._host, self._port, ssl=self._tls
-                    )
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(self), self._host, self._port, ssl=self._tls
+                )
         except TimeoutError:
             call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name

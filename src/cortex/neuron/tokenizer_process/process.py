@@ -40,7 +40,6 @@ class TokenizerProcess:
             "cortex.neuron.tokenizer_process",
             *("--model", str(model)),
             *(("--fingerprint", fingerprint) if fingerprint is not None else ()),
-            kind=socket.SOCK_SEQPACKET,
             # The library's own thread pool has one thread per core, so long texts would delay short ones.
             environment={"TOKENIZERS_PARALLELISM": "false"},
         )

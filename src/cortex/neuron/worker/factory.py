@@ -93,7 +93,6 @@ class _ForkServerProcess:
         process, control = await start_child(
             "cortex.neuron.worker.fork_server",
             *("--engine", engine),
-            kind=socket.SOCK_SEQPACKET,
             environment=_short_spin_wait(),
         )
         return cls(process, control)

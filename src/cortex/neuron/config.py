@@ -84,7 +84,8 @@ class ModelEntry(Section, frozen=True):
     harness: Harness = "torch"
     """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
-    """Which GGUF file of a repository to load, such as `Q4_K_M`; weights are never quantised at load."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `q8`). A repository without any is
+    quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     context_tokens: Count | None = None
     """Maximum sequence length; the model's own limit when absent."""
     memory_mb: Count | None = None
@@ -102,7 +103,8 @@ class DefaultModel(Section, frozen=True):
     harness: Harness = "torch"
     """`torch`, the built-in engine, or its old name `candle`."""
     quant: str | None = None
-    """Which GGUF file of a repository to load, such as `Q4_K_M`; weights are never quantised at load."""
+    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `q8`). A repository without any is
+    quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     tensor_parallel: Count = 1
     """Number of devices that the model is spread over."""
     devices: tuple[int, ...] = ()

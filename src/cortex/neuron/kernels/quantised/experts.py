@@ -18,7 +18,8 @@ from cortex.neuron.kernels.moe.grouped import find_tile, max_tiles
 from cortex.neuron.kernels.moe.routing import ExpertChoice, PairLists
 from cortex.neuron.kernels.quantised.one_row import expert_rows_product
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, unpacked
-from cortex.neuron.kernels.quantised.product import layout_options, operand, operand_row
+from cortex.neuron.kernels.quantised.product import fitting_stages, layout_options, operand, operand_row
+from cortex.neuron.kernels.shared_memory import shared_memory
 
 _BLOCK_OUT = 64
 _WARPS = 4
@@ -114,6 +115,7 @@ def _launch(
     num_pairs, outputs = out.shape
     wanted = -(-2 * num_pairs // num_experts)
     tile_pairs = max(16, min(_MAX_TILE_PAIRS, 1 << (wanted - 1).bit_length()))
+    stages = fitting_stages((1 + gated) * _BLOCK_OUT, tile_pairs, _STAGES, shared_memory(x.device))
     _packed_grouped_kernel[(triton.cdiv(outputs, _BLOCK_OUT), max_tiles(num_pairs, num_experts, tile_pairs))](
         x,
         matrix.low,
@@ -134,9 +136,9 @@ def _launch(
         BLOCK_OUT=_BLOCK_OUT,
         CHUNKS=matrix.low.shape[1] // 16,
         WARPS=_WARPS,
-        STAGES=_STAGES,
+        STAGES=stages,
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_stages=stages,
         **layout_options(matrix.layout),
         **launch_options(x.device),
     )

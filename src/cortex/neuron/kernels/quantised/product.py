@@ -30,6 +30,7 @@ from cortex.neuron.kernels.jit import (
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, unpacked
 from cortex.neuron.kernels.quantised.unpack import unpack_ptx, unpack_units
+from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 MAX_SMALL_ROWS = 64
 """With more rows the library is faster, by measurements."""
@@ -124,7 +125,8 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
 
 def _small_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     rows, inputs = x.shape
-    tiles = small_batch_tiles(rows, matrix.low.shape[1] // 16, matrix.outputs, num_processors(x.device))
+    shared = shared_memory(x.device)
+    tiles = small_batch_tiles(rows, matrix.low.shape[1] // 16, matrix.outputs, num_processors(x.device), shared)
     partial = out
     if tiles.split > 1:
         partial = torch.empty(tiles.split * rows * matrix.outputs, dtype=torch.float32, device=x.device)
@@ -159,15 +161,24 @@ def _small_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
     )
 
 
-def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int) -> Tiles:
-    """The fastest of a sweep on Hopper."""
+def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int, shared: SharedMemory) -> Tiles:
+    """The fastest of a sweep on Hopper, with as many stages as the device's shared memory holds."""
     if rows > 32 and outputs >= 128 * processors:
-        return Tiles(128, 1, warps=4, stages=4, split=1)
-    programs = -(-outputs // 64)
-    split = 1
-    while programs * split < 4 * processors and split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
-        split *= 2
-    return Tiles(64, 1, warps=4, stages=5, split=split)
+        block_out, stages, split = 128, 4, 1
+    else:
+        block_out, stages, split = 64, 5, 1
+        programs = -(-outputs // block_out)
+        while programs * split < 4 * processors and split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
+            split *= 2
+    return Tiles(block_out, 1, 4, fitting_stages(block_out, max(16, rows), stages, shared), split)
+
+
+def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMemory) -> int:
+    """How many chunks may be on their way at once: the words of `matrix_rows` rows and `columns` columns of x each."""
+    chunk_bytes = matrix_rows * 16 * (4 + 4 + 4 + 4) + triton.next_power_of_2(columns) * 128 * 2
+    while stages > 2 and not shared.holds(chunk_bytes * (stages - 2 + shared.copies)):
+        stages -= 1
+    return stages
 
 
 def layout_options(layout: Layout) -> dict[str, object]:

@@ -5,7 +5,7 @@ import pytest
 from cortex.neuron.kernels.attention.decode import fitting_tile
 from cortex.neuron.kernels.attention.prefill import fitting_tiles
 from cortex.neuron.kernels.delta.chunks import carry_stages
-from cortex.neuron.kernels.products.matvec import few_rows_blocks
+from cortex.neuron.kernels.products.matvec import small_batch_blocks
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SMALLEST, SharedMemory, loop_over_columns
 
 HOPPER = SharedMemory(227 << 10, copies=2)
@@ -63,7 +63,7 @@ def test_decode_takes_the_tile_it_wants_or_the_next_that_fits(device, wanted, di
     ],
 )
 def test_products_of_few_rows_run_on_hopper_as_tuned_and_fit_everywhere(rows, inputs, outputs, gated):
-    blocks = few_rows_blocks(rows, inputs, outputs, gated=gated)
+    blocks = small_batch_blocks(rows, inputs, outputs, gated=gated)
     column_bytes = ((1 + gated) * blocks.outputs + max(16, rows)) * 2
     assert loop_over_columns(blocks.inputs, blocks.stages, column_bytes, HOPPER) == (blocks.inputs, blocks.stages)
     for shared in DEVICES.values():

@@ -38,8 +38,8 @@ def fill(checkpoint: Checkpoint, *placements: Placement) -> list[tuple[int, int]
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that every tensor here moves in several pieces."""
-    monkeypatch.setattr(placement, "_PIECE_BYTES", 100)
-    monkeypatch.setattr(staging, "_MAX_PINNED_BYTES", 400)
+    monkeypatch.setattr(placement, "PIECE_BYTES", 100)
+    monkeypatch.setattr(staging, "MAX_PINNED_BYTES", 400)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -49,14 +49,14 @@ class Batch:
     """[prefills + 1] int32: where each prefill row's tokens begin, counted from the first prefill token"""
     prefill_tiles: Tensor | None = None
     """[tiles, 2] int32: prefill row and first token of each PREFILL_TILE"""
-    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gives: made by the first layer of the step that asks for it, shared by all others.
 
         For what runs operation by operation; a captured graph would keep the first step's tensors.
         """
-        if key not in self._made:
-            self._made[key] = make()
-        made: T = self._made[key]
-        return made
+        if key not in self._shared:
+            self._shared[key] = make()
+        value: T = self._shared[key]
+        return value

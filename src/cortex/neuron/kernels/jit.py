@@ -31,11 +31,11 @@ TRITON = triton is not None
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _leave(function: Any = None, **_: Any) -> Any:
-    return function if function is not None else _leave
+def _identity(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else _identity
 
 
-jit: Callable[..., Any] = triton.jit if TRITON else _leave
+jit: Callable[..., Any] = triton.jit if TRITON else _identity
 
 
 def constant(value: Any) -> Any:

@@ -12,9 +12,9 @@ from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.packed import PackedProjections
 from cortex.neuron.layers.parameters import Parameters
 
-NEAR = 2.0**-6
+NEAR_TIE = 2.0**-6
 """Logits that differ by less of the highest one may have changed places where half precision rounded them."""
-MOST_NEAR = 64
+MAX_NEAR_TIES = 64
 """Rivals per row that are told apart; a row with more has no favourite."""
 
 
@@ -55,8 +55,8 @@ class Head(Linear):
             return logits
         logits = logits.float()
         highest = logits.amax(-1, keepdim=True)
-        rows, tokens = (logits >= highest - highest.abs() * NEAR).nonzero(as_tuple=True)
-        if len(rows) == len(logits) or len(rows) > MOST_NEAR * len(logits):
+        rows, tokens = (logits >= highest - highest.abs() * NEAR_TIE).nonzero(as_tuple=True)
+        if len(rows) == len(logits) or len(rows) > MAX_NEAR_TIES * len(logits):
             return logits
         exact = norm(hidden.float())[rows]
         logits[rows, tokens] = torch.einsum("ni,ni->n", self.weight[tokens].float(), exact)

@@ -80,9 +80,9 @@ def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_i
             expert_gate_up.zero_()
             expert_down.zero_()
         for name, rows in zip(("gate", "up"), expert_gate_up.chunk(2), strict=True):
-            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], partial(_stretch, 0, start, width))
-        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], partial(_stretch, 1, start, width))
+            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], partial(_narrow, 0, start, width))
+        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], partial(_narrow, 1, start, width))
 
 
-def _stretch(dim: int, start: int, length: int, tensor: Tensor) -> Tensor:
+def _narrow(dim: int, start: int, length: int, tensor: Tensor) -> Tensor:
     return tensor.narrow(dim, start, length)

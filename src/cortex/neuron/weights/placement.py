@@ -16,7 +16,7 @@ from cortex.neuron.weights.stored import StoredTensor
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-_PIECE_BYTES: Final = 8 << 20
+PIECE_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class Target:
         self.stored = stored
         self.rows = range(stored.num_rows)[placement.select[0]] if placement.select else range(stored.num_rows)
         self._placement = placement
-        self._first_groups = self._cut()
-        self._num_left = len(self._first_groups)
-        self._landing: torch.Tensor | None = None
+        self._piece_starts = self._split()
+        self._num_left = len(self._piece_starts)
+        self._assembled: torch.Tensor | None = None
         """What a transform is going to see, as long as it is not complete."""
 
-    def settle(self, piece: WeightPiece, raw: torch.Tensor) -> None:
+    def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Decode the piece's bytes, which are on the destination's device, and put its rows in their place."""
         numbers = decode(self.stored, raw)
         place: slice | EllipsisType = ...
@@ -88,13 +88,13 @@ class Target:
         if self._placement.transform is None:
             self._placement.destination[place].copy_(numbers)
             return
-        if self._landing is None:
+        if self._assembled is None:
             shape = (len(self.rows), *numbers.shape[1:]) if self.stored.shape else ()
-            self._landing = torch.empty(shape, dtype=numbers.dtype, device=numbers.device)
-        self._landing[place].copy_(numbers)
+            self._assembled = torch.empty(shape, dtype=numbers.dtype, device=numbers.device)
+        self._assembled[place].copy_(numbers)
         self._num_left -= 1
         if not self._num_left:
-            self._finish(self._placement.transform(self._landing))
+            self._finish(self._placement.transform(self._assembled))
 
     def _finish(self, transformed: torch.Tensor) -> None:
         name, destination = self._placement.name, self._placement.destination
@@ -104,20 +104,20 @@ class Target:
                 "is it the model its config describes?"
             )
         destination.copy_(transformed)
-        self._landing = None
+        self._assembled = None
 
     def pieces(self) -> Iterator[WeightPiece]:
         """What must be read. Made on demand: a target that kept them would keep itself, and its memory, alive."""
-        step, end = self._first_groups.step, self._first_groups.stop
-        return (WeightPiece(self, start, min(step, end - start)) for start in self._first_groups)
+        step, end = self._piece_starts.step, self._piece_starts.stop
+        return (WeightPiece(self, start, min(step, end - start)) for start in self._piece_starts)
 
-    def _cut(self) -> range:
+    def _split(self) -> range:
         """The first group of each piece."""
         if not self.stored.num_elements:
             return range(0)
         first_group = self.rows.start // self.stored.group_rows
         last_group = -(-self.rows.stop // self.stored.group_rows)
-        step = max(1, _PIECE_BYTES // self.stored.group_bytes)
+        step = max(1, PIECE_BYTES // self.stored.group_bytes)
         return range(first_group, last_group, step)
 
 
@@ -128,7 +128,7 @@ class PackedTarget:
         self.stored = stored
         self._placement = placement
 
-    def settle(self, piece: WeightPiece, raw: torch.Tensor) -> None:
+    def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Repack or quantise the piece's bytes, which are on the matrix's device."""
         first_row = self._placement.first_row + piece.start_group * self.stored.group_rows
         if self.stored.format in DENSE:
@@ -139,7 +139,7 @@ class PackedTarget:
 
     def pieces(self) -> Iterator[WeightPiece]:
         """What must be read."""
-        step = max(1, _PIECE_BYTES // self.stored.group_bytes)
+        step = max(1, PIECE_BYTES // self.stored.group_bytes)
         count = self.stored.num_groups
         return (WeightPiece(self, start, min(step, count - start)) for start in range(0, count, step))
 

@@ -19,7 +19,7 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError, FilesMissin
 from cortex.neuron.weights.placement import WeightPiece
 
 _NUM_READERS: Final = 8
-_MAX_PINNED_BYTES: Final = 128 << 20
+MAX_PINNED_BYTES: Final = 128 << 20
 _POLL_S: Final = 0.02
 _POLL_IN_FLIGHT_S: Final = 0.0005
 
@@ -45,7 +45,7 @@ def staged(pieces: Sequence[WeightPiece], device: torch.device, cancelled: Calla
     """
     stream = torch.cuda.current_stream(device)
     largest = max((piece.num_bytes for piece in pieces), default=0)
-    num_buffers = max(1, min(_MAX_PINNED_BYTES // max(1, largest), len(pieces)))
+    num_buffers = max(1, min(MAX_PINNED_BYTES // max(1, largest), len(pieces)))
     with Readers(pieces, [Buffer.pinned(largest) for _ in range(num_buffers)]) as readers:
         in_flight: deque[tuple[torch.cuda.Event, Buffer, WeightPiece]] = deque()
         num_left = len(pieces)
@@ -62,7 +62,7 @@ def staged(pieces: Sequence[WeightPiece], device: torch.device, cancelled: Calla
                 continue
             piece, buffer = filled
             raw = buffer.tensor[: piece.num_bytes].to(device, non_blocking=True)
-            piece.target.settle(piece, raw)
+            piece.target.write(piece, raw)
             in_flight.append((stream.record_event(), buffer, piece))
 
 
@@ -78,7 +78,7 @@ class Readers:
             self._free.put(buffer)
         num_readers = min(_NUM_READERS, len(buffers), os.cpu_count() or 1)
         self._threads = [
-            threading.Thread(target=self._work, name=f"weights-reader-{number}", daemon=True)
+            threading.Thread(target=self._read_pieces, name=f"weights-reader-{number}", daemon=True)
             for number in range(num_readers)
         ]
 
@@ -108,7 +108,7 @@ class Readers:
             raise filled
         return filled
 
-    def _work(self) -> None:
+    def _read_pieces(self) -> None:
         while (buffer := self._free.get()) is not None:
             with self._pieces_lock:
                 piece = next(self._pieces, None)

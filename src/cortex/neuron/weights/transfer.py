@@ -28,7 +28,7 @@ from cortex.neuron.weights.staging import staged
 
 __all__ = ["PackedPlacement", "Placement", "Progress", "group_runs", "load_into"]
 
-_RUN_NUMBERS: Final = 1 << 20
+RUN_ELEMENTS: Final = 1 << 20
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), on the calling thread; never goes back."""
@@ -73,7 +73,7 @@ def _mapped(pieces: Sequence[WeightPiece], cancelled: Callable[[], bool]) -> Ite
     for piece in pieces:
         if cancelled():
             raise Cancelled("the load was called off")
-        piece.target.settle(piece, mapped_bytes(piece.stored, piece.start_group, piece.num_groups))
+        piece.target.write(piece, mapped_bytes(piece.stored, piece.start_group, piece.num_groups))
         yield piece
 
 
@@ -84,7 +84,7 @@ def group_runs(checkpoint: Checkpoint, name: str, row_multiple: int) -> Iterator
     """
     stored = checkpoint.stored(name)
     run_groups = math.lcm(row_multiple, stored.group_rows) // stored.group_rows
-    run_groups *= max(1, _RUN_NUMBERS // (run_groups * stored.group_rows * stored.shape[1]))
+    run_groups *= max(1, RUN_ELEMENTS // (run_groups * stored.group_rows * stored.shape[1]))
     for start in range(0, stored.num_groups, run_groups):
         raw = mapped_bytes(stored, start, min(run_groups, stored.num_groups - start))
         yield start * stored.group_rows, decode_groups(stored, raw)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cortex.neuron.kernels.products import four_bit
-from cortex.neuron.kernels.products.four_bit import FourBitMatrix, rows_worth_it
+from cortex.neuron.kernels.products.four_bit import FourBitMatrix, max_four_bit_rows
 from cortex.neuron.kernels.products.four_bit_size import GROUP, ROW_BLOCK, four_bit_bytes
 
 
@@ -41,15 +41,15 @@ def test_a_product_is_that_of_the_numbers(bits: int, rows: int, dtype: torch.dty
 
 def test_what_it_is_worth_is_measured_once_and_leaves_the_threads_alone() -> None:
     threads = torch.get_num_threads()
-    rows_worth_it.cache_clear()
-    worth = rows_worth_it(torch.float32)
+    max_four_bit_rows.cache_clear()
+    worth = max_four_bit_rows(torch.float32)
     assert worth in (0, 1, 2, 4, 8, 16)
-    assert rows_worth_it(torch.float32) == worth
+    assert max_four_bit_rows(torch.float32) == worth
     assert torch.get_num_threads() == threads
 
 
 def test_where_it_is_slower_it_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(four_bit, "_best_of_turns", lambda *_: [2.0, 1.0])
-    rows_worth_it.cache_clear()
-    assert rows_worth_it(torch.float32) == 0
-    rows_worth_it.cache_clear()
+    monkeypatch.setattr(four_bit, "shortest_times_s", lambda *_: [2.0, 1.0])
+    max_four_bit_rows.cache_clear()
+    assert max_four_bit_rows(torch.float32) == 0
+    max_four_bit_rows.cache_clear()

@@ -2,7 +2,7 @@
 
 Such a product is bound by the bytes of the matrix, and these are a quarter of bfloat16's. torch brings it, with vector
 code for some processors and without for others, where it is far slower than a dense one; what it is worth here is
-therefore measured (`rows_worth_it`), never assumed.
+therefore measured (`max_four_bit_rows`), never assumed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FourBitMatrix:
 
 
 @cache
-def rows_worth_it(dtype: torch.dtype) -> int:
+def max_four_bit_rows(dtype: torch.dtype) -> int:
     """Up to how many rows a product in four bits beats a dense one in `dtype` on this machine; 0: never, or not there.
 
     Takes some tens of milliseconds, once in a process: both in turns, on one thread, by the processor time of the best
@@ -81,16 +81,16 @@ def rows_worth_it(dtype: torch.dtype) -> int:
         part = slice(first, first + outputs // 2)
         matrix.put(first, q[part], scale[part], -8 * scale[part])
     dense = ((q.float() - 8) * scale).flatten(1).to(dtype)
-    worth = 0
+    max_rows = 0
     with torch.inference_mode(), _one_thread():
         for rows in _CANDIDATE_ROWS:
             x = torch.randn(rows, inputs, generator=generator).to(dtype)
-            packed_s, dense_s = _best_of_turns(partial(matrix.product, x), partial(dense_product, x, dense))
+            packed_s, dense_s = shortest_times_s(partial(matrix.product, x), partial(dense_product, x, dense))
             agrees = torch.allclose(matrix.product(x), dense_product(x, dense), atol=0.5, rtol=0.02)
             if packed_s >= dense_s or not agrees:
                 break
-            worth = rows
-    return worth
+            max_rows = rows
+    return max_rows
 
 
 def dense_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def dense_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def _best_of_turns(*candidates: Callable[[], Tensor]) -> list[float]:
+def shortest_times_s(*candidates: Callable[[], Tensor]) -> list[float]:
     """Each candidate's shortest processor time in seconds."""
     best = [float("inf")] * len(candidates)
     for _ in range(_TRIES):

@@ -111,10 +111,10 @@ def _launch(
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     block_rows = max(16, triton.next_power_of_2(rows))
-    blocks = few_rows_blocks(rows, inputs, outputs, gated=gated)
+    blocks = small_batch_blocks(rows, inputs, outputs, gated=gated)
     column_bytes = ((1 + gated) * blocks.outputs + block_rows) * x.element_size()
     block_in, stages = loop_over_columns(blocks.inputs, blocks.stages, column_bytes, shared_memory(x.device))
-    _few_rows_kernel[(triton.cdiv(outputs, blocks.outputs),)](
+    _small_batch_kernel[(triton.cdiv(outputs, blocks.outputs),)](
         x,
         weight,
         bias,
@@ -131,7 +131,7 @@ def _launch(
     )
 
 
-def few_rows_blocks(rows: int, inputs: int, outputs: int, *, gated: bool) -> Blocks:
+def small_batch_blocks(rows: int, inputs: int, outputs: int, *, gated: bool) -> Blocks:
     """The fastest of a sweep on Hopper, where they fit."""
     if gated or outputs > 65_536:
         blocks = Blocks(128, 128, warps=8, stages=3)
@@ -212,7 +212,7 @@ def _one_row_kernel(
 
 
 @jit(do_not_specialize=["rows"])
-def _few_rows_kernel(
+def _small_batch_kernel(
     x,
     weight,
     bias,

@@ -40,7 +40,7 @@ class GGUFCheckpoint:
         try:
             head = self._open(path)
             parts = [head, *(self._open(part) for part in _following_parts(head))]
-            whole = replace(head, tensors=_joined(parts))
+            whole = replace(head, tensors=_merged_tensors(parts))
             self.config: Mapping[str, Any] = config_of(whole)
             self.generation_config: Mapping[str, Any] = generation_config_of(head)
             for file, mapped in zip(parts, self._mapped, strict=True):
@@ -118,7 +118,7 @@ def _following_parts(head: GGUFFile) -> list[Path]:
     ]
 
 
-def _joined(parts: list[GGUFFile]) -> dict[str, GGUFTensor]:
+def _merged_tensors(parts: list[GGUFFile]) -> dict[str, GGUFTensor]:
     tensors: dict[str, GGUFTensor] = {}
     for part in parts:
         if twice := tensors.keys() & part.tensors.keys():

@@ -90,7 +90,7 @@ def parse_header(file: MappedFile) -> GGUFFile:
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
         raise header.malformed(f"general.alignment is {alignment!r}, not a power of two")
     data_start = -(-header.position // alignment) * alignment
-    return GGUFFile(file.path, version, metadata, _place(rows, header, data_start, alignment))
+    return GGUFFile(file.path, version, metadata, _resolve_tensors(rows, header, data_start, alignment))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _TensorRow:
     relative_offset: int
 
 
-def _place(rows: list[_TensorRow], header: _Header, data_start: int, alignment: int) -> dict[str, GGUFTensor]:
+def _resolve_tensors(rows: list[_TensorRow], header: _Header, data_start: int, alignment: int) -> dict[str, GGUFTensor]:
     """Turn table rows into tensors that provably lie in the file and apart from each other."""
     tensors: dict[str, GGUFTensor] = {}
     for row in rows:

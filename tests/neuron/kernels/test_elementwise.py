@@ -16,7 +16,7 @@ def test_rms_norm_matches_its_reference(shape, device, dtype, assert_close):
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (3, 7, 128), (2, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_few_numbers_of_a_decode_step_are_normed_alike_on_a_cpu(shape, dtype):
+def test_small_rms_norm_on_a_cpu_matches_the_reference(shape, dtype):
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     weight = torch.randn(shape[-1])
     expected = rms_norm_reference(x.float(), weight, 1e-6)

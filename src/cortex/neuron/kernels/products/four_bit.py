@@ -40,10 +40,7 @@ class FourBitMatrix:
     """With more rows, a dense product is faster."""
 
     def put(self, first_row: int, q: Tensor, scale: Tensor, minimum: Tensor) -> None:
-        """Fills rows from `first_row` on, in whole blocks of ROW_BLOCK rows.
-
-        q: [rows, groups, GROUP] uint8; scale and minimum: [rows, groups, 1] float32
-        """
+        """Writes whole blocks of rows. q: [rows, groups, GROUP] uint8; scale and minimum: [rows, groups, 1] float32"""
         if self.planes == 2:
             q = torch.cat((q >> 4, q & 0x0F), dim=1)
             zeros = torch.zeros_like(minimum)

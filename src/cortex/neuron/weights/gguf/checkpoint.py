@@ -103,8 +103,7 @@ class GGUFCheckpoint:
         head_dim: int = self.config["head_dim"]
         if tensor.shape[0] % head_dim or head_dim % 2:
             raise Malformed(
-                f"{self.path}: {tensor.name} has {tensor.shape[0]} rows, which are not whole heads of an even size "
-                f"(head_dim is {head_dim}); convert the model again"
+                f"{self.path}: {tensor.name} cannot be split into heads of {head_dim} rows; convert the model again"
             )
         return head_dim
 

@@ -107,13 +107,13 @@ def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.fixture
-def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def four_bits_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four bits count as faster on any machine, and matrices arrive in as many runs of rows as possible."""
-    monkeypatch.setattr(loading, "rows_worth_it", lambda _: 4)
-    monkeypatch.setattr(transfer, "_RUN_NUMBERS", 1)
+    monkeypatch.setattr(loading, "max_four_bit_rows", lambda _: 4)
+    monkeypatch.setattr(transfer, "RUN_ELEMENTS", 1)
 
 
-@pytest.mark.usefixtures("worth_it")
+@pytest.mark.usefixtures("four_bits_are_faster")
 @pytest.mark.parametrize("matrices", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("embedding", ["Q4_0", "Q8_0"])
 def test_four_bit_model_responds_like_the_dense_model(tmp_path: Path, matrices: str, embedding: str) -> None:
@@ -125,7 +125,7 @@ def test_four_bit_model_responds_like_the_dense_model(tmp_path: Path, matrices: 
     assert (answers(packed, tokens) - exact).norm() / exact.norm() < 0.03
 
 
-@pytest.mark.usefixtures("worth_it")
+@pytest.mark.usefixtures("four_bits_are_faster")
 def test_both_forms_of_a_matrix_count_as_weights(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     packed, dense = load(tmp_path / "model.gguf"), load(tmp_path / "model.gguf", "float32")
@@ -136,14 +136,14 @@ def test_both_forms_of_a_matrix_count_as_weights(tmp_path: Path) -> None:
     assert packed.weight_bytes == dense.weight_bytes / 4 * itemsize + extra
 
 
-@pytest.mark.usefixtures("worth_it")
+@pytest.mark.usefixtures("four_bits_are_faster")
 def test_requested_dtype_keeps_only_the_dense_form(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     assert load(tmp_path / "model.gguf", "float32").model.head.four_bit is None
 
 
 def test_keeps_only_the_dense_form_if_four_bits_are_not_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "rows_worth_it", lambda _: 0)
+    monkeypatch.setattr(loading, "max_four_bit_rows", lambda _: 0)
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     loaded = load(tmp_path / "model.gguf")
     assert loaded.model.head.four_bit is None

@@ -23,7 +23,7 @@ def dtype(device: torch.device) -> torch.dtype:
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖out − reference‖ / ‖reference‖; not a number counts as infinite."""
+    """‖out − reference‖ / ‖reference‖; NaN counts as infinite."""
     error = ((out.double() - reference.double()).norm() / reference.double().norm()).item()
     return error if error == error else float("inf")
 

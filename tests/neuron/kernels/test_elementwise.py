@@ -3,7 +3,7 @@ import torch
 
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
-from cortex.neuron.kernels.norm import _rms_norm_of_few, rms_norm, rms_norm_reference
+from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference, rms_norm_small
 from cortex.neuron.kernels.silu import silu_mul, silu_mul_reference
 
 
@@ -16,11 +16,11 @@ def test_rms_norm_matches_its_reference(shape, device, dtype, assert_close):
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (3, 7, 128), (2, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_few_numbers_of_a_decode_step_are_normed_alike_on_a_cpu(shape, dtype):
+def test_small_rms_norm_on_a_cpu_matches_the_reference(shape, dtype):
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     weight = torch.randn(shape[-1])
     expected = rms_norm_reference(x.float(), weight, 1e-6)
-    out = _rms_norm_of_few(x, weight, 1e-6)
+    out = rms_norm_small(x, weight, 1e-6)
     assert (out.dtype, out.shape) == (dtype, shape)
     assert (out.float() - expected).norm() / expected.norm() < (1e-6 if dtype == torch.float32 else 5e-3)
 

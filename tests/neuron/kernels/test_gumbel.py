@@ -1,4 +1,4 @@
-"""Noise for drawing tokens: finite for whatever the hash gives, and distributed as it should be."""
+"""Noise for sampling tokens: finite for every hash, and with the right distribution."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def all_mantissas(exponent: int, device: torch.device) -> Tensor:
-    """One of every bits between two powers of two that float32 tells apart, the last of them included."""
+    """One value for each float32 between two powers of two, and the last value below the upper one."""
     step = max(1, 2 ** (exponent + 1 - MANTISSA))
     first = 2**exponent
     bits = first + torch.arange(0, first, step, device=device)
     return torch.cat((bits, torch.tensor([2 * first - 1], device=device)))
 
 
-def drawn_counts(logits: Tensor, num_draws: int) -> Tensor:
-    """How often each token has the largest sum of logit and noise, over seeds and positions."""
+def sample_counts(logits: Tensor, num_draws: int) -> Tensor:
+    """How often each token has the largest sum of logit and noise, over many seeds and positions."""
     vocab = len(logits)
     rows = max(1, 2**22 // vocab)
     counts = torch.zeros(vocab, dtype=torch.int64, device=logits.device)
@@ -41,7 +41,7 @@ def drawn_counts(logits: Tensor, num_draws: int) -> Tensor:
 
 
 def chi_square_excess(counts: Tensor, probabilities: Tensor) -> float:
-    """Standard deviations by which the statistic is above its mean; tokens rarely expected are pooled."""
+    """Standard deviations by which the statistic exceeds its mean. Rarely expected tokens are pooled."""
     expected = probabilities.double() * counts.sum()
     rare = expected < 5
     seen = torch.cat((counts[~rare].double(), counts[rare].sum().double()[None]))
@@ -53,14 +53,14 @@ def chi_square_excess(counts: Tensor, probabilities: Tensor) -> float:
 
 
 @pytest.mark.parametrize("exponent", [NOISE_BITS - 1, NOISE_BITS - 2, MANTISSA, MANTISSA - 1, 0])
-def test_noise_is_finite_and_ordered_for_every_bits_of_a_magnitude(exponent: int, device: torch.device) -> None:
-    """The top magnitude is where rounding reaches 1; within the others the noise has no other form."""
+def test_noise_is_finite_and_decreasing_for_all_bits_of_one_magnitude(exponent: int, device: torch.device) -> None:
+    """Rounding reaches 1 in the top magnitude. The other magnitudes cover both sides of the mantissa size."""
     noise = noise_of_bits(all_mantissas(exponent, device))
     assert noise.isfinite().all()
-    assert (noise.diff() <= 1e-6).all(), "more bits are a smaller noise"
+    assert (noise.diff() <= 1e-6).all(), "larger bits must give smaller noise"
 
 
-def test_noise_is_finite_and_ordered_at_both_ends_of_every_magnitude(device: torch.device) -> None:
+def test_noise_is_finite_and_decreasing_at_both_ends_of_every_magnitude(device: torch.device) -> None:
     ends = sorted({0, *(2**power - 1 for power in range(1, 64)), *(2**power for power in range(63))})
     noise = noise_of_bits(torch.tensor(ends, device=device))
     assert noise.isfinite().all()
@@ -69,54 +69,54 @@ def test_noise_is_finite_and_ordered_at_both_ends_of_every_magnitude(device: tor
     assert noise[-1].item() == pytest.approx(-math.log(MANTISSA * math.log(2)), rel=1e-5)
 
 
-def test_noise_is_that_of_the_exact_uniform_number(device: torch.device) -> None:
+def test_noise_matches_the_noise_computed_in_double_precision(device: torch.device) -> None:
     bits = [0, 1, 12345, 2**40, 2**60 + 7, 2**62, 2**62 + 2**61, 2**63 - 2**42]
     exact = [-math.log(-math.log1p(-(value + 0.5) / 2**NOISE_BITS)) for value in bits]
     noise = noise_of_bits(torch.tensor(bits, device=device))
     torch.testing.assert_close(noise.cpu(), torch.tensor(exact), rtol=1e-5, atol=1e-5)
 
 
-def test_small_seeds_positions_and_tokens_get_no_outlier(device: torch.device) -> None:
-    """A hash that maps 0 to 0 would give one of them the largest noise there is."""
+def test_small_seeds_positions_and_tokens_give_no_outlier(device: torch.device) -> None:
+    """A hash that maps 0 to 0 would give one of them the largest possible noise."""
     numbers = torch.arange(-512, 512, device=device)
     for position in range(4):
         noise = gumbel_noise(numbers, torch.full_like(numbers, position), 256)
         assert noise.max().item() < math.log(noise.numel()) + 14
 
 
-def test_no_forbidden_token_is_drawn_in_ten_million_draws(device: torch.device) -> None:
-    """Every second token is forbidden. A draw of the old kind failed once in 2**24 hashes."""
+def test_masked_token_is_never_sampled_in_ten_million_samples(device: torch.device) -> None:
+    """Every second token is masked. Noise that is infinite for one hash in 2**24 would fail this test."""
     vocab = 8
     logits = torch.zeros(vocab, device=device)
     logits[::2] = -torch.inf
-    counts = drawn_counts(logits, 10_000_000)
+    counts = sample_counts(logits, 10_000_000)
     assert counts.sum() == 10_000_000
     assert counts[::2].sum() == 0
     assert chi_square_excess(counts[1::2], torch.full((vocab // 2,), 2 / vocab, device=device)) < 5
 
 
 @pytest.mark.parametrize("vocab", [2, 24, 1000])
-def test_drawn_frequencies_match_the_probabilities(vocab: int, device: torch.device) -> None:
+def test_sample_frequencies_match_the_probabilities(vocab: int, device: torch.device) -> None:
     logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2).to(device)
-    counts = drawn_counts(logits, 4_000_000 // vocab)
+    counts = sample_counts(logits, 4_000_000 // vocab)
     assert chi_square_excess(counts, logits.softmax(-1)) < 5
 
 
-def test_drawn_frequencies_match_the_probabilities_of_a_large_vocabulary(device: torch.device) -> None:
+def test_sample_frequencies_match_the_probabilities_of_a_large_vocabulary(device: torch.device) -> None:
     """Half of the probability is on 64 tokens, the rest is spread over all others in a long tail."""
     num_draws = 400 if device.type == "cpu" else 40_000
     tail = -torch.arange(LARGE_VOCAB - 64, dtype=torch.float64).log1p()
     head = torch.full((64,), (tail.logsumexp(0) - math.log(64)).item(), dtype=torch.float64)
     logits = torch.cat((head, tail)).float().to(device)
-    counts = drawn_counts(logits, num_draws)
+    counts = sample_counts(logits, num_draws)
     assert chi_square_excess(counts, logits.softmax(-1)) < 5
     halves = torch.stack((counts[:64].sum(), counts[64:].sum()))
     assert chi_square_excess(halves, torch.tensor([0.5, 0.5], device=device)) < 5
 
 
-def test_early_tokens_of_a_flat_large_vocabulary_win_no_ties(device: torch.device) -> None:
+def test_uniform_large_vocabulary_does_not_favour_small_token_ids(device: torch.device) -> None:
     """argmax takes the first of equal sums, so coarse noise would favour small token ids."""
     num_draws = 400 if device.type == "cpu" else 200_000
-    counts = drawn_counts(torch.zeros(LARGE_VOCAB, device=device), num_draws)
+    counts = sample_counts(torch.zeros(LARGE_VOCAB, device=device), num_draws)
     parts = counts.view(8, -1).sum(1)
     assert chi_square_excess(parts, torch.full((8,), 1 / 8, device=device)) < 5

@@ -1,11 +1,11 @@
-"""Tiles by the device's shared memory: what Hopper runs is what was tuned there, what smaller cards run fits them."""
+"""Tile sizes by shared memory: Hopper uses the tuned sizes, smaller devices use sizes that fit."""
 
 import pytest
 
 from cortex.neuron.kernels.attention.decode import fitting_tile
 from cortex.neuron.kernels.attention.prefill import fitting_tiles
 from cortex.neuron.kernels.delta.chunks import carry_stages
-from cortex.neuron.kernels.products.matvec import few_rows_blocks
+from cortex.neuron.kernels.products.matvec import small_batch_blocks
 from cortex.neuron.kernels.shared_memory import MIN_STAGES, SMALLEST, SharedMemory, loop_over_columns
 
 HOPPER = SharedMemory(227 << 10, copies=2)
@@ -30,7 +30,7 @@ DEVICES = {"consumer": SMALLEST, "a100": A100, "hopper": HOPPER}
         ("consumer", 256, 4, (32, 16, 4)),
     ],
 )
-def test_prefill_takes_the_largest_tiles_that_fit(device, dim, element_bytes, tiles):
+def test_prefill_uses_the_largest_tiles_that_fit(device, dim, element_bytes, tiles):
     assert fitting_tiles(dim, element_bytes, DEVICES[device]) == tiles
 
 
@@ -47,7 +47,7 @@ def test_prefill_takes_the_largest_tiles_that_fit(device, dim, element_bytes, ti
         ("consumer", 128, 256, 4, 16),
     ],
 )
-def test_decode_takes_the_tile_it_wants_or_the_next_that_fits(device, wanted, dim, element_bytes, tile):
+def test_decode_uses_the_requested_tile_or_the_next_smaller_that_fits(device, wanted, dim, element_bytes, tile):
     assert fitting_tile(wanted, 16, dim * element_bytes, DEVICES[device]) == tile
 
 
@@ -62,8 +62,8 @@ def test_decode_takes_the_tile_it_wants_or_the_next_that_fits(device, wanted, di
         (4096, 12_288, True),
     ],
 )
-def test_products_of_few_rows_run_on_hopper_as_tuned_and_fit_everywhere(rows, inputs, outputs, gated):
-    blocks = few_rows_blocks(rows, inputs, outputs, gated=gated)
+def test_small_batch_products_keep_tuned_blocks_on_hopper_and_fit_every_device(rows, inputs, outputs, gated):
+    blocks = small_batch_blocks(rows, inputs, outputs, gated=gated)
     column_bytes = ((1 + gated) * blocks.outputs + max(16, rows)) * 2
     assert loop_over_columns(blocks.inputs, blocks.stages, column_bytes, HOPPER) == (blocks.inputs, blocks.stages)
     for shared in DEVICES.values():
@@ -82,5 +82,5 @@ def test_products_of_few_rows_run_on_hopper_as_tuned_and_fit_everywhere(rows, in
         ("a100", 128, 4, 2),
     ],
 )
-def test_chunks_are_fetched_ahead_where_two_fit(device, key_block, element_bytes, stages):
+def test_chunks_are_prefetched_if_two_fit(device, key_block, element_bytes, stages):
     assert carry_stages(key_block, 32, element_bytes, DEVICES[device]) == stages

@@ -1,4 +1,4 @@
-"""The head: which token is likeliest must not hang on how half precision rounds."""
+"""The head: the most likely token must not depend on the rounding of half precision."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ VOCAB, HIDDEN = 300, 64
 def make(dtype):
     parameters = Parameters(torch.device("cpu"), dtype)
     head, norm = Head(parameters, VOCAB, HIDDEN, "head", None), RMSNorm(parameters, HIDDEN, 1e-6, "norm")
-    # All rows of the matrix have much in common, so the logits are large beside what tells them apart.
+    # The rows of the matrix share a large component, so the logits are large compared to their differences.
     head.weight.copy_(torch.randn(VOCAB, HIDDEN) * 0.1 + torch.randn(HIDDEN).sign())
     norm.weight.fill_(1.0)
     return head, norm, head.weight.float().mean(0)
@@ -25,7 +25,7 @@ def exact(head, norm, hidden):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 3, 20])
-def test_the_likeliest_token_is_that_of_float32(num_rows, dtype):
+def test_most_likely_token_matches_float32(num_rows, dtype):
     torch.manual_seed(num_rows)
     head, norm, common = make(dtype)
     for _ in range(20):
@@ -38,14 +38,14 @@ def test_the_likeliest_token_is_that_of_float32(num_rows, dtype):
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_a_row_without_a_favourite_is_left_as_it_is():
+def test_logits_with_too_many_near_ties_are_not_recomputed():
     head, norm, _ = make(torch.bfloat16)
     head.weight.fill_(0.5)
     hidden = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
     assert torch.equal(head.logits(hidden, norm), head(hidden, norm=norm).float())
 
 
-def test_float32_is_not_computed_twice():
+def test_float32_logits_are_not_recomputed():
     head, norm, common = make(torch.float32)
     hidden = common[None]
     assert torch.equal(head.logits(hidden, norm), head(hidden, norm=norm))

@@ -1,4 +1,4 @@
-"""The layer against the reference library's blocks, from every form its weights are stored in."""
+"""The layer against the blocks of the reference library, for every form in which checkpoints store the weights."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def layer_like(block, device=CPU):
 
 
 def stacked(block):
-    """The tensors of a checkpoint that keeps all experts together."""
+    """The tensors of a checkpoint that stores all experts stacked."""
     return {"norm": torch.rand(HIDDEN), **{f"mlp.{name}": tensor for name, tensor in block.state_dict().items()}}
 
 
-def one_by_one(block):
-    """The tensors of a checkpoint that keeps each expert's matrices apart."""
+def separate(block):
+    """The tensors of a checkpoint that stores the matrices of each expert separately."""
     tensors = stacked(block)
     gate_up, down = tensors.pop("mlp.experts.gate_up_proj"), tensors.pop("mlp.experts.down_proj")
     for expert in range(EXPERTS):
@@ -61,10 +61,10 @@ def fill(parameters, tensors):
         binding.destination.copy_(binding.transform(tensor) if binding.transform else tensor)
 
 
-@pytest.mark.parametrize("stored", [stacked, one_by_one])
+@pytest.mark.parametrize("stored", [stacked, separate])
 @pytest.mark.parametrize("tokens", [1, 2, 50])
 @torch.inference_mode()
-def test_it_is_the_reference_block_however_it_is_stored(stored, tokens, block):
+def test_output_matches_the_reference_block_for_every_storage_form(stored, tokens, block):
     layer, norm, parameters = layer_like(block)
     fill(parameters, stored(block))
     hidden = torch.randn(tokens, HIDDEN)
@@ -72,19 +72,19 @@ def test_it_is_the_reference_block_however_it_is_stored(stored, tokens, block):
     torch.testing.assert_close(layer(hidden, norm), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_every_tensor_of_a_checkpoint_is_used_and_none_is_missing(block):
+def test_bindings_use_every_tensor_of_a_checkpoint_and_no_other(block):
     _, _, parameters = layer_like(block)
-    for tensors in (stacked(block), one_by_one(block)):
+    for tensors in (stacked(block), separate(block)):
         assert {binding.source for binding in parameters.bindings_from(tensors)} == set(tensors)
 
 
-def test_on_the_meta_device_it_only_has_a_size(block):
+def test_meta_device_gives_the_same_size(block):
     _, _, sized = layer_like(block, torch.device("meta"))
     _, _, parameters = layer_like(block)
     assert sized.num_bytes == parameters.num_bytes
 
 
-def test_without_a_shared_expert_the_router_scores_only_the_others():
+def test_router_without_a_shared_expert_scores_only_routed_experts():
     layer = MoE(Parameters(CPU, torch.float32), MoEConfig(HIDDEN, INNER, EXPERTS, TOP_K, True), "mlp")
     assert layer.experts.router.shape == (EXPERTS, HIDDEN)
     assert layer.experts.slots == TOP_K

@@ -1,4 +1,4 @@
-"""Layers over packed weights give what layers over the same weights in dense form give."""
+"""Layers over packed weights give the same output as layers over the same weights in dense form."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CPU = torch.device("cpu")
 INPUTS = 160
 
 
-def filled(layouts_by_name: Mapping[str, Layout]) -> Parameters:
+def parameters_for(layouts_by_name: Mapping[str, Layout]) -> Parameters:
     return Parameters(CPU, torch.float32, packing=PackingOffer(layouts_by_name))
 
 
 def fill(parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Random weights everywhere; the packed ones by name, as they came out of quantisation."""
+    """Fills all weights at random. Returns the packed weights by name, dequantised."""
     torch.manual_seed(0)
     dense: dict[str, torch.Tensor] = {}
     for binding in parameters.bindings:
@@ -37,7 +37,7 @@ def fill(parameters: Parameters) -> dict[str, torch.Tensor]:
 
 
 def test_projections_of_mixed_formats_equal_the_dense_product() -> None:
-    parameters = filled({"q.weight": layouts.Q4, "k.weight": layouts.Q4, "v.weight": layouts.Q6})
+    parameters = parameters_for({"q.weight": layouts.Q4, "k.weight": layouts.Q4, "v.weight": layouts.Q6})
     norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
     linear = Linear(parameters, INPUTS, {"q": 48, "k": 16, "v": 16}, bias=True)
     dense = fill(parameters)
@@ -49,14 +49,14 @@ def test_projections_of_mixed_formats_equal_the_dense_product() -> None:
     torch.testing.assert_close(linear(x, norm=norm, residual=residual.clone()), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_projection_that_is_not_offered_makes_all_of_them_dense() -> None:
-    linear = Linear(filled({"q.weight": layouts.Q4}), INPUTS, {"q": 48, "k": 16})
+def test_one_unpacked_projection_makes_all_of_them_dense() -> None:
+    linear = Linear(parameters_for({"q.weight": layouts.Q4}), INPUTS, {"q": 48, "k": 16})
     assert linear.packed is None
     assert linear.weight.shape == (64, INPUTS)
 
 
 def test_gated_projections_equal_the_dense_product() -> None:
-    parameters = filled({"gate.weight": layouts.Q5, "up.weight": layouts.Q8})
+    parameters = parameters_for({"gate.weight": layouts.Q5, "up.weight": layouts.Q8})
     norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
     gated = GatedLinear(parameters, INPUTS, 32, "gate", "up")
     dense = fill(parameters)
@@ -66,7 +66,7 @@ def test_gated_projections_equal_the_dense_product() -> None:
 
 
 def test_tied_head_multiplies_with_the_packed_embedding() -> None:
-    parameters = filled({"embed.weight": layouts.Q8})
+    parameters = parameters_for({"embed.weight": layouts.Q8})
     norm = RMSNorm(parameters, INPUTS, 1e-6, "norm.weight")
     embedding = Embedding(parameters, 40, INPUTS, "embed.weight")
     head = Head(parameters, 40, INPUTS, "lm_head", embedding)
@@ -79,7 +79,7 @@ def test_tied_head_multiplies_with_the_packed_embedding() -> None:
 
 
 def test_storages_hold_packed_weights_once() -> None:
-    parameters = filled({"q.weight": layouts.Q6, "k.weight": layouts.Q6})
+    parameters = parameters_for({"q.weight": layouts.Q6, "k.weight": layouts.Q6})
     Linear(parameters, INPUTS, {"q": 32, "k": 16})
     total = sum(storage.nbytes() for storage in parameters.storages())
     assert total == layouts.Q6.num_bytes(48, INPUTS)
@@ -95,7 +95,7 @@ def formats() -> Iterator[tuple[Layout, float]]:
 
 
 @pytest.mark.parametrize(("layout", "bound"), formats(), ids=lambda value: f"{getattr(value, 'bits', value)}")
-def test_quantisation_error_is_what_the_bits_allow(layout: Layout, bound: float) -> None:
+def test_quantisation_error_stays_within_the_bound_of_the_bits(layout: Layout, bound: float) -> None:
     torch.manual_seed(0)
     numbers = torch.randn(64, 256)
     numbers[0] = 0.0

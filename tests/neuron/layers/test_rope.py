@@ -1,4 +1,4 @@
-"""Frequencies and scale of every rope scaling against the reference library's own."""
+"""Frequencies and scale of every rope scaling against the reference library."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def reference_config(scaling: dict[str, Any], theta: float, head_dim: int) -> Ll
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_are_the_reference_librarys(name: str, theta: float, head_dim: int) -> None:
+def test_frequencies_match_the_reference_library(name: str, theta: float, head_dim: int) -> None:
     config = reference_config(SCALINGS[name], theta, head_dim)
     frequencies, scale = inverse_frequencies(read_rope(config.to_dict(), head_dim))
     if name == "default":
@@ -65,15 +65,15 @@ def test_frequencies_are_the_reference_librarys(name: str, theta: float, head_di
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_the_table_holds_the_reference_librarys_cosines_and_sines(name: str) -> None:
+def test_table_matches_cosines_and_sines_of_the_reference_library(name: str) -> None:
     config = reference_config(SCALINGS[name], 10_000.0, 32)
     table = RopeTable(read_rope(config.to_dict(), 32), 300, torch.device("cpu")).table
     cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
     torch.testing.assert_close(table, torch.cat((cosine[0, :, :16], sine[0, :, :16]), dim=1), rtol=1e-4, atol=1e-4)
 
 
-def test_the_old_spelling_means_the_same() -> None:
-    """`rope_theta` beside `rope_scaling`, whose rule is called `type`."""
+def test_legacy_config_keys_give_the_same_frequencies() -> None:
+    """`rope_theta` beside `rope_scaling`, with the rule under `type`."""
     old = {"rope_theta": 500_000.0, "rope_scaling": {**LLAMA3, "type": "llama3"}, "max_position_embeddings": 131072}
     del old["rope_scaling"]["rope_type"]  # type: ignore[attr-defined]
     new = {"rope_parameters": {**LLAMA3, "rope_theta": 500_000.0}, "max_position_embeddings": 131072}
@@ -82,13 +82,13 @@ def test_the_old_spelling_means_the_same() -> None:
     assert torch.equal(old_frequencies, new_frequencies)
 
 
-def test_a_part_of_each_head_may_be_rotated() -> None:
+def test_partial_rotary_factor_rotates_a_part_of_each_head() -> None:
     partial = read_rope({"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}, 64)
     assert partial.dims == 16
     assert inverse_frequencies(partial)[0].shape == (8,)
 
 
-def test_yarn_falls_back_to_the_positions_the_model_was_trained_on() -> None:
+def test_yarn_falls_back_to_max_position_embeddings() -> None:
     with_it = read_rope({"rope_scaling": {**YARN}, "max_position_embeddings": 1}, 64)
     without = dict(YARN)
     del without["original_max_position_embeddings"]
@@ -99,14 +99,14 @@ def test_yarn_falls_back_to_the_positions_the_model_was_trained_on() -> None:
 @pytest.mark.parametrize(
     ("scaling", "missing"), [("linear", "factor"), ("llama3", "low_freq_factor"), ("yarn", "factor")]
 )
-def test_a_scaling_without_its_numbers_is_refused(scaling: str, missing: str) -> None:
+def test_rejects_a_scaling_without_its_required_settings(scaling: str, missing: str) -> None:
     settings = {**LLAMA3, "rope_type": scaling}
     del settings[missing]
     with pytest.raises(UnsupportedModel, match=f"'{scaling}' needs the number '{missing}'"):
         read_rope({"rope_scaling": settings}, 64)
 
 
-def test_a_scaling_that_is_not_built_is_named_with_those_that_are() -> None:
-    with pytest.raises(UnsupportedModel, match="'longrope' is not supported") as refused:
+def test_rejects_an_unknown_scaling_and_lists_the_supported_ones() -> None:
+    with pytest.raises(UnsupportedModel, match="'longrope' is not supported") as caught:
         read_rope({"rope_scaling": {"rope_type": "longrope"}}, 64)
-    assert all(name in str(refused.value) for name in configs.SCALINGS)
+    assert all(name in str(caught.value) for name in configs.SCALINGS)

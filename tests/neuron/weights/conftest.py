@@ -1,4 +1,4 @@
-"""Writers of model files, sound and broken, from the formats' definitions."""
+"""Writers of valid and broken model files, from the definitions of the formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 @dataclass
 class GGUFWriter:
-    """Composes a GGUF file; every part can be made to lie."""
+    """Composes a GGUF file. Every part can be made invalid."""
 
     keys: list[tuple[str, bytes]] = field(default_factory=list)
     tensors: list[tuple[str, tuple[int, ...], int, bytes]] = field(default_factory=list)

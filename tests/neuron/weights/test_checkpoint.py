@@ -14,7 +14,7 @@ from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malforme
 Directory = Callable[..., Path]
 
 
-def test_a_single_file_model_reads_as_it_was_written(model_directory: Directory) -> None:
+def test_single_file_model_is_read_as_written(model_directory: Directory) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.tensor(2.0), "d": torch.empty(3, 0)}
     config = {"model_type": "x", "text_config": {"hidden_size": 4}}
     checkpoint = open_checkpoint(model_directory(tensors, config=config))
@@ -28,7 +28,7 @@ def test_a_single_file_model_reads_as_it_was_written(model_directory: Directory)
         assert torch.equal(read, tensor)
 
 
-def test_tensors_are_views_of_the_file_and_outlive_the_checkpoint(model_directory: Directory) -> None:
+def test_tensors_share_the_mapped_file_and_outlive_the_checkpoint(model_directory: Directory) -> None:
     checkpoint = open_checkpoint(model_directory({"a": torch.arange(8.0)}))
     first, second = checkpoint.read("a"), checkpoint.read("a")
     assert first.data_ptr() == second.data_ptr()
@@ -37,7 +37,7 @@ def test_tensors_are_views_of_the_file_and_outlive_the_checkpoint(model_director
     assert torch.equal(first, torch.arange(8.0))
 
 
-def test_an_unaligned_header_does_not_make_unaligned_tensors(
+def test_unaligned_header_gives_aligned_tensors(
     model_directory: Directory, write_safetensors_bytes: Callable[[Any, bytes], bytes]
 ) -> None:
     directory = model_directory({})
@@ -50,19 +50,19 @@ def test_an_unaligned_header_does_not_make_unaligned_tensors(
         assert read.tolist() == [1.5, -2.0]
 
 
-def test_shards_are_one_model(model_directory: Directory) -> None:
+def test_shards_are_merged_into_one_model(model_directory: Directory) -> None:
     checkpoint = open_checkpoint(model_directory({"a": torch.ones(2)}, {"b": torch.zeros(3)}))
     assert set(checkpoint.tensors) == {"a", "b"}
     assert checkpoint.read("b").tolist() == [0, 0, 0]
 
 
-def test_the_generation_config_is_read_when_there_is_one(model_directory: Directory) -> None:
+def test_generation_config_is_read_if_present(model_directory: Directory) -> None:
     directory = model_directory({})
     (directory / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert open_checkpoint(directory).generation_config == {"eos_token_id": [1, 2]}
 
 
-def test_a_tensor_that_is_not_there_is_named(model_directory: Directory) -> None:
+def test_error_names_the_missing_tensor(model_directory: Directory) -> None:
     with pytest.raises(TensorMissing, match="nope"):
         open_checkpoint(model_directory({})).read("nope")
 
@@ -81,7 +81,9 @@ def test_a_tensor_that_is_not_there_is_named(model_directory: Directory) -> None
         "link.safetensors",
     ],
 )
-def test_an_index_cannot_lead_out_of_the_directory(model_directory: Directory, tmp_path: Path, shard: str) -> None:
+def test_rejects_an_index_that_leads_out_of_the_directory(
+    model_directory: Directory, tmp_path: Path, shard: str
+) -> None:
     directory = model_directory({"a": torch.ones(1)})
     (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     (directory / "link.safetensors").symlink_to(tmp_path / "model.safetensors")
@@ -90,7 +92,7 @@ def test_an_index_cannot_lead_out_of_the_directory(model_directory: Directory, t
         open_checkpoint(directory)
 
 
-def test_a_hub_cache_snapshot_may_link_to_its_own_blobs_only(model_directory: Directory, tmp_path: Path) -> None:
+def test_hub_cache_snapshot_may_link_only_to_its_own_blobs(model_directory: Directory, tmp_path: Path) -> None:
     source = model_directory({"a": torch.ones(1)})
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / ("0" * 40)
@@ -107,7 +109,7 @@ def test_a_hub_cache_snapshot_may_link_to_its_own_blobs_only(model_directory: Di
         open_checkpoint(snapshot)
 
 
-def test_a_linked_directory_is_a_model_directory(model_directory: Directory, tmp_path: Path) -> None:
+def test_opens_a_symlinked_model_directory(model_directory: Directory, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(model_directory({"a": torch.ones(1)}))
     assert open_checkpoint(tmp_path / "link").read("a").tolist() == [1]
 
@@ -172,7 +174,9 @@ def truncated_shard(directory: Path) -> None:
     ],
     ids=lambda damage: damage.__name__,
 )
-def test_a_damaged_directory_is_refused_in_one_line(model_directory: Directory, damage: Callable[[Path], None]) -> None:
+def test_rejects_a_damaged_directory_with_a_one_line_error(
+    model_directory: Directory, damage: Callable[[Path], None]
+) -> None:
     directory = model_directory({"a": torch.ones(2)}, {"b": torch.ones(2)})
     damage(directory)
     with pytest.raises(CheckpointError) as caught:
@@ -180,20 +184,20 @@ def test_a_damaged_directory_is_refused_in_one_line(model_directory: Directory, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_place_without_a_model_is_missing(tmp_path: Path) -> None:
+def test_path_without_a_model_raises_files_missing(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent", tmp_path / "absent.gguf"):
         with pytest.raises(FilesMissing):
             open_checkpoint(path)
 
 
-def test_of_several_gguf_models_one_must_be_named(tmp_path: Path) -> None:
+def test_rejects_a_directory_with_several_gguf_models_and_lists_them(tmp_path: Path) -> None:
     for name in ("a-Q4_0.gguf", "a-Q8_0.gguf", "mmproj-f16.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(FilesMissing, match=r"a-Q4_0\.gguf, a-Q8_0\.gguf$"):
         open_checkpoint(tmp_path)
 
 
-def test_failed_opens_leave_no_descriptor_behind(model_directory: Directory) -> None:
+def test_failed_opens_leak_no_descriptors(model_directory: Directory) -> None:
     directory = model_directory({"a": torch.ones(2)}, {"b": torch.ones(2)})
     truncated_shard(directory)
     before = len(list(Path("/proc/self/fd").iterdir()))

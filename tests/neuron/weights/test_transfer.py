@@ -37,9 +37,9 @@ def fill(checkpoint: Checkpoint, *placements: Placement) -> list[tuple[int, int]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small that every tensor here moves in several pieces."""
-    monkeypatch.setattr(placement, "_PIECE_BYTES", 100)
-    monkeypatch.setattr(staging, "_MAX_PINNED_BYTES", 400)
+    """Makes pieces so small that every tensor here is read in several."""
+    monkeypatch.setattr(placement, "PIECE_BYTES", 100)
+    monkeypatch.setattr(staging, "MAX_PINNED_BYTES", 400)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -78,16 +78,16 @@ def test_fused_destinations_are_filled_in_their_own_dtype(model_directory: Direc
     ],
     ids=str,
 )
-def test_a_share_of_a_tensor_can_be_taken(model_directory: Directory, device: str, select: tuple[slice, ...]) -> None:
+def test_selection_of_a_tensor_is_loaded(model_directory: Directory, device: str, select: tuple[slice, ...]) -> None:
     source = torch.randn(50, 6)
     expected = source[select]
-    # A strided destination: one of two columns of something larger.
+    # A strided destination: one of two columns of a larger tensor.
     place = torch.zeros(*expected.shape, 2, device=device)[..., 0]
     fill(open_checkpoint(model_directory({"w": source})), Placement("w", place, select))
     assert torch.equal(place.cpu(), expected)
 
 
-def test_only_the_rows_that_are_needed_are_read(model_directory: Directory) -> None:
+def test_reads_only_the_selected_rows(model_directory: Directory) -> None:
     checkpoint = open_checkpoint(model_directory({"w": torch.randn(100, 4)}))
     reports = fill(checkpoint, Placement("w", torch.empty(25, 4), (slice(25, 50),)))
     assert reports[-1] == (25 * 16, 25 * 16)
@@ -95,7 +95,9 @@ def test_only_the_rows_that_are_needed_are_read(model_directory: Directory) -> N
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_transform_sees_all_it_selected_on_the_destinations_device(model_directory: Directory, device: str) -> None:
+def test_transform_receives_the_whole_selection_on_the_destination_device(
+    model_directory: Directory, device: str
+) -> None:
     source = {"w": torch.randn(40, 1, 6), "scale": torch.tensor(2.0)}
     place, scale = torch.empty(6, 30, device=device), torch.empty(1, device=device)
 
@@ -113,7 +115,7 @@ def test_a_transform_sees_all_it_selected_on_the_destinations_device(model_direc
     assert scale.item() == 2
 
 
-def test_a_transform_that_gives_another_shape_is_an_error(model_directory: Directory) -> None:
+def test_rejects_a_transform_that_returns_another_shape(model_directory: Directory) -> None:
     checkpoint = open_checkpoint(model_directory({"w": torch.randn(4, 4)}))
     with pytest.raises(TensorMissing, match=r"becomes \(1, 4\), the model needs \(4, 4\)"):
         fill(checkpoint, Placement("w", torch.empty(4, 4), transform=lambda whole: whole[:1]))
@@ -121,7 +123,7 @@ def test_a_transform_that_gives_another_shape_is_an_error(model_directory: Direc
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
-def test_quantised_and_interleaved_tensors_arrive_as_read_gives_them(
+def test_quantised_and_interleaved_tensors_are_loaded_as_read_returns_them(
     tmp_path: Path, gguf_writer: Callable[[], Any], device: str
 ) -> None:
     writer = gguf_writer().add("general.architecture", "llama")
@@ -148,7 +150,7 @@ def test_quantised_and_interleaved_tensors_arrive_as_read_gives_them(
     assert torch.equal(share.cpu(), checkpoint.read(name)[13:23])
 
 
-def test_wrong_names_and_shapes_are_found_before_anything_moves(model_directory: Directory) -> None:
+def test_rejects_wrong_names_and_shapes_before_any_transfer(model_directory: Directory) -> None:
     checkpoint = open_checkpoint(model_directory({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}))
     place = torch.zeros(2, 2)
     for wrong in (Placement("c", torch.zeros(2, 2)), Placement("b", torch.zeros(2, 3)), Placement("b", torch.zeros(4))):
@@ -159,7 +161,7 @@ def test_wrong_names_and_shapes_are_found_before_anything_moves(model_directory:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_load_that_is_called_off_ends_and_leaves_no_threads(model_directory: Directory, device: str) -> None:
+def test_cancelled_load_ends_and_leaves_no_threads(model_directory: Directory, device: str) -> None:
     checkpoint = open_checkpoint(model_directory({"w": torch.randn(1000, 4)}))
     place = torch.empty(1000, 4, device=device)
     done: list[int] = []
@@ -175,7 +177,7 @@ def test_a_load_that_is_called_off_ends_and_leaves_no_threads(model_directory: D
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_a_crash(model_directory: Directory) -> None:
+def test_file_that_shrinks_during_the_read_raises_malformed(model_directory: Directory) -> None:
     directory = model_directory({"w": torch.randn(1000, 4)})
     checkpoint = open_checkpoint(directory)
     pieces = list(placement.Target(Placement("w", torch.empty(1000, 4)), checkpoint.stored("w")).pieces())
@@ -194,22 +196,22 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_a_crash(model_dire
         drain()
 
 
-def test_destinations_on_two_devices_are_a_mistake(model_directory: Directory) -> None:
+def test_rejects_destinations_on_two_devices(model_directory: Directory) -> None:
     checkpoint = open_checkpoint(model_directory({"a": torch.ones(2)}))
     with pytest.raises(ValueError, match="several devices"):
         fill(checkpoint, Placement("a", torch.empty(2)), Placement("a", torch.empty(2, device="meta")))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_holds_the_destinations_once_a_load_is_over(model_directory: Directory, device: str) -> None:
+def test_finished_load_keeps_no_reference_to_the_destinations(model_directory: Directory, device: str) -> None:
     checkpoint = open_checkpoint(model_directory({"w": torch.ones(4)}))
     place = torch.empty(4, device=device)
-    gone = weakref.ref(place)
+    reference = weakref.ref(place)
     gc.disable()
     try:
         fill(checkpoint, Placement("w", place, transform=lambda whole: whole + 1))
         assert place.tolist() == [2] * 4
         del place
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()

@@ -14,7 +14,7 @@ from cortex.neuron.engine.memory.device import compute_dtype, device_memory
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.products.four_bit import rows_worth_it
+from cortex.neuron.kernels.products.four_bit import max_four_bit_rows
 from cortex.neuron.kernels.products.four_bit_size import ROW_BLOCK
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parameters import NO_FOUR_BITS, NOTHING_PACKED, FourBitOffer, PackingOffer, Parameters
@@ -103,7 +103,7 @@ def four_bit_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: to
         for name, info in tensors.items()
         if len(info.shape) == 2 and info.dtype in GROUPED_BITS
     }
-    return FourBitOffer(bits, rows_worth_it(compute_dtype(spec.dtype, device))) if bits else NO_FOUR_BITS
+    return FourBitOffer(bits, max_four_bit_rows(compute_dtype(spec.dtype, device))) if bits else NO_FOUR_BITS
 
 
 def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: torch.device) -> PackingOffer:

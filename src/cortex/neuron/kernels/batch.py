@@ -1,6 +1,6 @@
-"""One step's tensors, as layers and kernels read them.
+"""The tensors of one step, as layers and kernels read them.
 
-Tokens of decode rows come first, one each; then the prefill rows' tokens, row after row.
+The tokens of the decode rows come first, one per row. The tokens of the prefill rows follow, row by row.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 T = TypeVar("T")
 
 PREFILL_TILE = 128
-"""Tokens of one prefill row that one program of the attention kernel takes."""
+"""Tokens of one prefill row that one program of the attention kernel processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """A prefill row as the host knows it: `count` tokens from position `start`, beginning at `offset` in the step."""
+    """The host's view of a prefill row: `count` tokens from position `start`, at `offset` in the step."""
 
     row: int
     start: int
@@ -34,29 +34,29 @@ class Batch:
     positions: Tensor
     """[tokens] int64"""
     slots: Tensor
-    """[tokens] int64: where each token's KV goes, page · page_tokens + offset; what must not be kept goes to page 0"""
+    """[tokens] int64: the KV slot of each token, page · page_tokens + offset. Discarded tokens write to page 0."""
     rows: Tensor
-    """[rows] int64: each row's place in the page table"""
+    """[rows] int64: the index of each row in the page table"""
     lengths: Tensor
-    """[rows] int32: positions each row attends to, its own tokens included"""
+    """[rows] int32: number of positions each row attends to, including its own tokens"""
     page_table: Tensor
     """[max rows, max pages] int32"""
     num_decodes: int
     max_length: int
-    """No row is longer; an upper bound where a captured graph serves many steps."""
+    """The length of the longest row, or an upper bound of it in a captured graph, which serves many steps."""
     prefills: tuple[PrefillRow, ...] = ()
     prefill_offsets: Tensor | None = None
-    """[prefills + 1] int32: where each prefill row's tokens begin, counted from the first prefill token"""
+    """[prefills + 1] int32: the first token of each prefill row, relative to the first prefill token"""
     prefill_tiles: Tensor | None = None
-    """[tiles, 2] int32: prefill row and first token of each PREFILL_TILE"""
-    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    """[tiles, 2] int32: the prefill row and the first token of each tile of PREFILL_TILE tokens"""
+    _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives: made by the first layer of the step that asks for it, shared by all others.
+        """The result of `make`, which runs once per step and key. All layers of the step share the result.
 
-        For what runs operation by operation; a captured graph would keep the first step's tensors.
+        Only for eager execution: a captured graph would keep the tensors of the first step.
         """
-        if key not in self._made:
-            self._made[key] = make()
-        made: T = self._made[key]
-        return made
+        if key not in self._shared:
+            self._shared[key] = make()
+        value: T = self._shared[key]
+        return value

@@ -1,5 +1,5 @@
-"""Reproducible noise for drawing tokens: a hash of (seed, position, token), so that a request's draws do not depend on
-what else is in its batch. The largest of log-probability + Gumbel noise is a draw from the distribution."""
+"""Reproducible noise for sampling tokens: a hash of (seed, position, token), so that the samples of a request do not
+depend on the rest of its batch. The argmax of log-probability + Gumbel noise is a sample from the distribution."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ _TOKEN_STRIDE = 0xD6E8FEB86659FD93 - (1 << 64)
 
 NOISE_BITS = 63
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
-"""The float32 before 1."""
+"""The largest float32 below 1."""
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """seeds and positions: [rows] int64 → standard Gumbel noise [rows, vocab] float32, every value finite"""
-    # Counted from 1: the hash of 0 is 0, which would be the largest noise for token 0 at position 0 of seed 0.
+    # Tokens and positions count from 1. The hash of 0 is 0, which would give token 0 at position 0 of seed 0 the
+    # largest noise.
     tokens = torch.arange(1, vocab + 1, device=seeds.device)
     base = _mix(seeds + (positions + 1) * _POSITION_STRIDE)
     return noise_of_bits(_shift(_mix(base[:, None] + tokens * _TOKEN_STRIDE), 64 - NOISE_BITS))
 
 
 def noise_of_bits(bits: Tensor) -> Tensor:
-    """int64 from 0 up to 2**NOISE_BITS - 1 → standard Gumbel noise, float32, largest for the smallest bits
+    """int64 from 0 up to 2**NOISE_BITS - 1 → standard Gumbel noise, float32. The smallest bits give the largest noise.
 
-    The uniform number is read as the distance below 1, because float32 is dense near 0 and coarse near 1: so the tail
-    of large noise, which decides the draws of unlikely tokens, reaches 44 and has hardly any ties. Conversion rounds
-    the largest bits up to 1, whose noise would be infinite; they take the float32 before it. Finite noise keeps a
-    forbidden token (-inf) forbidden, and an allowed one drawable.
+    The bits are the distance of the uniform number below 1, because float32 is dense near 0 and coarse near 1. So the
+    tail of large noise, which decides the samples of unlikely tokens, reaches 44 and has hardly any ties. The
+    conversion rounds the largest bits up to 1, whose noise would be infinite, so they are clamped to the largest
+    float32 below 1. Because the noise is finite, a masked token (-inf) is never sampled and an allowed one can be.
     """
     below_one = (bits.to(torch.float32) + 0.5).mul_(2.0**-NOISE_BITS).clamp_(max=_LARGEST_BELOW_ONE)
     return below_one.neg_().log1p_().neg_().log_().neg_()
@@ -44,5 +45,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right: torch's own keeps the sign."""
+    """Logical shift right. The operator `>>` of torch is arithmetic: it keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,9 +1,9 @@
-"""Triton where it is installed. Without it the kernels' modules still import, and only their torch references run.
+"""Triton, if it is installed. Without it the kernel modules can still be imported, and only the torch references run.
 
-On Hopper and later a kernel may start while the one before it is still finishing (programmatic dependent launch):
-it fetches what does not depend on its predecessor, weights above all, and then waits. Kernels take part when launched
-with `launch_options`; they say `gdc_launch_dependents()` first, and `gdc_wait()` before they touch anything that an
-earlier kernel of the step wrote or reads.
+On Hopper and later a kernel may start before its predecessor ends (programmatic dependent launch). It first loads data
+that does not depend on its predecessor, mainly weights, and then waits. A kernel launched with `launch_options` calls
+`gdc_launch_dependents()` first. It calls `gdc_wait()` before it reads what an earlier kernel of the step writes, and
+before it writes what an earlier kernel reads or writes.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ TRITON = triton is not None
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _leave(function: Any = None, **_: Any) -> Any:
-    return function if function is not None else _leave
+def _identity(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else _identity
 
 
-jit: Callable[..., Any] = triton.jit if TRITON else _leave
+jit: Callable[..., Any] = triton.jit if TRITON else _identity
 
 
 def constant(value: Any) -> Any:
-    """A module's value that kernels may read."""
+    """A module-level value that kernels may read."""
     return tl.constexpr(value) if TRITON else value
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels run where `x` lives: on a GPU, or anywhere under Triton's interpreter, as their tests do."""
+    """Whether kernels run on the device of `x`: on a GPU, or on any device under Triton's interpreter (in tests)."""
     return x.is_cuda or INTERPRETED
 
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels on this device can start before their predecessors end."""
+    """Whether kernels on this device can start before their predecessor ends."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of a launch of a kernel that has the OVERLAP constant."""
+    """Keyword arguments to launch a kernel that has the constant OVERLAP."""
     return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
 
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
+    """The number of streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 

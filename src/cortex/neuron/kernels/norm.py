@@ -8,14 +8,14 @@ from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
 
-FEW_NUMBERS = 1 << 14
-"""On a CPU up to so many numbers cost less than the operations on them."""
+MAX_SMALL_ELEMENTS = 1 << 14
+"""Up to this size, a CPU spends more time on launching operations than on the elements."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., size], any strides but the last dimension dense → same shape, contiguous."""
+    """x: [..., size], any strides, last dimension contiguous → same shape, contiguous."""
     if not has_kernels(x):
-        return (_rms_norm_of_few if x.numel() <= FEW_NUMBERS else rms_norm_reference)(x, weight, eps)
+        return (rms_norm_small if x.numel() <= MAX_SMALL_ELEMENTS else rms_norm_reference)(x, weight, eps)
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -35,16 +35,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32 inside; the fewest operations, because on a CPU each costs more than the numbers it moves."""
+    """Computes in float32. Uses few operations: on a CPU, each operation has a high fixed cost."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.rsqrt(length.square_().div_(x.shape[-1]).add_(eps))
     return (x * scale).mul_(weight).to(x.dtype)
 
 
-def _rms_norm_of_few(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """By way of torch's layer norm, one operation for five: numbers beside their negatives have the mean zero."""
+def rms_norm_small(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """For small inputs on a CPU: one layer norm replaces five operations. The mean of [x, -x] is zero."""
     size = x.shape[-1]
-    exact = torch.cat((x, -x), dim=-1).float()  # rounded once, at the end
+    exact = torch.cat((x, -x), dim=-1).float()  # float32, so that only the result is rounded
     normed = F.layer_norm(exact, (2 * size,), eps=eps).narrow(-1, 0, size)
     return (normed * weight).to(x.dtype)
 

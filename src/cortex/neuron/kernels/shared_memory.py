@@ -1,8 +1,8 @@
-"""How much shared memory one program may use, and loops that fit it.
+"""How much shared memory one program may use, and loop sizes that fit into it.
 
 Devices differ: 99 KB on consumer cards (compute capability 8.6, 8.9, 12.0), 163 KB on an A100, 227 KB on Hopper and on
-Blackwell's data-center cards. A kernel asks for the tile that is fastest where there is plenty and takes the next
-smaller one where there is not. `bench/kernel_fit.py` compiles the kernels for any device and shows what they take.
+Blackwell's data-center cards. A kernel requests the tile that is fastest with enough memory, and falls back to the
+next smaller one. `bench/kernel_fit.py` compiles the kernels for any device and prints their shared memory.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from functools import cache
 import torch
 
 SLACK_BYTES = 2 << 10
-"""Beside its tiles a program keeps page numbers, partial sums and the like."""
+"""Reserved for what a program keeps besides its tiles: page numbers, partial sums."""
 MIN_STAGES = 3
-"""A loop over a matrix that has fewer tiles on their way leaves the memory idle."""
+"""With fewer tiles in flight, a loop over a matrix does not saturate the memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
     num_bytes: int
-    """What one program may use."""
+    """The limit for one program."""
     copies: int
-    """Buffers that a loop of two stages keeps of an operand: one, or two where products run on while the loop does."""
+    """Buffers per operand in a loop of two stages: one, or two where matrix products run asynchronously."""
 
     def holds(self, num_bytes: int) -> bool:
         return num_bytes + SLACK_BYTES <= self.num_bytes
 
 
 SMALLEST = SharedMemory(99 << 10, copies=1)
-"""That of the smallest supported devices."""
+"""The shared memory of the smallest supported devices."""
 
 
 @cache
 def shared_memory(device: torch.device) -> SharedMemory:
-    """Off the GPU, where kernels are interpreted, that of the smallest."""
+    """The shared memory of `device`. On a CPU, where kernels are interpreted, it is SMALLEST."""
     if device.type != "cuda":
         return SMALLEST
     properties = torch.cuda.get_device_properties(device)
@@ -44,10 +44,10 @@ def shared_memory(device: torch.device) -> SharedMemory:
 
 
 def loop_over_columns(columns: int, stages: int, column_bytes: int, shared: SharedMemory) -> tuple[int, int]:
-    """Columns of a matrix product's operands at a time, and how many such steps are on their way at once: at most those
-    asked for, and fewer columns before fewer than MIN_STAGES. `column_bytes`: one column of all operands.
+    """The columns per step of a matrix product, and the number of stages, both at most as requested.
 
-    A loop keeps a buffer less than it has stages, as one is being multiplied; not so where products run on.
+    Columns are halved before stages fall below MIN_STAGES. `column_bytes` is the size of one column of all operands. A
+    loop has one buffer fewer than stages, because one tile is being multiplied. Asynchronous products need all.
     """
     unbuffered = 2 - shared.copies
     while columns > 32 and not shared.holds((MIN_STAGES - unbuffered) * columns * column_bytes):

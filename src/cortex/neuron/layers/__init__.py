@@ -1,1 +1,1 @@
-"""The blocks that the families are made of."""
+"""The layers that model families are built from."""

@@ -1,4 +1,4 @@
-"""Self-attention over paged KV: projections, optional q/k norms and output gate, rotation, cache, attention."""
+"""Self-attention over paged KV: projections, optional q/k norms and output gate, rotary embedding, cache, attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cortex.neuron.layers.rope import RopeTable
 
 
 class LayerCache:
-    """One layer's share of the KV pages."""
+    """The KV pages of one layer."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys = keys  # [pages, page tokens, kv heads, head dim]
@@ -24,7 +24,7 @@ class LayerCache:
 
 
 class Attention:
-    """Reads and writes the pages given by `cache`, which the engine sets before the first step."""
+    """Reads and writes the pages in `cache`, which the engine sets before the first step."""
 
     cache: LayerCache
 

@@ -15,20 +15,20 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
-"""The scaling rules that are built → the numbers each cannot do without."""
+"""The supported scaling rules → the settings each requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions are rotated. `dims` of each head's dimensions take part, the rest pass through."""
+    """How positions are rotated. The first `dims` dimensions of each head are rotated, the rest pass through."""
 
     dims: int
     theta: float = 10_000.0
     scaling: str = "default"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The scaling rule's own numbers, under the names the checkpoints use."""
+    """The settings of the scaling rule, under the names that checkpoints use."""
     trained_tokens: int = 0
-    """Positions the model was trained on; yarn falls back to it."""
+    """Positions the model was trained on; the fallback of yarn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class AttentionConfig:
     qk_norm: bool = False
     zero_centred_norm: bool = False
     gated: bool = False
-    """The q projection also gives a gate that the output is multiplied by, after a sigmoid."""
+    """The q projection also produces a gate. The output is multiplied by its sigmoid."""
     window: int | None = None
-    """Positions a token looks back on, itself included; None: all."""
+    """Positions a token attends to, including its own; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class MoEConfig:
     experts: int
     top_k: int
     renormalise: bool
-    """Whether the weights of a token's experts add up to one."""
+    """Whether the weights of a token's experts are scaled to sum to one."""
     shared_inner: int = 0
-    """Width of an expert that every token takes, weighed by a sigmoid gate of its own; 0: there is none."""
+    """Width of the shared expert, which every token uses, weighted by its own sigmoid gate; 0: none."""
 
     @property
     def num_shared(self) -> int:
-        """Experts of the routed ones' width that hold the shared one."""
+        """The number of experts of width `inner` that hold the shared expert."""
         return -(-self.shared_inner // self.inner)
 
 
@@ -84,7 +84,7 @@ class GatedDeltaConfig:
     conv_taps: int
     norm_eps: float
     stored_by_key_head: bool = False
-    """Whether the checkpoint stores the input projections key head by key head, not part by part."""
+    """Whether the checkpoint groups the rows of the input projections by key head instead of by part."""
 
     @property
     def key_size(self) -> int:
@@ -95,7 +95,7 @@ class GatedDeltaConfig:
         return self.value_heads * self.value_dim
 
     def input_rows(self, prefix: str) -> dict[str, int]:
-        """The checkpoint's input projections (without `.weight`) → their rows, in order."""
+        """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
         if self.stored_by_key_head:
             return {
                 f"{prefix}.in_proj_qkvz": 2 * self.key_size + 2 * self.value_size,

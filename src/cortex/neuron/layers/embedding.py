@@ -12,10 +12,10 @@ from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.packed import PackedProjections
 from cortex.neuron.layers.parameters import Parameters
 
-NEAR = 2.0**-6
-"""Logits that differ by less of the highest one may have changed places where half precision rounded them."""
-MOST_NEAR = 64
-"""Rivals per row that are told apart; a row with more has no favourite."""
+NEAR_TIE = 2.0**-6
+"""Relative to the highest logit: half precision may have swapped logits that differ by less."""
+MAX_NEAR_TIES = 64
+"""Average number of near ties per row up to which they are recomputed. Beyond it, no token is clearly preferred."""
 
 
 class Embedding:
@@ -32,7 +32,7 @@ class Embedding:
 
 
 class Head(Linear):
-    """The output matrix; with `tied` it is the embedding's own memory."""
+    """The output matrix. With `tied` it shares the memory of the embedding."""
 
     def __init__(self, parameters: Parameters, vocab: int, size: int, source: str, tied: Embedding | None) -> None:
         if tied is None:
@@ -47,16 +47,16 @@ class Head(Linear):
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]
 
-        On a CPU in half precision the highest logits, which it rounds to eighths and quarters, are computed again in
-        float32: otherwise the same prompt is answered one way when it is new and another way when it is cached.
+        On a CPU in half precision, which rounds the highest logits to eighths and quarters, near ties are recomputed in
+        float32. Otherwise the response to a prompt would depend on whether the prompt is cached.
         """
         logits = self(hidden, norm=norm)
         if logits.is_cuda or logits.dtype == torch.float32 or self.packed is not None:
             return logits
         logits = logits.float()
         highest = logits.amax(-1, keepdim=True)
-        rows, tokens = (logits >= highest - highest.abs() * NEAR).nonzero(as_tuple=True)
-        if len(rows) == len(logits) or len(rows) > MOST_NEAR * len(logits):
+        rows, tokens = (logits >= highest - highest.abs() * NEAR_TIE).nonzero(as_tuple=True)
+        if len(rows) == len(logits) or len(rows) > MAX_NEAR_TIES * len(logits):
             return logits
         exact = norm(hidden.float())[rows]
         logits[rows, tokens] = torch.einsum("ni,ni->n", self.weight[tokens].float(), exact)

@@ -1,4 +1,4 @@
-"""The gated delta net: attention's place taken by a memory of fixed size that is corrected token by token."""
+"""The gated delta net: a recurrent state of fixed size, updated token by token, replaces attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cortex.neuron.layers.parameters import Parameters
 
 
 class GatedDelta:
-    """Reads and moves on the rows' state given by `state`, which the engine sets before the first step."""
+    """Reads and updates the recurrent states in `state`, which the engine sets before the first step."""
 
     state: DeltaState
 
@@ -48,7 +48,7 @@ class GatedDelta:
 
 
 def _arrangements(config: GatedDeltaConfig, prefix: str) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What brings the rows of the checkpoint's projections into the order of `DeltaRules`, by projection."""
+    """By projection: the function that reorders the checkpoint's rows for `DeltaRules`."""
     if not config.stored_by_key_head:
         return {}
     shared = config.value_heads // config.key_heads
@@ -60,8 +60,7 @@ def _arrangements(config: GatedDeltaConfig, prefix: str) -> dict[str, Callable[[
 
 
 def _by_key_head(key_heads: int, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Brings the rows of a projection that is stored key head by key head (`sizes` rows of each part in every head)
-    into the order part by part."""
+    """A function that reorders rows grouped by key head, with `sizes` rows of each part in every head, by part."""
 
     def arrange(weight: Tensor) -> Tensor:
         parts = weight.unflatten(0, (key_heads, -1)).split(list(sizes), dim=1)

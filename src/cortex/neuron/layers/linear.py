@@ -1,10 +1,9 @@
-"""Matrices. A linear layer knows which rows of which checkpoint tensors it holds, and how they are stored: packed, as
-the checkpoint quantises them (`packed.py`), or dense in the model's dtype. A CPU that is faster that way also keeps the
-four bits of a quantised checkpoint, for small batches.
+"""Linear layers. A linear layer knows which checkpoint tensors fill its rows and how they are stored: packed, as the
+checkpoint quantises them (`packed.py`), or dense in the model's dtype. On a CPU where four-bit products are faster, it
+also keeps the four bits of a quantised checkpoint, for small batches.
 
-Several projections of the same input are one matrix here (q, k and v; gate and up): one read of the input, one launch.
-The norm before a matrix and the addition after it are arguments rather than layers of their own, so that the
-small-batch kernels can do all three in one pass.
+Projections of the same input (q, k and v; gate and up) form one matrix: one read of the input, one launch. The norm
+before a matrix and the addition after it are arguments, so that small-batch kernels fuse all three into one pass.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from cortex.neuron.layers.parameters import Parameters
 
 
 class Linear:
-    """`y = norm(x) Wᵀ + b + residual`, each part but the matrix optional."""
+    """`y = norm(x) Wᵀ + b + residual`. All parts except the matrix are optional."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class Linear:
     ) -> None:
         """`outputs` maps each checkpoint prefix (without `.weight`) to its number of rows, in order.
 
-        `arrange` reorders the rows of a checkpoint's tensor, by its prefix, where they are stored in another order.
+        `arrange` maps a prefix to the function that reorders its rows, for checkpoints with another order.
         """
         arrange = arrange or {}
         self.inputs = inputs

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the feed-forward block: a router chooses a few for each token."""
+"""The mixture of experts that replaces the feed-forward block. A router selects the experts of each token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cortex.neuron.layers.parameters import Binding, Parameters
 
 
 class MoE:
-    """Holds all experts in one stack, the shared one in as many of the routed ones' width as it takes.
+    """Holds all experts in one stack. The shared expert is split into parts of the width of a routed expert.
 
-    Checkpoints store the routed experts one by one or stacked; either fills it.
+    The checkpoint may store routed experts separately or stacked.
     """
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
@@ -57,7 +57,7 @@ class MoE:
 
 
 def _packed_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> PackedExperts | None:
-    """Experts that stay quantised; None where they are stored dense or in several formats, or where some are shared."""
+    """Experts that stay quantised; None if they are dense, of several formats, or include a shared expert."""
     if config.shared_inner:
         return None
     names = [f"{prefix}.experts.{expert}" for expert in range(config.experts)]
@@ -71,7 +71,7 @@ def _packed_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> P
 
 
 def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:
-    """Cuts the shared expert into parts of the stack's width. What the last part has too much adds nothing."""
+    """Splits the shared expert into parts of the width of the stack. The last part is padded with zeros."""
     inner = down.shape[2]
     for number, (expert_gate_up, expert_down) in enumerate(zip(gate_up, down, strict=True)):
         start = number * inner
@@ -80,9 +80,9 @@ def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_i
             expert_gate_up.zero_()
             expert_down.zero_()
         for name, rows in zip(("gate", "up"), expert_gate_up.chunk(2), strict=True):
-            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], partial(_stretch, 0, start, width))
-        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], partial(_stretch, 1, start, width))
+            parameters.bind(f"{prefix}.{name}_proj.weight", rows[:width], partial(_narrow, 0, start, width))
+        parameters.bind(f"{prefix}.down_proj.weight", expert_down[:, :width], partial(_narrow, 1, start, width))
 
 
-def _stretch(dim: int, start: int, length: int, tensor: Tensor) -> Tensor:
+def _narrow(dim: int, start: int, length: int, tensor: Tensor) -> Tensor:
     return tensor.narrow(dim, start, length)

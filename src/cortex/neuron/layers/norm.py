@@ -13,7 +13,7 @@ class RMSNorm:
     def __init__(
         self, parameters: Parameters, size: int, eps: float, source: str, *, zero_centred: bool = False
     ) -> None:
-        """`zero_centred`: the checkpoint stores the scale's distance from one."""
+        """`zero_centred`: the checkpoint stores the scale minus one."""
         self.eps = eps
         if zero_centred:
             self.weight = parameters.empty(size, dtype=torch.float32)

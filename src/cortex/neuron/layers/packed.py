@@ -1,4 +1,4 @@
-"""Projections of one input whose weights stay quantised in memory. Each may be in a format of its own."""
+"""Projections of one input whose weights stay quantised in memory. Each may have a different format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cortex.neuron.layers.norm import RMSNorm
 
 
 class PackedProjections:
-    """`y = norm(x) Wᵀ + b + residual` over matrices that lie below one another."""
+    """`y = norm(x) Wᵀ + b + residual` over vertically concatenated matrices."""
 
     def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
         self.matrices = matrices
@@ -42,7 +42,7 @@ class PackedProjections:
         return out
 
     def gated(self, x: Tensor, norm: RMSNorm) -> Tensor | None:
-        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` in one pass; None where there is none: several rows, or two formats."""
+        """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)` in one pass; None if that is not possible: several rows, or two formats."""
         if len(x) != 1 or len(self.matrices) != 1 or not has_kernels(x):
             return None
         out = torch.empty(1, self.outputs // 2, dtype=x.dtype, device=x.device)

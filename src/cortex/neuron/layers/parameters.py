@@ -1,4 +1,4 @@
-"""Where a model's tensors live and which tensor of the checkpoint fills each.
+"""The tensors of a model, and which tensor of the checkpoint fills each.
 
 Layers allocate through `Parameters` as they are built. `models/sizes.py` computes the same bytes beforehand, without
 torch.
@@ -22,25 +22,25 @@ from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A tensor of the checkpoint and the memory it belongs in."""
+    """A tensor of the checkpoint and the memory that it fills."""
 
     source: str
     destination: Tensor
     """A view into a parameter, of the source's shape (after `transform`)."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Applied to the source before it is copied, where the checkpoint's layout is not ours."""
+    """Applied to the source before it is copied, if the layout of the checkpoint differs."""
     parts: tuple[Binding, ...] = ()
-    """What fills the same memory where the checkpoint has no `source` but its pieces."""
+    """Bindings that fill the same memory if the checkpoint has no `source` but its parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class FourBitOffer:
-    """Which tensors of a checkpoint a matrix in four bits can hold as they are stored, and for what it is faster."""
+    """Which tensors of a checkpoint a four-bit matrix can hold as stored, and for how many rows it is faster."""
 
     bits: Mapping[str, int]
     """By the tensor's name: 4, or 8 for two planes of four."""
     max_rows: int
-    """Products with so many rows are faster that way; 0: none is."""
+    """Products with up to this many rows are faster in four bits; 0: none."""
 
 
 NO_FOUR_BITS = FourBitOffer({}, 0)
@@ -48,7 +48,7 @@ NO_FOUR_BITS = FourBitOffer({}, 0)
 
 @dataclass(frozen=True, slots=True)
 class FourBitBinding:
-    """A tensor of the checkpoint whose groups fill a matrix from `first_row` on."""
+    """A tensor of the checkpoint whose groups fill a matrix, starting at `first_row`."""
 
     source: str
     matrix: FourBitMatrix
@@ -67,7 +67,7 @@ NOTHING_PACKED = PackingOffer({})
 
 @dataclass(frozen=True, slots=True)
 class PackedBinding:
-    """A tensor of the checkpoint that fills rows of a packed matrix from `first_row` on."""
+    """A tensor of the checkpoint that fills rows of a packed matrix, starting at `first_row`."""
 
     source: str
     matrix: PackedMatrix
@@ -76,7 +76,7 @@ class PackedBinding:
 
 
 class Parameters:
-    """Allocates a model's tensors on one device and keeps the list of what fills them."""
+    """Allocates the tensors of a model on one device and lists the bindings that fill them."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Parameters:
         self.bindings.append(Binding(source, destination, transform, tuple(parts)))
 
     def bindings_from(self, names: Container[str]) -> list[Binding]:
-        """What fills this model from a checkpoint that holds tensors of these names."""
+        """The bindings that fill this model from a checkpoint with tensors of these names."""
         return [
             chosen
             for binding in self.bindings
@@ -119,15 +119,15 @@ class Parameters:
         ]
 
     def load(self, source: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter filled by one tensor of the checkpoint, as it is."""
+        """A parameter filled by one tensor of the checkpoint, without a transform."""
         tensor = self.empty(*shape, dtype=dtype)
         self.bind(source, tensor)
         return tensor
 
     def four_bit_matrix(self, sources: Mapping[str, int], inputs: int) -> FourBitMatrix | None:
-        """A second form of the matrix whose rows are those of `sources` (name → rows), for products with few rows.
+        """A four-bit copy of the matrix with the rows of `sources` (name → rows), for small batches.
 
-        None where the checkpoint stores them otherwise, or where it would not be faster.
+        None if the checkpoint stores them in another format, or if four bits are not faster.
         """
         bits = {self._four_bits.bits.get(source, 0) for source in sources}
         if not self._four_bits.max_rows or len(bits) > 1 or 0 in bits:
@@ -148,9 +148,9 @@ class Parameters:
         return matrix
 
     def packed(self, sources: Mapping[str, int], inputs: int) -> list[PackedMatrix] | None:
-        """Matrices for the rows of `sources` (name → rows), in order, as the checkpoint's formats are packed.
+        """Packed matrices for the rows of `sources` (name → rows), in order, one per run of equal layouts.
 
-        None where one of them is not: then all of them are dense.
+        None if one of the sources is not packed: then all of them are dense.
         """
         layouts = [self._packing.layouts.get(source) for source in sources]
         if None in layouts:
@@ -161,12 +161,12 @@ class Parameters:
         return matrices
 
     def can_stack(self, sources: Sequence[tuple[str, int]]) -> bool:
-        """Whether all of `sources` (name, rows) are packed, in one layout."""
+        """Whether all of `sources` (name, rows) are packed in the same layout."""
         layouts = {self._packing.layouts.get(source) for source, _ in sources}
         return len(layouts) == 1 and None not in layouts
 
     def packed_stack(self, sources: Sequence[tuple[str, int]], inputs: int) -> PackedMatrix:
-        """One matrix for the rows of `sources` (name, rows), in order. They must stack (`can_stack`)."""
+        """One matrix for the rows of `sources` (name, rows), in order. Requires `can_stack(sources)`."""
         layout = self._packing.layouts[sources[0][0]]
         matrix = empty_matrix(layout, sum(rows for _, rows in sources), inputs, self.device)
         self.num_bytes += layout.num_bytes(matrix.outputs, inputs)
@@ -177,7 +177,7 @@ class Parameters:
         return matrix
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The memory behind all parameters, each piece once however many tensors share it."""
+        """The memory of all parameters. Memory that several tensors share is listed once."""
         destinations = [part.destination for binding in self.bindings for part in (binding, *binding.parts)]
         destinations += [tensor for binding in self.packed_bindings for tensor in binding.matrix.tensors]
         return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in destinations}.values())

@@ -13,7 +13,7 @@ from cortex.neuron.layers.configs import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
-    """Radians per position for each pair of dimensions [dims / 2], and the factor cosines and sines are scaled by."""
+    """Radians per position for each pair of dimensions [dims / 2], and the factor that scales cosines and sines."""
     exponents = torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims
     frequencies = rope.theta**-exponents
     if rope.scaling == "linear":
@@ -26,7 +26,7 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Stretches long wavelengths by `factor`, keeps short ones, and interpolates between them."""
     factor = float(settings["factor"])
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     turns = settings["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -35,7 +35,7 @@ def _llama3(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
-    """Dimensions that turn often are kept, those that turn seldom stretched, with a linear ramp between."""
+    """Keeps high frequencies, stretches low ones, with a linear ramp between."""
     settings = rope.settings
     trained = settings.get("original_max_position_embeddings") or rope.trained_tokens
     factor = settings["factor"]
@@ -70,7 +70,7 @@ def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
 
 
 class RopeTable:
-    """Cosines and sines for every position a model may see, shared by its layers."""
+    """Cosines and sines for all positions of a model, shared by its layers."""
 
     def __init__(self, rope: RopeConfig, num_positions: int, device: torch.device) -> None:
         self.dims = rope.dims

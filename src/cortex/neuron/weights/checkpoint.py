@@ -1,6 +1,6 @@
-"""One face for every kind of model file: a config, a table of tensors, and a way to read them.
+"""One interface for every format of model files: a config, a table of tensors, and a way to read them.
 
-Opening costs no torch and reads no weight, so that a node can judge a model before it makes room for it.
+Opening a checkpoint needs no torch and reads no weights, so that a node can size a model before it makes room for it.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class Checkpoint(Protocol):
 
     path: Path
     config: Mapping[str, Any]
-    """Shaped like the hub's `config.json`, whatever the file format."""
+    """In the format of the hub's `config.json`, for every file format."""
     generation_config: Mapping[str, Any]
-    """Shaped like `generation_config.json`; empty where the model has none."""
+    """In the format of `generation_config.json`; empty if the model has none."""
     tensors: Mapping[str, TensorInfo]
     """By the hub's tensor names."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, in its stored dtype over the mapped file, or float32 where it is quantised.
+        """The tensor on the CPU: a view of the mapped file in its stored dtype, or float32 if it is quantised.
 
-        Not to be written to. Raises TensorMissing.
+        Callers must not write to it. Raises TensorMissing.
         """
         ...
 
     def stored(self, name: str) -> StoredTensor:
-        """Where the tensor lies, for readers that move bytes themselves. Raises TensorMissing."""
+        """The location of the tensor, for callers that copy bytes themselves. Raises TensorMissing."""
         ...
 
     def close(self) -> None:
-        """Close the files; idempotent. Tensors already read stay valid."""
+        """Close the files; idempotent. Tensors that were read stay valid."""
         ...
 
 
@@ -55,14 +55,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
             return SafetensorsCheckpoint(path)
         return GGUFCheckpoint(_only_gguf(path))
     if not path.exists():
-        raise FilesMissing(f"there is no {path}; check the path")
+        raise FilesMissing(f"{path} does not exist; check the path")
     if path.suffix == ".safetensors":
         return SafetensorsCheckpoint(path.parent)
     return GGUFCheckpoint(path)
 
 
 def _only_gguf(directory: Path) -> Path:
-    """The one GGUF model in `directory`; of a split model its first part."""
+    """The only GGUF model in `directory`; the first part of a split model."""
     found = sorted(
         path
         for path in directory.glob("*.gguf")

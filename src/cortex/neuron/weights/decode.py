@@ -1,4 +1,4 @@
-"""Bytes to numbers, on whatever device the bytes are."""
+"""Decoding of stored bytes into tensors, on the device that holds the bytes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DENSE: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 
-# Quantised tensors are decoded in runs of about this many stored bytes, so that intermediates stay in the cache.
+# Quantised tensors are decoded in runs of about this many stored bytes, so that intermediates fit the CPU cache.
 _RUN_BYTES = 256 << 10
 
 
 def mapped_bytes(stored: StoredTensor, start_group: int = 0, num_groups: int | None = None) -> torch.Tensor:
-    """Some groups' bytes (default: all from `start_group`) as a uint8 tensor over the mapping; nothing is copied."""
+    """The bytes of groups (default: all from `start_group`) as a uint8 view of the mapped file; no copy."""
     if num_groups is None:
         num_groups = stored.num_groups - start_group
     num_bytes = num_groups * stored.group_bytes
@@ -39,10 +39,10 @@ def mapped_bytes(stored: StoredTensor, start_group: int = 0, num_groups: int | N
 
 
 def decode(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
-    """Whole groups of `stored` as rows of numbers.
+    """Decode whole groups of `stored` into rows.
 
-    `raw` is their bytes, flat, on any device. Dense formats keep their dtype and share memory with `raw` where they
-    can; quantised ones become float32.
+    `raw` holds their bytes, flat, on any device. Dense formats keep their dtype and share memory with `raw` if it is
+    aligned. Quantised formats become float32.
     """
     dtype = DENSE.get(stored.format)
     if not stored.num_elements:
@@ -60,13 +60,13 @@ def decode(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
 
 
 def decode_groups(stored: StoredTensor, raw: torch.Tensor) -> quants.Groups:
-    """Whole groups of rows of a matrix as `[rows, row's groups, group]`, without turning them into numbers.
+    """Decode whole groups of rows of a matrix into codes, scales and minimums, each [rows, groups per row, ...].
 
-    Raises Unsupported where its format is not a quantised one.
+    Raises Unsupported if the format is not quantised.
     """
     quantisation = quants.QUANTISATIONS.get(stored.format)
     if quantisation is None:
-        raise Unsupported(f"{stored.file.path}: weights in {stored.format} are not quantised in groups")
+        raise Unsupported(f"{stored.file.path}: weights in {stored.format} are dense, not quantised in groups")
     groups = quantisation.groups(raw.view(-1, quantisation.block_bytes))
     row_groups = stored.shape[1] // groups.q.shape[-1]
     q, scale, minimum = (part.view(-1, row_groups, part.shape[-1]) for part in (groups.q, groups.scale, groups.minimum))
@@ -93,6 +93,6 @@ def _dequantise(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
 def _separate_halves(numbers: torch.Tensor, head_rows: int) -> torch.Tensor:
     """Rows a0 b0 a1 b1 … of each head become a0 a1 … b0 b1 …"""
     if numbers.shape[0] % head_rows or head_rows % 2:
-        raise Malformed(f"{numbers.shape[0]} rows are not whole heads of {head_rows}; the file contradicts itself")
+        raise Malformed(f"{numbers.shape[0]} rows are not whole heads of {head_rows} rows; download the file again")
     row_shape = numbers.shape[1:]
     return numbers.view(-1, head_rows // 2, 2, *row_shape).transpose(1, 2).reshape(-1, *row_shape)

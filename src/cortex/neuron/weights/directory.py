@@ -1,7 +1,7 @@
-"""A model directory: which of its files may be opened, and its JSON files, read with bounds.
+"""Access to a model directory: checks which files may be opened, and reads JSON files with a size limit.
 
-A directory may come from a stranger, or from a hub whose index names the shards. No name in it leads out of it; the
-one exception is the hub cache's own layout, where `snapshots/<revision>/<file>` links to `blobs/<digest>`.
+The directory and the index that names its shards are untrusted. No file name may lead out of the directory. The only
+exception is the layout of the hub cache, where `snapshots/<revision>/<file>` links to `blobs/<digest>`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final
 from cortex.neuron.weights.errors import FilesMissing, Malformed
 
 MAX_JSON_BYTES: Final = 32 << 20
-_HALF_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def model_file(directory: Path, name: str) -> Path:
-    """The regular file `name` in `directory`; raises FilesMissing, or Malformed for a name that leads elsewhere."""
+    """The regular file `name` in `directory`; raises FilesMissing, or Malformed for a name that leads out of it."""
     if name != Path(name).name or "\\" in name or "\0" in name or name in ("", ".", ".."):
         raise Malformed(f"{directory} refers to {name!r}, which is not a plain file name; do not trust this model")
     path = directory / name
@@ -36,7 +36,7 @@ def model_file(directory: Path, name: str) -> Path:
 
 
 def _is_own_blob(root: Path, real: Path) -> bool:
-    """Whether `real` is where the hub cache keeps the contents of snapshot `root`."""
+    """Whether `real` is a blob in the hub cache of snapshot `root`."""
     snapshots = next((parent for parent in (root, *root.parents) if parent.name == "snapshots"), None)
     return snapshots is not None and real.parent == snapshots.parent / "blobs"
 
@@ -62,14 +62,14 @@ def read_optional_json(directory: Path, name: str) -> Mapping[str, Any]:
 
 
 def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
-    """`raw`, found in `path`, as a JSON object; raises Malformed."""
+    """Parse `raw`, the contents of `path`, as a JSON object; raises Malformed."""
     try:
         value = json.loads(raw, object_pairs_hook=_unique)
-        if _HALF_CHARACTER.search(raw):
-            # Half of a pair is no character: a message that quotes it could not be sent to anybody.
+        if _SURROGATE.search(raw):
+            # A lone surrogate cannot be encoded as UTF-8, so an error message that quotes it could not be sent.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"{path} does not hold sound JSON ({str(error)[:80]}); download it again") from error
+        raise Malformed(f"{path} does not hold valid JSON ({str(error)[:80]}); download it again") from error
     if not isinstance(value, dict):
         raise Malformed(f"{path} holds a JSON {type(value).__name__}, not an object; download it again")
     return value

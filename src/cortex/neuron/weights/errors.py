@@ -1,45 +1,45 @@
-"""What reading or fetching a model can end in. Every message is one line for the person who asked for the model."""
+"""Errors of reading and downloading models. Every message is one line, written for the user of the model."""
 
 
 class CheckpointError(Exception):
-    """Base: the model's files cannot be used; the message says what to do next."""
+    """Base class: the files of the model cannot be used. The message says what to do next."""
 
 
 class FilesMissing(CheckpointError):
-    """The place exists or not, but a file that a model needs is not there."""
+    """The path or a file that the model needs does not exist or cannot be read."""
 
 
 class Malformed(CheckpointError):
-    """A file is truncated, corrupt or hostile: what it says about itself cannot be true."""
+    """A file is truncated, corrupt or hostile: its contents are inconsistent."""
 
 
 class Unsupported(CheckpointError):
-    """The file is sound, but of a version, architecture or number format that is not read here."""
+    """The file is valid, but its version, architecture or number format is not supported."""
 
 
 class TensorMissing(CheckpointError):
-    """The checkpoint has no tensor of that name, or not with the shape the model needs."""
+    """The checkpoint has no tensor of that name, or it does not have the shape that the model needs."""
 
 
 class HubError(CheckpointError):
-    """A model could not be fetched from the hub."""
+    """A model could not be downloaded from the hub."""
 
 
 class NotOnHub(HubError):
-    """The hub knows no such repository, revision or quantisation, or does not show it to us."""
+    """The hub has no such repository, revision or quantisation, or access to it is denied."""
 
 
 class HubUnreachable(HubError):
-    """The hub did not answer, and the cache does not hold the whole model."""
+    """The hub did not respond, and the cache does not hold the complete model."""
 
 
 class DownloadCorrupt(HubError):
-    """The bytes that came are not the bytes the hub promised."""
+    """The downloaded bytes do not match the size or digest from the hub."""
 
 
 class DiskFull(HubError):
-    """The model does not fit where the cache lives."""
+    """The model does not fit on the disk of the cache."""
 
 
 class Cancelled(Exception):
-    """The caller called the work off; nothing is wrong with the model."""
+    """The caller cancelled the work. This is not a failure of the model."""

@@ -1,4 +1,4 @@
-"""A file mapped into memory: bytes by offset, without reading what nobody asks for."""
+"""A file mapped into memory. Only the pages that are accessed are read."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from types import TracebackType
 
 from cortex.neuron.weights.errors import FilesMissing, Malformed
 
-# Tensors want a writable buffer, so the mapping is private and copy-on-write. Without this flag the kernel would
-# account every byte of it as memory that might be written, and refuse files larger than RAM. `mmap` has no name for it.
+# torch needs a writable buffer, so the mapping is private and copy-on-write. Without this flag the kernel counts every
+# mapped byte as memory that might be written, and rejects files larger than RAM. `mmap` has no name for the flag.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class MappedFile:
-    """One regular file, open for as long as this object or any tensor over `buffer` lives.
+    """One regular file. It stays mapped as long as this object or a tensor over `buffer` exists.
 
-    `descriptor` is for positioned reads (thread-safe) and dies with `close()`; the mapping itself is released when the
-    last view of it is, so that a tensor handed out earlier never dangles.
+    `descriptor` is for positioned reads, which are thread-safe; `close()` closes it. The mapping is released with its
+    last view, so that tensors over it stay valid.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.descriptor = -1
         try:
-            # Non-blocking, so that a named pipe in place of a file is refused instead of waited for.
+            # Non-blocking, so that opening a named pipe does not wait for a writer and the pipe is rejected.
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise FilesMissing(f"cannot open {path}: {error.strerror}; check the path and its permissions") from error
@@ -52,7 +52,7 @@ class MappedFile:
             raise
 
     def close(self) -> None:
-        """Give the descriptor back; idempotent. Views of `buffer` stay valid."""
+        """Close the descriptor; idempotent. Views of `buffer` stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

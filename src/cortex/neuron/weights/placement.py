@@ -1,4 +1,4 @@
-"""Which part of which tensor goes where, and the pieces in which it travels."""
+"""Where the tensors of a checkpoint are written, and the pieces in which they are read."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from cortex.neuron.weights.stored import StoredTensor
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-_PIECE_BYTES: Final = 8 << 20
+PIECE_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One tensor of the checkpoint and the place its values go to.
+    """One tensor of the checkpoint and its destination.
 
-    `destination` is allocated already, on any device, in any dtype, and may be a slice of something larger.
-    `select` takes a part of the tensor, one slice a dimension (a rank's share); only the rows it needs are read.
-    `transform` is applied on the destination's device to the whole of what was selected, and gives what the destination
-    takes; meanwhile the device holds that tensor twice.
+    `destination` is already allocated, on any device and in any dtype, and may be a slice of a larger tensor.
+    `select` selects a part of the tensor, one slice per dimension. Only the rows that it needs are read.
+    `transform` runs on the device of the destination, on the complete selection, and returns a tensor of the shape of
+    the destination. Until it returns, the device holds the tensor twice.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Placement:
 
 
 class RowSink(Protocol):
-    """A quantised matrix in memory, as it is filled."""
+    """A quantised matrix in memory that accepts rows."""
 
     @property
     def device(self) -> torch.device: ...
@@ -45,11 +45,11 @@ class RowSink(Protocol):
     def inputs(self) -> int: ...
 
     def put(self, first_row: int, code: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> None:
-        """Rows of `scale · code + minimum`. code: [rows, inputs] uint8; the others: [rows, groups] float32"""
+        """Write rows of `scale · code + minimum`. code: [rows, inputs] uint8; the others: [rows, groups] float32"""
         ...
 
     def put_numbers(self, first_row: int, numbers: torch.Tensor) -> None:
-        """Dense rows, which are quantised here. numbers: [rows, inputs]"""
+        """Quantise dense rows and write them. numbers: [rows, inputs]"""
         ...
 
 
@@ -64,19 +64,19 @@ class PackedPlacement:
 
 
 class Target:
-    """Where one placement's rows are put as they come, in any order. On the calling thread only."""
+    """Writes the rows of one placement in any order. Used on the calling thread only."""
 
     def __init__(self, placement: Placement, stored: StoredTensor) -> None:
         self.stored = stored
         self.rows = range(stored.num_rows)[placement.select[0]] if placement.select else range(stored.num_rows)
         self._placement = placement
-        self._first_groups = self._cut()
-        self._num_left = len(self._first_groups)
-        self._landing: torch.Tensor | None = None
-        """What a transform is going to see, as long as it is not complete."""
+        self._piece_starts = self._split()
+        self._num_left = len(self._piece_starts)
+        self._assembled: torch.Tensor | None = None
+        """The input of the transform, until it is complete."""
 
-    def settle(self, piece: WeightPiece, raw: torch.Tensor) -> None:
-        """Decode the piece's bytes, which are on the destination's device, and put its rows in their place."""
+    def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
+        """Decode the bytes of the piece, which are on the device of the destination, and write its rows."""
         numbers = decode(self.stored, raw)
         place: slice | EllipsisType = ...
         if self.stored.shape:
@@ -88,13 +88,13 @@ class Target:
         if self._placement.transform is None:
             self._placement.destination[place].copy_(numbers)
             return
-        if self._landing is None:
+        if self._assembled is None:
             shape = (len(self.rows), *numbers.shape[1:]) if self.stored.shape else ()
-            self._landing = torch.empty(shape, dtype=numbers.dtype, device=numbers.device)
-        self._landing[place].copy_(numbers)
+            self._assembled = torch.empty(shape, dtype=numbers.dtype, device=numbers.device)
+        self._assembled[place].copy_(numbers)
         self._num_left -= 1
         if not self._num_left:
-            self._finish(self._placement.transform(self._landing))
+            self._finish(self._placement.transform(self._assembled))
 
     def _finish(self, transformed: torch.Tensor) -> None:
         name, destination = self._placement.name, self._placement.destination
@@ -104,32 +104,32 @@ class Target:
                 "is it the model its config describes?"
             )
         destination.copy_(transformed)
-        self._landing = None
+        self._assembled = None
 
     def pieces(self) -> Iterator[WeightPiece]:
-        """What must be read. Made on demand: a target that kept them would keep itself, and its memory, alive."""
-        step, end = self._first_groups.step, self._first_groups.stop
-        return (WeightPiece(self, start, min(step, end - start)) for start in self._first_groups)
+        """The pieces to read. They are created on demand: a stored piece would keep the target and its memory alive."""
+        step, end = self._piece_starts.step, self._piece_starts.stop
+        return (WeightPiece(self, start, min(step, end - start)) for start in self._piece_starts)
 
-    def _cut(self) -> range:
-        """The first group of each piece."""
+    def _split(self) -> range:
+        """The first group of each piece, as a range."""
         if not self.stored.num_elements:
             return range(0)
         first_group = self.rows.start // self.stored.group_rows
         last_group = -(-self.rows.stop // self.stored.group_rows)
-        step = max(1, _PIECE_BYTES // self.stored.group_bytes)
+        step = max(1, PIECE_BYTES // self.stored.group_bytes)
         return range(first_group, last_group, step)
 
 
 class PackedTarget:
-    """Where the rows of a tensor that stays quantised are put as they come, in any order."""
+    """Writes the rows of a tensor that stays quantised, in any order. Used on the calling thread only."""
 
     def __init__(self, placement: PackedPlacement, stored: StoredTensor) -> None:
         self.stored = stored
         self._placement = placement
 
-    def settle(self, piece: WeightPiece, raw: torch.Tensor) -> None:
-        """Repack or quantise the piece's bytes, which are on the matrix's device."""
+    def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
+        """Repack or quantise the bytes of the piece, which are on the device of the matrix."""
         first_row = self._placement.first_row + piece.start_group * self.stored.group_rows
         if self.stored.format in DENSE:
             self._placement.matrix.put_numbers(first_row, decode(self.stored, raw))
@@ -138,15 +138,15 @@ class PackedTarget:
         self._placement.matrix.put(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
 
     def pieces(self) -> Iterator[WeightPiece]:
-        """What must be read."""
-        step = max(1, _PIECE_BYTES // self.stored.group_bytes)
+        """The pieces to read."""
+        step = max(1, PIECE_BYTES // self.stored.group_bytes)
         count = self.stored.num_groups
         return (WeightPiece(self, start, min(step, count - start)) for start in range(0, count, step))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """A run of whole groups of one tensor, small enough for a buffer."""
+    """A run of whole groups of one tensor that fits into a buffer."""
 
     target: Target | PackedTarget
     start_group: int
@@ -162,11 +162,11 @@ class WeightPiece:
 
 
 def checked(checkpoint: Checkpoint, placement: Placement) -> StoredTensor:
-    """The tensor that `placement` names, once it is known that what it selects fits; raises TensorMissing."""
+    """The tensor of `placement`. Raises TensorMissing if it is absent or its selection does not fit."""
     stored = checkpoint.stored(placement.name)
     shape, select = stored.shape, placement.select
     if len(select) > len(shape) or any(part.step not in (None, 1) for part in select):
-        raise ValueError(f"{placement.name} has the shape {shape}; {select} is no contiguous part of it")
+        raise ValueError(f"{placement.name} has the shape {shape}; {select} does not select a contiguous part of it")
     selected = (*(len(range(extent)[part]) for part, extent in zip(select, shape, strict=False)), *shape[len(select) :])
     wanted = tuple(placement.destination.shape)
     if placement.transform is None and selected != wanted:
@@ -178,7 +178,7 @@ def checked(checkpoint: Checkpoint, placement: Placement) -> StoredTensor:
 
 
 def checked_packed(checkpoint: Checkpoint, placement: PackedPlacement) -> StoredTensor:
-    """The tensor that `placement` names, once it is known to have the matrix's shape; raises TensorMissing."""
+    """The tensor of `placement`. Raises TensorMissing if it is absent or does not have the shape of the matrix."""
     stored = checkpoint.stored(placement.name)
     wanted = (placement.num_rows, placement.matrix.inputs)
     if stored.shape != wanted:

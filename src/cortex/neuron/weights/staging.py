@@ -1,6 +1,6 @@
-"""Pieces of weights to a GPU by way of a few pinned buffers, filled by reader threads.
+"""Transfer of weights to a GPU through pinned buffers, which reader threads fill.
 
-Only the calling thread touches the device; the readers touch nothing but files and memory.
+Only the calling thread uses the device. The readers access files and host memory only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError, FilesMissin
 from cortex.neuron.weights.placement import WeightPiece
 
 _NUM_READERS: Final = 8
-_MAX_PINNED_BYTES: Final = 128 << 20
+MAX_PINNED_BYTES: Final = 128 << 20
 _POLL_S: Final = 0.02
 _POLL_IN_FLIGHT_S: Final = 0.0005
 
 
 @dataclass(slots=True)
 class Buffer:
-    """Pinned memory for one piece at a time; `memory` lets a reader fill it without torch."""
+    """Pinned memory for one piece at a time. Readers fill it through `memory`, without torch."""
 
     tensor: torch.Tensor
     memory: memoryview
@@ -38,20 +38,20 @@ class Buffer:
 
 
 def staged(pieces: Sequence[WeightPiece], device: torch.device, cancelled: Callable[[], bool]) -> Iterator[WeightPiece]:
-    """Settle pieces on `device` by way of pinned buffers; yields each when its buffer is free again.
+    """Write pieces to `device` through pinned buffers. Yields each piece when its buffer is free again.
 
-    A buffer goes: reader fills it → this thread starts the copy to the device and queues the decoding behind it →
-    once the device is past that point, the buffer is free for the next reader.
+    The cycle of a buffer: a reader fills it, this thread queues the copy to the device and the decoding, and once the
+    device has finished both, the buffer is free for the next reader.
     """
     stream = torch.cuda.current_stream(device)
     largest = max((piece.num_bytes for piece in pieces), default=0)
-    num_buffers = max(1, min(_MAX_PINNED_BYTES // max(1, largest), len(pieces)))
+    num_buffers = max(1, min(MAX_PINNED_BYTES // max(1, largest), len(pieces)))
     with Readers(pieces, [Buffer.pinned(largest) for _ in range(num_buffers)]) as readers:
         in_flight: deque[tuple[torch.cuda.Event, Buffer, WeightPiece]] = deque()
         num_left = len(pieces)
         while num_left:
             if cancelled():
-                raise Cancelled("the load was called off")
+                raise Cancelled("the load was cancelled by the caller")
             while in_flight and in_flight[0][0].query():
                 _, buffer, piece = in_flight.popleft()
                 readers.release(buffer)
@@ -62,12 +62,12 @@ def staged(pieces: Sequence[WeightPiece], device: torch.device, cancelled: Calla
                 continue
             piece, buffer = filled
             raw = buffer.tensor[: piece.num_bytes].to(device, non_blocking=True)
-            piece.target.settle(piece, raw)
+            piece.target.write(piece, raw)
             in_flight.append((stream.record_event(), buffer, piece))
 
 
 class Readers:
-    """Threads that read pieces into buffers. They end with the `with` block, whatever ends it."""
+    """Threads that read pieces into buffers. They end with the `with` block, also after an exception."""
 
     def __init__(self, pieces: Sequence[WeightPiece], buffers: Sequence[Buffer]) -> None:
         self._free: queue.SimpleQueue[Buffer | None] = queue.SimpleQueue()
@@ -78,7 +78,7 @@ class Readers:
             self._free.put(buffer)
         num_readers = min(_NUM_READERS, len(buffers), os.cpu_count() or 1)
         self._threads = [
-            threading.Thread(target=self._work, name=f"weights-reader-{number}", daemon=True)
+            threading.Thread(target=self._read_pieces, name=f"weights-reader-{number}", daemon=True)
             for number in range(num_readers)
         ]
 
@@ -99,7 +99,7 @@ class Readers:
         self._free.put(buffer)
 
     def next_filled(self, timeout_s: float) -> tuple[WeightPiece, Buffer] | None:
-        """A piece that has been read, None when there is none in time; raises what a reader ran into."""
+        """A piece that was read, or None after the timeout. Raises the CheckpointError of a reader."""
         try:
             filled = self._filled.get(timeout=timeout_s)
         except queue.Empty:
@@ -108,7 +108,7 @@ class Readers:
             raise filled
         return filled
 
-    def _work(self) -> None:
+    def _read_pieces(self) -> None:
         while (buffer := self._free.get()) is not None:
             with self._pieces_lock:
                 piece = next(self._pieces, None)
@@ -123,7 +123,7 @@ class Readers:
 
 
 def _read(piece: WeightPiece, buffer: Buffer) -> None:
-    """Fill `buffer` with the piece's bytes. Reading, unlike mapping, survives a file that shrinks meanwhile."""
+    """Fill `buffer` with the bytes of the piece. If the file shrinks, a read fails cleanly; a mapping would crash."""
     file = piece.stored.file
     offset = piece.stored.offset + piece.start_group * piece.stored.group_bytes
     done = 0

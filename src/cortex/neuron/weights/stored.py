@@ -1,4 +1,4 @@
-"""A tensor as it lies in a file: known completely before anything is read, and without torch."""
+"""Descriptions of tensors in files. They need no torch and read no weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from cortex.neuron.weights.mapping import MappedFile
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor's bytes are, and what it takes to turn them into numbers (`decode.py` does that).
+    """Where the bytes of a tensor are, and how to decode them (`decode.py`).
 
-    The bytes are `num_groups` groups of equal size, each of which decodes alone into `group_rows` whole rows. So a
-    tensor of any size can be moved in pieces, whatever its format.
+    The bytes form `num_groups` groups of equal size. Each group decodes independently into `group_rows` whole rows. So
+    a tensor of any size and format can be read in pieces.
     """
 
     file: MappedFile = field(repr=False)
     offset: int
     shape: tuple[int, ...]
     format: str
-    """`"BF16"`, `"F32"`, `"Q4_K"` …: one name space for dense and quantised formats."""
+    """`"BF16"`, `"F32"`, `"Q4_K"` …: one namespace for dense and quantised formats."""
     num_bytes: int
     interleaved_rows: int = 0
-    """Rows of one head whose rotary halves are stored interleaved; decoding puts them apart. 0: stored as is."""
+    """Rows of one head whose rotary halves are interleaved; decoding separates them. 0: not interleaved."""
 
     @property
     def num_rows(self) -> int:
@@ -35,7 +35,7 @@ class StoredTensor:
 
     @property
     def group_rows(self) -> int:
-        # A vector is one group: its blocks span "rows" of a single number.
+        # A vector is one group: its "rows" are single elements, and its blocks span many of them.
         return self.num_rows if len(self.shape) < 2 else self.interleaved_rows or 1
 
     @property
@@ -49,12 +49,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor before it is read. `dtype` names the stored format: `"BF16"`, `"F32"`, `"Q4_K"` …"""
+    """A tensor that is not read yet. `dtype` names the stored format: `"BF16"`, `"F32"`, `"Q4_K"` …"""
 
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
-    """As stored; a quantised tensor takes more once it is read."""
+    """As stored; a quantised tensor is larger once it is read."""
 
     @classmethod
     def of(cls, stored: StoredTensor) -> TensorInfo:

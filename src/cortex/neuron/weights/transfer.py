@@ -1,6 +1,6 @@
-"""Weights from files to where the model wants them, at the speed of the bus, with a bounded footprint in RAM.
+"""Loads weights from files into the tensors of a model, at bus speed and with bounded use of RAM.
 
-A tensor of any size moves in pieces, so that progress is steady and a cancelled load ends at once.
+Tensors are read in pieces, so that progress is steady and a cancelled load ends at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cortex.neuron.weights.staging import staged
 
 __all__ = ["PackedPlacement", "Placement", "Progress", "group_runs", "load_into"]
 
-_RUN_NUMBERS: Final = 1 << 20
+RUN_ELEMENTS: Final = 1 << 20
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), on the calling thread; never goes back."""
+"""Called with (bytes done, total bytes), on the calling thread. Bytes done never decrease."""
 
 
 def load_into(
@@ -42,11 +42,11 @@ def load_into(
     progress: Progress,
     cancelled: Callable[[], bool],
 ) -> None:
-    """Fill every destination from the checkpoint; all of them lie on one device.
+    """Fill every destination from the checkpoint. All destinations are on one device.
 
-    Raises TensorMissing before anything is moved when a name or a shape is wrong, CheckpointError when a file cannot be
-    read, and Cancelled within a tenth of a second after `cancelled()` turns true; then destinations hold garbage.
-    When it returns, everything is on the device.
+    Raises TensorMissing before any transfer if a name or a shape is wrong, CheckpointError if a file cannot be read,
+    and Cancelled within a tenth of a second after `cancelled()` turns true. After an error the destinations hold
+    undefined values. On return, all weights are on the device.
     """
     targets: list[Target | PackedTarget] = [
         *(Target(placement, checked(checkpoint, placement)) for placement in placements),
@@ -57,7 +57,7 @@ def load_into(
     devices = {placement.destination.device for placement in placements}
     devices |= {placement.matrix.device for placement in packed}
     if len(devices) > 1:
-        raise ValueError(f"destinations on several devices: {sorted(map(str, devices))}")
+        raise ValueError(f"destinations are on several devices: {sorted(map(str, devices))}; use one call per device")
     progress(0, total_bytes)
     done_bytes = 0
     device = next(iter(devices), torch.device("cpu"))
@@ -69,22 +69,23 @@ def load_into(
 
 
 def _mapped(pieces: Sequence[WeightPiece], cancelled: Callable[[], bool]) -> Iterator[WeightPiece]:
-    """Settle pieces on the CPU straight from the mapped files."""
+    """Write pieces on the CPU, directly from the mapped files."""
     for piece in pieces:
         if cancelled():
-            raise Cancelled("the load was called off")
-        piece.target.settle(piece, mapped_bytes(piece.stored, piece.start_group, piece.num_groups))
+            raise Cancelled("the load was cancelled by the caller")
+        piece.target.write(piece, mapped_bytes(piece.stored, piece.start_group, piece.num_groups))
         yield piece
 
 
 def group_runs(checkpoint: Checkpoint, name: str, row_multiple: int) -> Iterator[tuple[int, Groups]]:
-    """A quantised matrix as its groups, in runs of rows that `row_multiple` divides: (first row, [rows, groups, 32]).
+    """The groups of a quantised matrix, in runs of rows: (first row, [rows, groups, 32]).
 
-    The matrix must have such a number of rows. Raises TensorMissing, or Unsupported for a format without groups.
+    The rows of each run, and of the matrix, are a multiple of `row_multiple`. Raises TensorMissing, or Unsupported for
+    a format without groups.
     """
     stored = checkpoint.stored(name)
     run_groups = math.lcm(row_multiple, stored.group_rows) // stored.group_rows
-    run_groups *= max(1, _RUN_NUMBERS // (run_groups * stored.group_rows * stored.shape[1]))
+    run_groups *= max(1, RUN_ELEMENTS // (run_groups * stored.group_rows * stored.shape[1]))
     for start in range(0, stored.num_groups, run_groups):
         raw = mapped_bytes(stored, start, min(run_groups, stored.num_groups - start))
         yield start * stored.group_rows, decode_groups(stored, raw)

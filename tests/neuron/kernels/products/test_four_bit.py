@@ -1,10 +1,10 @@
-"""Matrices in four bits say what the numbers they were made of say, and are used only where they are faster."""
+"""Four-bit matrices match their dequantised values, and are used only where they are faster."""
 
 import pytest
 import torch
 
 from cortex.neuron.kernels.products import four_bit
-from cortex.neuron.kernels.products.four_bit import FourBitMatrix, rows_worth_it
+from cortex.neuron.kernels.products.four_bit import FourBitMatrix, max_four_bit_rows
 from cortex.neuron.kernels.products.four_bit_size import GROUP, ROW_BLOCK, four_bit_bytes
 
 
@@ -19,7 +19,7 @@ def random_groups(bits: int, outputs: int, inputs: int) -> tuple[torch.Tensor, t
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_product_is_that_of_the_numbers(bits: int, rows: int, dtype: torch.dtype) -> None:
+def test_product_matches_the_dequantised_product(bits: int, rows: int, dtype: torch.dtype) -> None:
     outputs, inputs = 3 * ROW_BLOCK, 96
     q, scale, minimum = random_groups(bits, outputs, inputs)
     planes = bits // 4
@@ -39,17 +39,17 @@ def test_a_product_is_that_of_the_numbers(bits: int, rows: int, dtype: torch.dty
     assert (y.double() - expected).norm() / expected.norm() < 0.01
 
 
-def test_what_it_is_worth_is_measured_once_and_leaves_the_threads_alone() -> None:
+def test_max_rows_are_measured_once_and_the_thread_count_is_restored() -> None:
     threads = torch.get_num_threads()
-    rows_worth_it.cache_clear()
-    worth = rows_worth_it(torch.float32)
-    assert worth in (0, 1, 2, 4, 8, 16)
-    assert rows_worth_it(torch.float32) == worth
+    max_four_bit_rows.cache_clear()
+    max_rows = max_four_bit_rows(torch.float32)
+    assert max_rows in (0, 1, 2, 4, 8, 16)
+    assert max_four_bit_rows(torch.float32) == max_rows
     assert torch.get_num_threads() == threads
 
 
-def test_where_it_is_slower_it_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(four_bit, "_best_of_turns", lambda *_: [2.0, 1.0])
-    rows_worth_it.cache_clear()
-    assert rows_worth_it(torch.float32) == 0
-    rows_worth_it.cache_clear()
+def test_max_rows_are_zero_if_four_bits_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(four_bit, "shortest_times_s", lambda *_: [2.0, 1.0])
+    max_four_bit_rows.cache_clear()
+    assert max_four_bit_rows(torch.float32) == 0
+    max_four_bit_rows.cache_clear()

@@ -20,7 +20,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS = 64, 4, 2, 16, 3
 
 
 def model(writer: Any, architecture: str = "llama") -> Any:
-    """A model of one layer; every tensor is random but reproducible."""
+    """A model of one layer with reproducible random tensors."""
     writer.add("general.architecture", architecture)
     for key, value in {
         "block_count": 1,
@@ -62,7 +62,7 @@ def write(tmp_path: Path, writer: Any, name: str = "model.gguf") -> Path:
 
 
 def interleave(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What converters do to Llama's q and k: rows i and i + half of a head become neighbours."""
+    """What converters do to q and k of Llama: rows i and i + half of a head become adjacent."""
     rows = []
     head_dim = tensor.shape[0] // num_heads
     for head in range(num_heads):
@@ -71,7 +71,7 @@ def interleave(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_the_config_is_shaped_like_the_hubs(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_config_has_the_format_of_the_hub(tmp_path: Path, gguf_writer: Writer) -> None:
     checkpoint = open_checkpoint(write(tmp_path, model(gguf_writer())))
     assert checkpoint.config == {
         "model_type": "llama",
@@ -99,13 +99,13 @@ def test_the_config_is_shaped_like_the_hubs(tmp_path: Path, gguf_writer: Writer)
     assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 2}
 
 
-def test_recommended_sampling_becomes_generation_defaults(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_recommended_sampling_becomes_generation_config(tmp_path: Path, gguf_writer: Writer) -> None:
     writer = model(gguf_writer()).add("general.sampling.temp", 0.6).add("general.sampling.top_k", 20)
     generation = open_checkpoint(write(tmp_path, writer)).generation_config
     assert (generation["temperature"], generation["top_k"]) == (0.6, 20)
 
 
-def test_tensors_carry_the_hubs_names(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_tensors_have_the_names_of_the_hub(tmp_path: Path, gguf_writer: Writer) -> None:
     checkpoint = open_checkpoint(write(tmp_path, model(gguf_writer(), "qwen3")))
     source = weights()
     assert checkpoint.config["model_type"] == "qwen3"
@@ -124,7 +124,7 @@ def test_tensors_carry_the_hubs_names(tmp_path: Path, gguf_writer: Writer) -> No
     assert "lm_head.weight" not in checkpoint.tensors
 
 
-def test_llama_queries_and_keys_come_out_in_the_hubs_rotary_order(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_llama_queries_and_keys_are_read_in_the_rotary_order_of_the_hub(tmp_path: Path, gguf_writer: Writer) -> None:
     writer = model(gguf_writer())
     source = weights()
     writer.tensors = [
@@ -143,7 +143,7 @@ def test_llama_queries_and_keys_come_out_in_the_hubs_rotary_order(tmp_path: Path
     assert torch.equal(checkpoint.read(f"{attention}.q_proj.bias"), bias)
 
 
-def test_quantised_tensors_are_read_as_float32_whatever_their_size(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_quantised_tensors_of_any_size_are_read_as_float32(tmp_path: Path, gguf_writer: Writer) -> None:
     rows, random = 20_001, np.random.default_rng(1)
     blocks = np.zeros((rows, 34), dtype=np.uint8)
     blocks[:, 2:] = random.integers(0, 256, (rows, 32), dtype=np.uint8)
@@ -159,7 +159,7 @@ def test_quantised_tensors_are_read_as_float32_whatever_their_size(tmp_path: Pat
     np.testing.assert_array_equal(read.numpy(), expected)
 
 
-def test_a_format_that_cannot_be_decoded_is_named_with_alternatives(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_rejects_an_undecodable_format_and_lists_alternatives(tmp_path: Path, gguf_writer: Writer) -> None:
     writer = model(gguf_writer()).add_tensor("output.weight", (1, 256), GGMLType.IQ2_XS, bytes(74))
     checkpoint = open_checkpoint(write(tmp_path, writer))
     with pytest.raises(Unsupported, match=r"IQ2_XS.*Q4_K"):
@@ -177,7 +177,7 @@ def mixture(writer: Any) -> tuple[Any, torch.Tensor]:
     return writer, stack
 
 
-def test_experts_are_listed_one_by_one_and_readable_as_a_stack(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_experts_are_listed_separately_and_readable_as_a_stack(tmp_path: Path, gguf_writer: Writer) -> None:
     writer, stack = mixture(gguf_writer())
     checkpoint = open_checkpoint(write(tmp_path, writer))
     assert checkpoint.config["num_experts"] == EXPERTS
@@ -194,7 +194,7 @@ def test_experts_are_listed_one_by_one_and_readable_as_a_stack(tmp_path: Path, g
         checkpoint.read(f"model.layers.0.mlp.experts.{EXPERTS}.gate_proj.weight")
 
 
-def test_a_split_model_is_one_model(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_parts_of_a_split_model_are_merged(tmp_path: Path, gguf_writer: Writer) -> None:
     whole = model(gguf_writer(), "qwen3").add("split.count", 2)
     second = gguf_writer().add("split.count", 2)
     second.tensors, whole.tensors = whole.tensors[4:], whole.tensors[:4]
@@ -210,13 +210,13 @@ def test_a_split_model_is_one_model(tmp_path: Path, gguf_writer: Writer) -> None
         open_checkpoint(first)
 
 
-def test_a_later_part_alone_points_to_the_first(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_rejects_a_later_part_and_names_the_first(tmp_path: Path, gguf_writer: Writer) -> None:
     with pytest.raises(Malformed, match="00001-of"):
         open_checkpoint(write(tmp_path, model(gguf_writer()).add("split.count", 2), "m-00002-of-00002.gguf"))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (lambda writer: writer.add_float("blk.0.ssm_a", torch.ones(2)), "ssm_a"),
         (lambda writer: writer.add("llama.expert_count", 8), "mixture"),
@@ -227,11 +227,11 @@ def test_a_later_part_alone_points_to_the_first(tmp_path: Path, gguf_writer: Wri
     ],
     ids=["unknown-tensor", "old-mixture", "partial-rotary", "broken-heads", "missing-key", "no-embedding"],
 )
-def test_what_cannot_be_served_right_is_refused(
-    tmp_path: Path, gguf_writer: Writer, spoil: Callable[[Any], Any], message: str
+def test_rejects_models_that_are_not_supported(
+    tmp_path: Path, gguf_writer: Writer, damage: Callable[[Any], Any], message: str
 ) -> None:
     writer = model(gguf_writer())
-    spoil(writer)
+    damage(writer)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(write(tmp_path, writer))
 
@@ -239,24 +239,22 @@ def test_what_cannot_be_served_right_is_refused(
 @pytest.mark.parametrize(
     ("value", "error"), [([4, 4], Unsupported), ("four", Malformed), (0, Malformed), (True, Malformed)]
 )
-def test_metadata_of_the_wrong_kind_is_refused(tmp_path: Path, gguf_writer: Writer, value: Any, error: type) -> None:
+def test_rejects_metadata_of_the_wrong_type(tmp_path: Path, gguf_writer: Writer, value: Any, error: type) -> None:
     writer = model(gguf_writer())
     writer.keys = [(key, raw) for key, raw in writer.keys if key != "llama.attention.head_count"]
     with pytest.raises(error, match="head_count"):
         open_checkpoint(write(tmp_path, writer.add("llama.attention.head_count", value)))
 
 
-def test_an_unknown_architecture_names_what_is_supported(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_rejects_an_unknown_architecture_and_lists_the_supported_ones(tmp_path: Path, gguf_writer: Writer) -> None:
     with pytest.raises(Unsupported, match=r"'mamba'.*llama, qwen2, qwen3, qwen3moe"):
         open_checkpoint(write(tmp_path, model(gguf_writer(), "mamba")))
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
-    tmp_path: Path, gguf_writer: Writer, data: st.DataObject
-) -> None:
-    """From opening to the last tensor: damage that the header survives must not surface later as another error."""
+def test_random_damage_raises_only_checkpoint_errors(tmp_path: Path, gguf_writer: Writer, data: st.DataObject) -> None:
+    """Opens the checkpoint and reads all tensors: damage that the header check accepts must raise no other error."""
     writer, _ = mixture(gguf_writer())
     writer.add_float("rope_freqs.weight", torch.ones(HEAD_DIM // 2))
     raw = bytearray(writer.build())

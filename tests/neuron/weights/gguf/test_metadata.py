@@ -20,7 +20,7 @@ from cortex.neuron.weights.gguf.types import GGMLType
 Writer = Callable[[], Any]
 
 
-def sound(writer: Any) -> Any:
+def valid(writer: Any) -> Any:
     writer.add("general.architecture", "llama").add("llama.block_count", 2).add("llama.eps", 1e-5)
     writer.add("tokenizer.ggml.tokens", ["a", "Ġb", "ü"]).add("tokenizer.ggml.token_type", [1, -1, 3])
     writer.add("tokenizer.ggml.add_bos_token", True)
@@ -34,8 +34,8 @@ def write(tmp_path: Path, writer: Any) -> Path:
     return path
 
 
-def test_a_sound_file_is_read_whole(tmp_path: Path, gguf_writer: Writer) -> None:
-    file = read_metadata(write(tmp_path, sound(gguf_writer())))
+def test_valid_file_is_parsed_completely(tmp_path: Path, gguf_writer: Writer) -> None:
+    file = read_metadata(write(tmp_path, valid(gguf_writer())))
 
     assert file.metadata["general.architecture"] == "llama"
     assert file.metadata["llama.block_count"] == 2
@@ -50,19 +50,19 @@ def test_a_sound_file_is_read_whole(tmp_path: Path, gguf_writer: Writer) -> None
     assert struct.unpack("<12f", raw) == (1.0,) * 12
 
 
-def test_a_token_that_is_half_a_character_does_not_spoil_the_file(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_token_with_a_partial_character_is_read_with_a_replacement(tmp_path: Path, gguf_writer: Writer) -> None:
     writer = gguf_writer()
     writer.add_raw("tokens", struct.pack("<IIQ", 9, 8, 1) + writer.string(b"\xc3"))
     assert read_metadata(write(tmp_path, writer)).metadata["tokens"] == ["�"]
 
 
-def test_nested_arrays_are_lists_of_lists(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_nested_arrays_become_lists_of_lists(tmp_path: Path, gguf_writer: Writer) -> None:
     inner = struct.pack("<IQ", 5, 2) + struct.pack("<2i", 1, 2)
     writer = gguf_writer().add_raw("nested", struct.pack("<IIQ", 9, 9, 2) + inner + inner)
     assert read_metadata(write(tmp_path, writer)).metadata["nested"] == [[1, 2], [1, 2]]
 
 
-def test_metadata_needs_neither_torch_nor_numpy() -> None:
+def test_metadata_module_imports_neither_torch_nor_numpy() -> None:
     program = (
         "import sys; import cortex.neuron.weights.gguf.metadata, cortex.neuron.weights.checkpoint; "
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
@@ -112,7 +112,7 @@ def too_many_dimensions(writer: Any) -> None:
     writer.add_tensor("deep", (1,) * 5, 0, bytes(4))
 
 
-def absurd_shape(writer: Any) -> None:
+def overflowing_shape(writer: Any) -> None:
     writer.add_tensor("vast", ((1 << 63), (1 << 63), 1 << 63, 1 << 63), 0, bytes(4))
 
 
@@ -140,7 +140,7 @@ def odd_alignment(writer: Any) -> None:
     writer.add("general.alignment", 24)
 
 
-def alignment_of_words(writer: Any) -> None:
+def alignment_as_text(writer: Any) -> None:
     writer.add("general.alignment", "32")
 
 
@@ -148,11 +148,11 @@ def wrong_magic(writer: Any) -> None:
     writer.magic = b"GGML"
 
 
-def absurd_tensor_count(writer: Any) -> None:
+def excessive_tensor_count(writer: Any) -> None:
     writer.num_tensors = 1 << 63
 
 
-def absurd_key_count(writer: Any) -> None:
+def excessive_key_count(writer: Any) -> None:
     writer.num_keys = 1 << 63
 
 
@@ -160,7 +160,7 @@ def missing_tensor_rows(writer: Any) -> None:
     writer.num_tensors = 100
 
 
-LIES = [
+DAMAGES = [
     huge_string,
     huge_array,
     huge_string_array,
@@ -171,27 +171,27 @@ LIES = [
     tensor_twice,
     zero_extent,
     too_many_dimensions,
-    absurd_shape,
+    overflowing_shape,
     out_of_file,
     offset_wraps,
     misaligned,
     overlapping,
     broken_row,
     odd_alignment,
-    alignment_of_words,
+    alignment_as_text,
     wrong_magic,
-    absurd_tensor_count,
-    absurd_key_count,
+    excessive_tensor_count,
+    excessive_key_count,
     missing_tensor_rows,
 ]
 
 
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-def test_a_file_that_lies_is_refused_in_one_line(
-    tmp_path: Path, gguf_writer: Writer, lie: Callable[[Any], None]
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_rejects_an_inconsistent_file_with_a_one_line_error(
+    tmp_path: Path, gguf_writer: Writer, damage: Callable[[Any], None]
 ) -> None:
     writer = gguf_writer()
-    lie(writer)
+    damage(writer)
     path = write(tmp_path, writer)
     tracemalloc.start()
     with pytest.raises(Malformed) as caught:
@@ -206,20 +206,20 @@ def test_a_file_that_lies_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("version", [0, 1, 4, 0x03000000])
-def test_other_versions_are_unsupported(tmp_path: Path, gguf_writer: Writer, version: int) -> None:
+def test_rejects_other_versions_as_unsupported(tmp_path: Path, gguf_writer: Writer, version: int) -> None:
     writer = gguf_writer()
     writer.version = version
     with pytest.raises(Unsupported):
         read_metadata(write(tmp_path, writer))
 
 
-def test_an_unknown_number_format_is_unsupported(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_rejects_an_unknown_number_format_as_unsupported(tmp_path: Path, gguf_writer: Writer) -> None:
     with pytest.raises(Unsupported, match="number format 77"):
         read_metadata(write(tmp_path, gguf_writer().add_tensor("new", (32,), 77, bytes(32))))
 
 
-def test_every_truncation_is_refused(tmp_path: Path, gguf_writer: Writer) -> None:
-    whole = sound(gguf_writer()).build()
+def test_rejects_every_truncation(tmp_path: Path, gguf_writer: Writer) -> None:
+    whole = valid(gguf_writer()).build()
     path = tmp_path / "model.gguf"
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
@@ -227,7 +227,7 @@ def test_every_truncation_is_refused(tmp_path: Path, gguf_writer: Writer) -> Non
             read_metadata(path)
 
 
-def test_what_is_not_a_file_is_missing(tmp_path: Path) -> None:
+def test_path_that_is_no_regular_file_raises_files_missing(tmp_path: Path) -> None:
     import os
 
     pipe = tmp_path / "pipe.gguf"
@@ -239,10 +239,8 @@ def test_what_is_not_a_file_is_missing(tmp_path: Path) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_random_damage_never_ends_in_anything_but_a_clear_refusal(
-    tmp_path: Path, gguf_writer: Writer, data: st.DataObject
-) -> None:
-    raw = bytearray(sound(gguf_writer()).build())
+def test_random_damage_raises_only_checkpoint_errors(tmp_path: Path, gguf_writer: Writer, data: st.DataObject) -> None:
+    raw = bytearray(valid(gguf_writer()).build())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(raw) - 1))
         patch = data.draw(st.one_of(st.binary(min_size=1, max_size=8), st.just(b"\xff" * 8)))

@@ -25,7 +25,7 @@ SCALES_AT = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
-"""Byte positions of the float16 scales of a block, which random bytes would make infinite or not a number."""
+"""Byte positions of the float16 scales of a block, which random bytes would make infinite or NaN."""
 EXTREMES = np.array([0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, 1.0], dtype=np.float16)
 
 
@@ -47,7 +47,7 @@ def test_every_format_is_decoded_and_has_a_layout() -> None:
 
 @pytest.mark.parametrize("name", SCALES_AT)
 @pytest.mark.parametrize("scales", [ordinary_scales(400), np.tile(EXTREMES, 50)], ids=["ordinary", "extreme"])
-def test_blocks_become_the_numbers_the_format_defines(name: str, scales: np.ndarray) -> None:
+def test_blocks_decode_bit_exactly(name: str, scales: np.ndarray) -> None:
     blocks = random_blocks(name, 400, scales)
     numbers = QUANTISATIONS[name].dequantise(torch.from_numpy(blocks))
     assert numbers.dtype == torch.float32
@@ -74,7 +74,7 @@ def test_packed_blocks_keep_their_codes_and_round_only_their_scales(name: str) -
 
 
 @pytest.mark.parametrize("name", SCALES_AT)
-def test_no_blocks_are_no_numbers(name: str) -> None:
+def test_zero_blocks_decode_to_zero_elements(name: str) -> None:
     quantisation = QUANTISATIONS[name]
     empty = torch.empty(0, quantisation.block_bytes, dtype=torch.uint8)
     assert quantisation.dequantise(empty).shape == (0, quantisation.block_elements)

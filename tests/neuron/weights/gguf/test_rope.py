@@ -18,7 +18,7 @@ Writer = Callable[[], Any]
 
 
 def llama3_divisors(head_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> torch.Tensor:
-    """The table a converter writes, from the published definition of Llama 3's stretching."""
+    """The table that a converter writes, from the published definition of Llama 3 scaling."""
     divisors = []
     for i in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (i / head_dim)
@@ -60,7 +60,7 @@ def test_published_llama_tables_give_the_published_parameters(
     ratio=st.floats(3, 8),
     original=st.sampled_from([4096, 8192, 32768]),
 )
-def test_any_llama3_table_is_reproduced_by_the_parameters_found(
+def test_fitted_parameters_reproduce_any_llama3_table(
     tmp_path: Path, gguf_writer: Writer, head_dim: int, factor: float, low: float, ratio: float, original: int
 ) -> None:
     table = llama3_divisors(head_dim, 500_000.0, factor, low, low * ratio, original)
@@ -79,19 +79,19 @@ def test_any_llama3_table_is_reproduced_by_the_parameters_found(
     torch.testing.assert_close(again, table, rtol=2e-3, atol=0)
 
 
-def test_a_table_of_ones_stretches_nothing(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_table_of_ones_means_no_scaling(tmp_path: Path, gguf_writer: Writer) -> None:
     assert scaling_of(tmp_path, gguf_writer().add_float("rope_freqs.weight", torch.ones(64))) is None
 
 
 @pytest.mark.parametrize(
     "table", [torch.linspace(1, 9, 64), torch.ones(63), torch.full((64,), math.nan), torch.zeros(64), -torch.ones(64)]
 )
-def test_a_table_of_another_kind_is_refused(tmp_path: Path, gguf_writer: Writer, table: torch.Tensor) -> None:
+def test_rejects_a_table_that_is_not_llama3_scaling(tmp_path: Path, gguf_writer: Writer, table: torch.Tensor) -> None:
     with pytest.raises(CheckpointError):
         scaling_of(tmp_path, gguf_writer().add_float("rope_freqs.weight", table))
 
 
-def test_yarn_and_linear_stretching_are_metadata(tmp_path: Path, gguf_writer: Writer) -> None:
+def test_yarn_and_linear_scaling_are_read_from_metadata(tmp_path: Path, gguf_writer: Writer) -> None:
     writer = gguf_writer().add("llama.rope.scaling.type", "yarn").add("llama.rope.scaling.factor", 4.0)
     writer.add("llama.rope.scaling.original_context_length", 32768)
     assert scaling_of(tmp_path, writer) == {

@@ -1,1 +1,1 @@
-"""Matrix products for small batches: dense, and in four bits."""
+"""Matrix products for small batches: dense and four-bit."""

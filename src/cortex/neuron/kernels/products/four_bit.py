@@ -1,8 +1,8 @@
-"""Matrices in numbers of four bits, for the few rows of a decode step on a CPU.
+"""Four-bit matrices, for the small batches of decode steps on a CPU.
 
-Such a product is bound by the bytes of the matrix, and these are a quarter of bfloat16's. torch brings it, with vector
-code for some processors and without for others, where it is far slower than a dense one; what it is worth here is
-therefore measured (`rows_worth_it`), never assumed.
+Such a product is bound by the bytes of the matrix, which are a quarter of those in bfloat16. torch implements the
+product with vector instructions for some processors only. On the others it is far slower than a dense product.
+Therefore `max_four_bit_rows` measures its speed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _TRIES = 4
 
 @dataclass(frozen=True, slots=True)
 class FourBitMatrix:
-    """[out, in] as `scale · q + minimum` in groups of inputs, q of four bits.
+    """[out, in] as `scale · q + minimum`, with a scale and a minimum per group of inputs and q of four bits.
 
-    A q of eight bits is two planes of four, the high halves and then the low ones: the matrix has twice the inputs and
-    the row is multiplied twice, in one sum.
+    A q of eight bits is stored as two planes of four bits, the high halves and then the low halves. Then the matrix
+    has twice the inputs, and the row is repeated, so that one sum covers both planes.
     """
 
     packed: Tensor
-    """[out, planes · in / 2] uint8, in torch's own order"""
+    """[out, planes · in / 2] uint8, in the order of torch's kernel"""
     scales: Tensor
-    """[planes · in / GROUP, out, 2] bfloat16: a group's scale, and the number that q = 8 stands for"""
+    """[planes · in / GROUP, out, 2] bfloat16: the scale of each group, and the value of q = 8"""
     planes: int
     max_rows: int
-    """With more rows than this a dense product is faster."""
+    """With more rows, a dense product is faster."""
 
     def put(self, first_row: int, q: Tensor, scale: Tensor, minimum: Tensor) -> None:
-        """Fills whole blocks of rows. q: [rows, groups, GROUP] uint8; scale and minimum: [rows, groups, 1] float32"""
+        """Writes whole blocks of rows. q: [rows, groups, GROUP] uint8; scale and minimum: [rows, groups, 1] float32"""
         if self.planes == 2:
             q = torch.cat((q >> 4, q & 0x0F), dim=1)
             zeros = torch.zeros_like(minimum)
@@ -50,7 +50,7 @@ class FourBitMatrix:
         self.scales[:, rows] = torch.cat((scale, minimum + 8 * scale), dim=2).transpose(0, 1).to(self.scales.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """x: [rows, in] → [rows, out]; multiplied in bfloat16, summed in float32."""
+        """x: [rows, in] → [rows, out]. Multiplies in bfloat16, accumulates in float32."""
         row = x.to(torch.bfloat16)
         if self.planes == 2:
             row = torch.cat((row, row), dim=1)
@@ -59,11 +59,11 @@ class FourBitMatrix:
 
 
 @cache
-def rows_worth_it(dtype: torch.dtype) -> int:
-    """Up to how many rows a product in four bits beats a dense one in `dtype` on this machine; 0: never, or not there.
+def max_four_bit_rows(dtype: torch.dtype) -> int:
+    """The most rows for which a four-bit product is faster than a dense one in `dtype` on this machine.
 
-    Takes some tens of milliseconds, once in a process: both in turns, on one thread, by the processor time of the best
-    try, so that what else the machine does matters little.
+    0 if it never is, or if torch lacks the operation. Takes tens of milliseconds, once per process. Both products run
+    alternately on one thread. Their shortest processor times are compared, so that other load matters little.
     """
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return 0
@@ -77,31 +77,31 @@ def rows_worth_it(dtype: torch.dtype) -> int:
         planes=1,
         max_rows=0,
     )
-    for first in range(0, outputs, outputs // 2):  # in two parts, as a matrix of several tensors is
+    for first in range(0, outputs, outputs // 2):  # in two parts, like a matrix of several tensors
         part = slice(first, first + outputs // 2)
         matrix.put(first, q[part], scale[part], -8 * scale[part])
     dense = ((q.float() - 8) * scale).flatten(1).to(dtype)
-    worth = 0
+    max_rows = 0
     with torch.inference_mode(), _one_thread():
         for rows in _CANDIDATE_ROWS:
             x = torch.randn(rows, inputs, generator=generator).to(dtype)
-            packed_s, dense_s = _best_of_turns(partial(matrix.product, x), partial(dense_product, x, dense))
+            packed_s, dense_s = shortest_times_s(partial(matrix.product, x), partial(dense_product, x, dense))
             agrees = torch.allclose(matrix.product(x), dense_product(x, dense), atol=0.5, rtol=0.02)
             if packed_s >= dense_s or not agrees:
                 break
-            worth = rows
-    return worth
+            max_rows = rows
+    return max_rows
 
 
 def dense_product(x: Tensor, weight: Tensor) -> Tensor:
     """x: [rows, in], weight: [out, in] → [rows, out]"""
     if len(x) == 1:
-        return torch.mv(weight, x[0])[None]  # a product with one row would repack the matrix every time
+        return torch.mv(weight, x[0])[None]  # F.linear with one row repacks the matrix on every call
     return F.linear(x, weight)
 
 
-def _best_of_turns(*candidates: Callable[[], Tensor]) -> list[float]:
-    """Each candidate's shortest processor time in seconds."""
+def shortest_times_s(*candidates: Callable[[], Tensor]) -> list[float]:
+    """The shortest processor time of each candidate, in seconds. The candidates run alternately."""
     best = [float("inf")] * len(candidates)
     for _ in range(_TRIES):
         for index, candidate in enumerate(candidates):

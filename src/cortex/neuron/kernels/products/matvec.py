@@ -1,9 +1,9 @@
-"""Matrix times a few vectors: what decoding is made of. Bound by the bytes of the matrix, so everything around it
-(the norm before, the gate or the addition after) rides along in the same pass.
+"""Matrix products for small batches, as in decode steps. They are bound by the bytes of the matrix, so the norm before
+and the gate or addition after are fused into the same pass.
 
-One row: each program reads whole rows of the matrix and sums. The norm's scale is a common factor of each dot product
-and is applied at the end. A few rows: the matrix is the left operand of a tensor-core product whose right operand is
-the rows, padded to 16 or 32. Here the norm is a launch of its own: each program would have to norm all rows again.
+One row: each program reads whole rows of the matrix and sums. The scale of the norm is a common factor of each dot
+product and is applied at the end. Several rows: the matrix is the left operand of a tensor-core product, the rows,
+padded to 16 or 32, are the right one. The norm is a separate launch: fused, each program would repeat it for all rows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from cortex.neuron.kernels.silu import silu_mul_reference
 
 
 class Blocks(NamedTuple):
-    """How a product is cut into programs."""
+    """The tile of one program."""
 
     outputs: int
     inputs: int
-    """At a time."""
+    """Per iteration of the loop."""
     warps: int
     stages: int
 
 
 def beats_library(rows: int, inputs: int) -> bool:
-    """Whether these kernels are faster than the library's product between a norm and an addition, by measurements."""
+    """Whether these kernels were measured to be faster than norm, library product and addition in sequence."""
     return rows <= 16 or (rows <= 32 and inputs <= 8192)
 
 
@@ -111,10 +111,10 @@ def _launch(
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     block_rows = max(16, triton.next_power_of_2(rows))
-    blocks = few_rows_blocks(rows, inputs, outputs, gated=gated)
+    blocks = small_batch_blocks(rows, inputs, outputs, gated=gated)
     column_bytes = ((1 + gated) * blocks.outputs + block_rows) * x.element_size()
     block_in, stages = loop_over_columns(blocks.inputs, blocks.stages, column_bytes, shared_memory(x.device))
-    _few_rows_kernel[(triton.cdiv(outputs, blocks.outputs),)](
+    _small_batch_kernel[(triton.cdiv(outputs, blocks.outputs),)](
         x,
         weight,
         bias,
@@ -131,8 +131,8 @@ def _launch(
     )
 
 
-def few_rows_blocks(rows: int, inputs: int, outputs: int, *, gated: bool) -> Blocks:
-    """The fastest of a sweep on Hopper, where they fit."""
+def small_batch_blocks(rows: int, inputs: int, outputs: int, *, gated: bool) -> Blocks:
+    """The fastest blocks of a sweep on Hopper. Devices with less shared memory reduce them."""
     if gated or outputs > 65_536:
         blocks = Blocks(128, 128, warps=8, stages=3)
     elif outputs > 4096 or rows > 16:
@@ -161,7 +161,7 @@ def _one_row_kernel(
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """One program per BLOCK_OUT rows of the matrix. The next tile is on its way while this one is summed."""
+    """One program per BLOCK_OUT rows of the matrix. The next tile is loaded while this one is summed."""
     if OVERLAP:
         gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -212,7 +212,7 @@ def _one_row_kernel(
 
 
 @jit(do_not_specialize=["rows"])
-def _few_rows_kernel(
+def _small_batch_kernel(
     x,
     weight,
     bias,

@@ -1,4 +1,4 @@
-"""A GGUF model, in one file or split over several, under the hub's names and shapes."""
+"""A GGUF model in one or several files, with the tensor names and shapes of the hub."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MAX_EXPERTS: Final = 1 << 12
 class GGUFCheckpoint:
     """See `checkpoint.Checkpoint`. Quantised tensors are read as float32.
 
-    `tensors` lists every expert by its own name, as safetensors models do; `read` and `stored` also know the stack of
-    a layer's experts, `model.layers.N.mlp.experts.gate_proj.weight`, as `[experts, out, in]`.
+    `tensors` lists every expert separately, like safetensors models. `read` and `stored` also accept the name of the
+    stack of all experts of a layer, `model.layers.N.mlp.experts.gate_proj.weight`, of shape `[experts, out, in]`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open `path` and the parts that follow it, and check every header; raises CheckpointError."""
+        """Open `path` and the following parts of a split model, and check all headers; raises CheckpointError."""
         self.path = path
         self._mapped: list[MappedFile] = []
         self._stored: dict[str, StoredTensor] = {}
@@ -40,7 +40,7 @@ class GGUFCheckpoint:
         try:
             head = self._open(path)
             parts = [head, *(self._open(part) for part in _following_parts(head))]
-            whole = replace(head, tensors=_joined(parts))
+            whole = replace(head, tensors=_merged_tensors(parts))
             self.config: Mapping[str, Any] = config_of(whole)
             self.generation_config: Mapping[str, Any] = generation_config_of(head)
             for file, mapped in zip(parts, self._mapped, strict=True):
@@ -60,7 +60,7 @@ class GGUFCheckpoint:
     def stored(self, name: str) -> StoredTensor:
         stored = self._stored.get(name) or self._stacks.get(name)
         if stored is None:
-            raise TensorMissing(f"{self.path} has no tensor {name!r}; is it a whole model?")
+            raise TensorMissing(f"{self.path} has no tensor {name!r}; is the model complete?")
         return stored
 
     def close(self) -> None:
@@ -97,12 +97,14 @@ class GGUFCheckpoint:
             )
 
     def _interleaved_rows(self, name: str, tensor: GGUFTensor) -> int:
-        """Rows of a head that GGUF keeps interleaved: it turns Llama's rotary pairs into neighbours."""
+        """The rows per head, if GGUF stores them interleaved: in Llama, both rows of a rotary pair are adjacent."""
         if self.config["model_type"] != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
             return 0
         head_dim: int = self.config["head_dim"]
         if tensor.shape[0] % head_dim or head_dim % 2:
-            raise Malformed(f"{self.path}: {tensor.name} is not whole heads of {head_dim}; convert the model again")
+            raise Malformed(
+                f"{self.path}: {tensor.name} cannot be split into heads of {head_dim} rows; convert the model again"
+            )
         return head_dim
 
 
@@ -112,13 +114,13 @@ def _following_parts(head: GGUFFile) -> list[Path]:
         return []
     match = _PART.fullmatch(head.path.name)
     if match is None or not isinstance(count, int) or count > _MAX_PARTS or int(match[2]) != count:
-        raise Malformed(f"{head.path} is part of a split model; point to its first part, …-00001-of-{count!s:.5}.gguf")
+        raise Malformed(f"{head.path} is part of a split model; name its first part, …-00001-of-{count!s:.5}.gguf")
     return [
         model_file(head.path.parent, f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)
     ]
 
 
-def _joined(parts: list[GGUFFile]) -> dict[str, GGUFTensor]:
+def _merged_tensors(parts: list[GGUFFile]) -> dict[str, GGUFTensor]:
     tensors: dict[str, GGUFTensor] = {}
     for part in parts:
         if twice := tensors.keys() & part.tensors.keys():

@@ -1,4 +1,4 @@
-"""GGUF metadata as the hub's `config.json` and `generation_config.json`."""
+"""Converts GGUF metadata to the format of the hub's `config.json` and `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAMILIES: Final = {
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 
-# Files store these as float32; the hub's configs say 1e-05 where float32 says 9.999999747378752e-06.
+# GGUF stores float32. Rounding restores the value in the hub's config: 1e-05, not 9.999999747378752e-06.
 _FLOAT32_DIGITS: Final = 7
 
 _SAMPLING: Final = {
@@ -31,7 +31,7 @@ _END_TOKENS: Final = ("eos", "eot", "eom")
 
 
 class _Keys:
-    """Typed access to one architecture's metadata."""
+    """Typed access to the metadata of one architecture."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self._file = file
@@ -66,7 +66,7 @@ class _Keys:
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
-    """The model's config in the hub's shape; raises CheckpointError for an architecture that is not supported."""
+    """The config of the model in the hub's format. Raises CheckpointError if it is incomplete or not supported."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in _FAMILIES:
         raise Unsupported(
@@ -76,7 +76,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     keys = _Keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise Malformed(f"{file.path} has no token_embd.weight; is it a whole model?")
+        raise Malformed(f"{file.path} has no token_embd.weight; is the model complete?")
 
     hidden_size = keys.count("embedding_length")
     num_heads = keys.count("attention.head_count")
@@ -122,7 +122,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def generation_config_of(file: GGUFFile) -> dict[str, Any]:
-    """Token ids that end an answer, and the sampling the model's makers recommend where the file tells it."""
+    """The token ids that end a response, and the recommended sampling parameters if the file has them."""
     generation = _special_tokens(file)
     for key, hub_key in _SAMPLING.items():
         value = file.metadata.get(key)

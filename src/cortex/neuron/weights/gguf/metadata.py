@@ -1,7 +1,7 @@
-"""A GGUF file's header: key-values and the tensor table, without torch and without reading a weight.
+"""Parses the header of a GGUF file, metadata and tensor table, without torch and without reading weights.
 
-The header comes from strangers, so every count, length and offset is held against the file's size before anything is
-allocated for it; whatever cannot be true raises `CheckpointError`.
+The header is untrusted. Every count, length and offset is checked against the size of the file before memory is
+allocated for it. An inconsistent header raises `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSIONS: Final = (2, 3)
 _DEFAULT_ALIGNMENT: Final = 32
 
 # Far above any real model (a 262k-token vocabulary with scores and merges is about 20 MB and 1.1 million elements),
-# far below what would hurt the host.
+# far below what would exhaust the memory of the host.
 _MAX_HEADER_BYTES: Final = 256 << 20
 _MAX_KEYS: Final = 1 << 16
 _MAX_ARRAY_ELEMENTS: Final = 4 << 20
@@ -38,7 +38,7 @@ _ARRAY: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One row of the tensor table. `shape` is outermost first, as in torch; `offset` is from the file's start."""
+    """One row of the tensor table. `shape` is outermost first, as in torch. `offset` is relative to the file start."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,14 +49,14 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """What a GGUF file says about itself, checked against the file's size."""
+    """The header of a GGUF file, checked against the size of the file."""
 
     path: Path
     version: int
     metadata: Mapping[str, Any]
-    """Values as Python numbers, strings, bools and lists, under the file's own keys."""
+    """Values are Python numbers, strings, bools and lists, under the keys of the file."""
     tensors: Mapping[str, GGUFTensor]
-    """By the file's own names, in file order."""
+    """By the names in the file, in file order."""
 
 
 def read_metadata(path: Path) -> GGUFFile:
@@ -66,7 +66,7 @@ def read_metadata(path: Path) -> GGUFFile:
 
 
 def parse_header(file: MappedFile) -> GGUFFile:
-    """Parse the header of an already opened file; raises CheckpointError."""
+    """Parse the header of an open file; raises CheckpointError."""
     header = _Header(file)
     if header.take(4) != _MAGIC:
         raise Malformed(f"{file.path} is not a GGUF file (wrong magic); download it again")
@@ -90,7 +90,7 @@ def parse_header(file: MappedFile) -> GGUFFile:
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
         raise header.malformed(f"general.alignment is {alignment!r}, not a power of two")
     data_start = -(-header.position // alignment) * alignment
-    return GGUFFile(file.path, version, metadata, _place(rows, header, data_start, alignment))
+    return GGUFFile(file.path, version, metadata, _resolve_tensors(rows, header, data_start, alignment))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class _TensorRow:
     relative_offset: int
 
 
-def _place(rows: list[_TensorRow], header: _Header, data_start: int, alignment: int) -> dict[str, GGUFTensor]:
-    """Turn table rows into tensors that provably lie in the file and apart from each other."""
+def _resolve_tensors(rows: list[_TensorRow], header: _Header, data_start: int, alignment: int) -> dict[str, GGUFTensor]:
+    """Resolve table rows to tensors. Checks that each lies within the file and that none overlap."""
     tensors: dict[str, GGUFTensor] = {}
     for row in rows:
         if row.name in tensors:
@@ -119,7 +119,7 @@ def _place(rows: list[_TensorRow], header: _Header, data_start: int, alignment: 
             num_elements *= extent
         if row.shape[-1] % kind.block_elements:
             raise header.malformed(
-                f"rows of tensor {row.name!r} have {row.shape[-1]} numbers, not whole {kind.name} blocks"
+                f"rows of tensor {row.name!r} have {row.shape[-1]} numbers, not a multiple of a {kind.name} block"
             )
         num_bytes = num_elements // kind.block_elements * kind.block_bytes
         offset = data_start + row.relative_offset
@@ -127,7 +127,7 @@ def _place(rows: list[_TensorRow], header: _Header, data_start: int, alignment: 
             raise header.malformed(f"tensor {row.name!r} is not aligned to {alignment} bytes")
         if offset + num_bytes > header.num_bytes:
             raise header.malformed(
-                f"tensor {row.name!r} ends at byte {offset + num_bytes} of a file with {header.num_bytes}"
+                f"tensor {row.name!r} ends at byte {offset + num_bytes} but the file has {header.num_bytes} bytes"
             )
         tensors[row.name] = GGUFTensor(row.name, row.shape, kind, offset, num_bytes)
 
@@ -139,7 +139,7 @@ def _place(rows: list[_TensorRow], header: _Header, data_start: int, alignment: 
 
 
 class _Header:
-    """A cursor over the header that never passes the end of the file, nor the bounds of a sane header."""
+    """A cursor over the header. It rejects reads past the end of the file and beyond the limits above."""
 
     def __init__(self, file: MappedFile) -> None:
         self.path = file.path
@@ -150,12 +150,12 @@ class _Header:
         self._elements_left = _MAX_ARRAY_ELEMENTS
 
     def malformed(self, reason: str) -> Malformed:
-        return Malformed(f"{self.path} is not a sound GGUF file: {reason}; download it again")
+        return Malformed(f"{self.path} is not a valid GGUF file: {reason}; download it again")
 
     def take(self, num_bytes: int) -> bytes:
         start = self.position
         if num_bytes > self._end - start:
-            raise self.malformed(f"the header breaks off at byte {start}")
+            raise self.malformed(f"the header is truncated at byte {start}")
         self.position = start + num_bytes
         return self._buffer[start : self.position]
 
@@ -167,14 +167,14 @@ class _Header:
     def count(self, code: str, limit: int, of_what: str) -> int:
         value = self.integer(code)
         if value > limit:
-            raise self.malformed(f"it claims {value} {of_what}")
+            raise self.malformed(f"it declares {value} {of_what}, more than the limit of {limit}")
         return value
 
     def string(self) -> bytes:
         return self.take(self.integer("Q"))
 
     def name(self) -> str:
-        """A key or tensor name: short, strict UTF-8."""
+        """A key or tensor name: at most _MAX_NAME_BYTES of strict UTF-8."""
         raw = self.take(self.count("Q", _MAX_NAME_BYTES, "bytes in a name"))
         try:
             return raw.decode()
@@ -183,13 +183,13 @@ class _Header:
 
     def value(self, type_id: int, depth: int) -> Any:
         if type_id == _STRING:
-            # A token may be a fragment of a character; it must not make the whole file unreadable.
+            # A token may be part of a character, which is not valid UTF-8.
             return self.string().decode(errors="replace")
         if type_id == _ARRAY:
             return self._array(depth)
         code = _SCALARS.get(type_id)
         if code is None:
-            raise self.malformed(f"there is no value type {type_id}")
+            raise self.malformed(f"the value type {type_id} does not exist")
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def _array(self, depth: int) -> list[Any]:
@@ -207,14 +207,14 @@ class _Header:
         return [self.value(type_id, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """The vocabulary and its merges, half a million strings: the one loop here that must be tight."""
+        """Parses string arrays. Vocabulary and merges hold half a million strings, so this loop is optimised."""
         buffer, end, position = self._buffer, self._end, self.position
         length_at = struct.Struct("<Q").unpack_from
         strings = []
         for _ in range(count):
             start = position + 8
             if start > end:
-                raise self.malformed(f"the header breaks off at byte {position}")
+                raise self.malformed(f"the header is truncated at byte {position}")
             position = start + length_at(buffer, position)[0]
             if position > end:
                 raise self.malformed(f"a string runs from byte {start} to {position}, past the header")
@@ -228,5 +228,5 @@ class _Header:
         extents = struct.unpack(f"<{num_dimensions}Q", self.take(8 * num_dimensions))
         if not extents or 0 in extents:
             raise self.malformed(f"tensor {name!r} has the shape {extents}")
-        # Files list the fastest-moving dimension first.
+        # GGUF lists the innermost dimension first.
         return _TensorRow(name, tuple(reversed(extents)), self.integer("I"), self.integer("Q"))

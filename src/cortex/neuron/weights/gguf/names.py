@@ -1,4 +1,4 @@
-"""GGUF's tensor names in the hub's words."""
+"""Maps GGUF tensor names to the hub's names."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)")
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
-"""Not a weight but a table that the config expresses instead."""
+"""Not a weight but a table, which the config expresses as `rope_scaling`."""
 
 
 def hub_name(name: str) -> str:
-    """The hub's name for GGUF tensor `name`; all experts of a layer together lack the expert's number.
+    """The hub's name of GGUF tensor `name`. The stack of all experts of a layer has no expert number.
 
-    Raises Unsupported: a tensor that has no place would change what the model says if it were dropped.
+    Raises Unsupported for an unknown tensor: dropping it would change the output of the model.
     """
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
@@ -50,7 +50,7 @@ def hub_name(name: str) -> str:
         if part in _WHOLE_MODEL:
             return f"{_WHOLE_MODEL[part]}.{kind}"
     raise Unsupported(
-        f"the GGUF file has a tensor {name[:200]!r} that no supported family knows; use a safetensors model"
+        f"the GGUF file has a tensor {name[:200]!r} that no supported model family uses; use a safetensors model"
     )
 
 

@@ -1,7 +1,7 @@
-"""Quantised blocks to codes and scales, and to float32, as torch operations over many blocks at once, on any device.
+"""Decodes quantised blocks to codes and scales, and to float32, with torch operations over many blocks, on any device.
 
-Every function takes blocks as uint8 `[blocks, block_bytes]` and returns their groups of 16 or 32 numbers.
-Small letters follow the format's own: d is a block's scale, m its minimum, q the quantised numbers.
+Every format function takes blocks as uint8 `[blocks, block_bytes]` and returns their groups of 16 or 32 elements.
+The letters are those of the format: d is the scale of a block, m its minimum, q the quantised elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IQ4_LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Numbers as `scale · q + minimum`, with one scale and one minimum for every 16 or 32 of them."""
+    """Elements as `scale · q + minimum`, with one scale and one minimum per group of 16 or 32 elements."""
 
     q: Tensor
     """[..., group] uint8"""
@@ -43,10 +43,10 @@ class Quantisation:
     block_elements: int
     block_bytes: int
     groups: Callable[[Tensor], Groups]
-    """Its blocks as groups: q is [groups, 16 or 32]."""
+    """Decodes blocks to groups: q is [groups, 16 or 32]."""
 
     def dequantise(self, blocks: Tensor) -> Tensor:
-        """float32 [blocks, block_elements], as the format's definition has it to the last bit."""
+        """float32 [blocks, block_elements], bit-exact with the definition of the format."""
         return self.groups(blocks).numbers().view(-1, self.block_elements)
 
 
@@ -56,14 +56,14 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """`[..., n]` bytes to `[..., 2, n]`: all low nibbles, then all high ones. Four bytes at a time: 4 divides n."""
+    """`[..., n]` bytes to `[..., 2, n]`: all low nibbles, then all high ones. n must be a multiple of 4."""
     words = packed.clone(memory_format=torch.contiguous_format).view(torch.int32)
     return torch.stack((words & _LOW_NIBBLES, (words >> 4) & _LOW_NIBBLES), dim=-2).view(torch.uint8)
 
 
 @lru_cache
 def _shifts(device: torch.device, *shifts: int) -> Tensor:
-    """Shift distances as a `[len(shifts), 1]` column, made once per device."""
+    """Shift distances as a `[len(shifts), 1]` column, cached per device."""
     return torch.tensor(shifts, dtype=torch.uint8, device=device).unsqueeze(-1)
 
 
@@ -87,8 +87,8 @@ def _q4_1(blocks: Tensor) -> Groups:
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """Four bytes per block to 32 fifth bits, already worth 16."""
-    # Bit k of byte j belongs to number 8·j + k.
+    """Four bytes per block to 32 fifth bits, shifted to their position."""
+    # Bit k of byte j belongs to element 8·j + k.
     return (_bits(packed).transpose(-1, -2).reshape(-1, 32)) << 4
 
 
@@ -104,13 +104,13 @@ def _q5_1(blocks: Tensor) -> Groups:
 
 
 def _q8_0(blocks: Tensor) -> Groups:
-    """The file's numbers run from -128 to 127; here they begin at 0."""
+    """The codes in the file are signed, -128 to 127. They are shifted to start at 0."""
     d = _halves(blocks, 0)
     return Groups(blocks[:, 2:] ^ 0x80, d, d * -128)
 
 
 def _q2_k(blocks: Tensor) -> Groups:
-    """16 runs of 16 numbers, each run with a 4-bit scale and a 4-bit minimum."""
+    """16 runs of 16 elements, each run with a 4-bit scale and a 4-bit minimum."""
     scales, packed = blocks[:, :16], blocks[:, 16:80]
     d, m = _halves(blocks, 80), _halves(blocks, 82)
     q = _bit_pairs(packed.reshape(-1, 2, 32)).view(-1, 16)
@@ -120,12 +120,12 @@ def _q2_k(blocks: Tensor) -> Groups:
 
 
 def _q3_k(blocks: Tensor) -> Groups:
-    """16 runs of 16 numbers with 6-bit signed scales; the numbers' third bits lie in a mask of their own."""
+    """16 runs of 16 elements with 6-bit signed scales. The third bits of the elements are in a separate mask."""
     mask, packed, scales = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
     low = _nibbles(scales[:, :8]).view(-1, 16)
     high = _bit_pairs(scales[:, 8:]).view(-1, 16)
     run_scale = (_halves(blocks, 108) * (low | (high << 4)).float().sub_(32)).view(-1, 1)
-    # Bit i of the mask belongs to the i-th run of 32; where it is not set, 4 is taken off.
+    # Bit i of the mask belongs to the i-th run of 32; where it is not set, 4 is subtracted.
     q = _bit_pairs(packed.reshape(-1, 2, 32)).view(-1, 8, 32) | (_bits(mask) << 2)
     return Groups(q.view(-1, 16), run_scale, run_scale * -4)
 
@@ -139,7 +139,7 @@ def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> Groups:
-    """8 runs of 32 numbers; low nibbles of 32 bytes make one run, high nibbles the next."""
+    """8 runs of 32 elements. The low nibbles of 32 bytes form one run, the high nibbles the next."""
     scales, minimums = _six_bit_scales(blocks[:, 4:16])
     run_scale, run_minimum = _halves(blocks, 0) * scales, _halves(blocks, 2) * minimums
     q = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 32)
@@ -155,7 +155,7 @@ def _q5_k(blocks: Tensor) -> Groups:
 
 
 def _q6_k(blocks: Tensor) -> Groups:
-    """16 runs of 16 numbers with 8-bit scales; two halves of 128, each 4 bits here and 2 bits there."""
+    """16 runs of 16 elements with 8-bit scales, in two halves of 128. Low 4 bits and high 2 bits are stored apart."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
     high = _bit_pairs(blocks[:, 128:192].reshape(-1, 2, 32))
     run_scale = (_halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()).view(-1, 1)
@@ -164,7 +164,7 @@ def _q6_k(blocks: Tensor) -> Groups:
 
 @lru_cache
 def _iq4_levels(device: torch.device) -> Tensor:
-    """The sixteen levels, as codes of eight bits with 128 for 0."""
+    """The sixteen levels as 8-bit codes, offset by 128."""
     return torch.tensor(_IQ4_LEVELS, dtype=torch.int16, device=device).add_(128).to(torch.uint8)
 
 
@@ -175,7 +175,7 @@ def _iq4_nl(blocks: Tensor) -> Groups:
 
 
 def _iq4_xs(blocks: Tensor) -> Groups:
-    """8 runs of 32 numbers with 6-bit signed scales: 4 bits in bytes 4–7, 2 bits in bytes 2–3."""
+    """8 runs of 32 elements with 6-bit signed scales: 4 bits in bytes 4–7, 2 bits in bytes 2–3."""
     low = _nibbles(blocks[:, 4:8]).transpose(-1, -2).reshape(-1, 8)
     high = _bit_pairs(blocks[:, 2:4]).transpose(-1, -2).reshape(-1, 8)
     run_scale = (_halves(blocks, 0) * (low | (high << 4)).float().sub_(32)).view(-1, 1)

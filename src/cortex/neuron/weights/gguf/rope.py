@@ -1,7 +1,7 @@
-"""How a GGUF file says that positions are stretched, as the hub's `rope_scaling`.
+"""Converts the position scaling of a GGUF file to the hub's `rope_scaling`.
 
-Linear and YaRN stretching are metadata. Llama 3's is not: the file carries the finished table of divisors, one for each
-frequency, and this module finds the parameters that give that table.
+Linear and YaRN scaling are metadata. Llama 3 scaling is not: the file holds a table of divisors, one per frequency, and
+this module computes the parameters that produce the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.names import ROPE_FACTORS
 from cortex.neuron.weights.gguf.types import GGMLType
 
-# The published models' values, for heads so small that the table does not determine them.
+# The values of the published models, for heads that are too small for the table to determine them.
 _LOW_FREQ_FACTOR: Final = 1.0
 _HIGH_FREQ_FACTOR: Final = 4.0
 _ORIGINAL_POSITIONS: Final = 8192
@@ -23,7 +23,7 @@ _TOLERANCE: Final = 1e-3
 
 
 def rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The hub's `rope_scaling` for the file, None where positions are not stretched; raises CheckpointError."""
+    """The hub's `rope_scaling` for the file, None if positions are not scaled; raises CheckpointError."""
     factors = _factors(file, head_dim)
     if factors is not None and any(factor != 1.0 for factor in factors):
         return _llama3(file, factors, theta, head_dim)
@@ -35,7 +35,7 @@ def rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int)
     if kind == "none" or not isinstance(factor, float) or factor in (0.0, 1.0):
         return None
     if kind not in ("linear", "yarn") or not factor > 0:
-        raise Unsupported(f"{file.path} stretches positions by {str(kind)[:40]!r} × {factor}, which is not supported")
+        raise Unsupported(f"{file.path} scales positions by {str(kind)[:40]!r} × {factor}, which is not supported")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if isinstance(original := key("original_context_length"), int):
         scaling["original_max_position_embeddings"] = original
@@ -51,21 +51,21 @@ def _factors(file: GGUFFile, head_dim: int) -> tuple[float, ...] | None:
     if tensor is None:
         return None
     if tensor.type is not GGMLType.F32 or tensor.shape != (head_dim // 2,):
-        raise Malformed(f"{file.path}: {ROPE_FACTORS} does not fit heads of {head_dim}; convert the model again")
+        raise Malformed(f"{file.path}: {ROPE_FACTORS} does not match heads of size {head_dim}; convert the model again")
     with file.path.open("rb") as raw:
         raw.seek(tensor.offset)
         factors = struct.unpack(f"<{head_dim // 2}f", raw.read(tensor.num_bytes))
     if not all(1 <= factor < math.inf for factor in factors):
-        raise Malformed(f"{file.path}: {ROPE_FACTORS} holds numbers that stretch nothing; convert the model again")
+        raise Malformed(f"{file.path}: {ROPE_FACTORS} holds a divisor below 1 or not finite; convert the model again")
     return factors
 
 
 def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: int) -> dict[str, Any]:
-    """Fit Llama 3's stretching to the table, and insist that it reproduces the table.
+    """Fit Llama 3 scaling to the table. Raises Unsupported if the fit does not reproduce the table.
 
-    Short waves keep their divisor 1, long ones get `factor`, and between the two 1/divisor runs linearly over the
-    number of waves that fit the original context. Two points on that line give its slope and its root; only ratios
-    matter, so the low end is set to 1.
+    Short wavelengths have divisor 1, long ones `factor`. Between them 1/divisor is linear in the number of waves that
+    fit the original context. Two points determine the slope and the offset of that line. Only ratios matter, so the
+    low end is set to 1.
     """
     frequencies = [theta ** (-2 * index / head_dim) for index in range(head_dim // 2)]
     factor = float(f"{max(factors):.7g}")
@@ -91,12 +91,12 @@ def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: 
     }
     expected = [_divisor(frequency, factor, high, original) for frequency in frequencies]
     if any(abs(a - b) > _TOLERANCE * b for a, b in zip(factors, expected, strict=True)):
-        raise Unsupported(f"{file.path}: {ROPE_FACTORS} stretches positions in a way that is not supported")
+        raise Unsupported(f"{file.path}: {ROPE_FACTORS} is not a Llama 3 scaling; use a safetensors model")
     return scaling
 
 
 def _snapped(value: float) -> float:
-    """`value`, or the whole number it must have been before float32 got hold of it."""
+    """`value`, rounded to an integer if float32 rounding explains the difference."""
     return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-5) else value
 
 

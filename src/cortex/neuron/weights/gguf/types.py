@@ -1,4 +1,4 @@
-"""The number formats a GGUF tensor can be stored in, and how many bytes they take."""
+"""The number formats of GGUF tensors and their sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 
 class GGMLType(IntEnum):
-    """Number formats by the id that files carry. Sizes of all are known; `quants.py` says which can be decoded."""
+    """Number formats by their id in files. All sizes are known; `quants.py` lists the formats that can be decoded."""
 
     F32 = 0
     F16 = 1
@@ -44,7 +44,7 @@ class GGMLType(IntEnum):
 
     @property
     def block_elements(self) -> int:
-        """Numbers that share one block; a row holds whole blocks only."""
+        """Elements per block. A row consists of whole blocks."""
         return _BLOCKS[self][0]
 
     @property
@@ -89,4 +89,4 @@ _BLOCKS: Final[dict[GGMLType, tuple[int, int]]] = {
 }
 
 GROUPED_BITS: Final = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q8_0": 8}
-"""Formats made of groups of 32 numbers with a scale of their own, by name, and the bits of a number in them."""
+"""Formats in groups of 32 elements with one scale per group → the bits of an element."""

@@ -88,6 +88,27 @@ class ContextLengthExceeded(_InvalidRequest):
     code = "context_length_exceeded"
 
 
+def prompt_too_long(num_tokens: int, context_tokens: int, max_prompt_tokens: int | None = None) -> ContextLengthExceeded:
+    """The error for a prompt of `num_tokens`, or at least so many, where the response needs one token of the context.
+
+    Clients recognise an overflow by its words as well as by its code, and shorten the conversation. OpenAI's clients
+    look for "maximum context length is", Anthropic's for "prompt is too long". The message passes through streams and
+    gateways, which translate between the dialects, so it has both.
+    """
+    largest = context_tokens - 1
+    limit = f"This model's maximum context length is {context_tokens} tokens, and the response needs at least one."
+    if max_prompt_tokens is not None and max_prompt_tokens < largest:
+        largest = max_prompt_tokens
+        limit = (
+            f"This model's maximum context length is {largest} tokens on this node (limits.max_prompt_tokens in "
+            "neuron.toml)."
+        )
+    return ContextLengthExceeded(
+        f"prompt is too long: {num_tokens} tokens > {largest} maximum. {limit} Shorten the conversation.",
+        details={"prompt_tokens": num_tokens, "max_prompt_tokens": largest, "context_tokens": context_tokens},
+    )
+
+
 class PromptTooLongForMemory(_InvalidRequest):
     """The prompt fits the model but not the memory of the node that serves it."""
 
@@ -194,22 +215,16 @@ class InsufficientQuota(CortexError):
     anthropic_type = "rate_limit_error"
 
 
-class TemplateRenderFailed(CortexError):
+class TemplateRenderFailed(_InvalidRequest):
     """The model's chat template rejected this conversation."""
 
-    status = 422
     code = "template_render_failed"
-    openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
-class UnsupportedModality(CortexError):
+class UnsupportedModality(_InvalidRequest):
     """The model does not support a kind of input or output: images, tools, embeddings."""
 
-    status = 422
     code = "unsupported_modality"
-    openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
 class Overloaded(CortexError):

@@ -399,7 +399,7 @@ async def test_embeddings_need_a_node_that_makes_them(neurons, start_gateway):
     other = await neurons("other", sizes={"embedder": GB}, answer=embed)
     client = await start_gateway(beast, foreign=(other,))
     status, body = await client.post("/v1/embeddings", {"model": "a", "input": "x"})
-    assert (status, body["error"]["code"]) == (422, "unsupported_modality")
+    assert (status, body["error"]["code"]) == (400, "unsupported_modality")
     status, body = await client.post("/v1/embeddings", {"model": "embedder", "input": "x"})
     assert (status, body["data"][0]["embedding"]) == (200, [0.5])
 

@@ -282,7 +282,8 @@ async def test_rejects_a_prompt_over_the_context_with_both_counts(
     with pytest.raises(openai.BadRequestError) as rejected:
         await openai_client.chat.completions.create(model="org/tiny", messages=long)
     assert rejected.value.code == "context_length_exceeded"
-    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 20"):
+    assert "This model's maximum context length is 20 tokens" in rejected.value.message
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 19 maximum"):
         await anthropic_client.messages.create(model="org/tiny", max_tokens=5, messages=long)
 
 

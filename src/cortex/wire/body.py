@@ -7,6 +7,7 @@ a range: a value that is accepted here must be computable everywhere later.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,23 +24,49 @@ LARGEST_COUNT = 2**53 - 1
 """The largest integer that every JSON library reads exactly. Some clients send it for "no limit"."""
 LARGEST_TOKEN = 2**31 - 1
 """Upper bound of token ids in every vocabulary."""
+MAX_REPLACED_SURROGATES = 100_000
+"""Surrogates that are read in one body, lone or paired; more of them would occupy the event loop."""
+_REPLACEMENT = rb"\ufffd"
+_SURROGATES = re.compile(
+    rb"(?<!\\)(?P<backslashes>\\++)u(?:[dD][89abAB][\da-fA-F]{2}(?P<low>\\u[dD][c-fC-F][\da-fA-F]{2})"
+    rb"|[dD][89a-fA-F][\da-fA-F]{2})"
+)
+"""A pair, or a surrogate alone. An even number of backslashes before it is text: the `u` begins no escape."""
 _LARGEST_SHOWN = 10**18
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
 
 
 def parse(body: bytes) -> Fields:
-    """The body as an object. Raises `MalformedJSON`."""
+    """The body as an object, with U+FFFD for lone surrogates. Raises `MalformedJSON`."""
     try:
         values = msgspec.json.decode(body)
     except RecursionError:
         raise MalformedJSON("The body is nested too deeply; flatten it.") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
+        if (readable := without_lone_surrogates(body)) != body:
+            return parse(readable)
         raise MalformedJSON(
             f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
         ) from None
     if not isinstance(values, dict):
         raise MalformedJSON('The body must be a JSON object such as {"model": …}.')
     return Fields(values)
+
+
+def without_lone_surrogates(body: bytes) -> bytes:
+    """JSON text with U+FFFD in place of escaped surrogates without a partner; all else stays byte for byte.
+
+    JavaScript clients send them when they cut a text inside an emoji. No decoder accepts them, so this is called only
+    for a body that could not be decoded.
+    """
+    return _SURROGATES.sub(_with_replacement, body, count=MAX_REPLACED_SURROGATES)
+
+
+def _with_replacement(found: re.Match[bytes]) -> bytes:
+    text, low = found[0], found["low"]
+    if len(found["backslashes"]) % 2 == 0:
+        return text[: -len(low)] + _REPLACEMENT if low else text
+    return text if low else found["backslashes"][:-1] + _REPLACEMENT
 
 
 def json_text(value: Any) -> str:

@@ -88,7 +88,9 @@ class ContextLengthExceeded(_InvalidRequest):
     code = "context_length_exceeded"
 
 
-def prompt_too_long(num_tokens: int, context_tokens: int, max_prompt_tokens: int | None = None) -> ContextLengthExceeded:
+def prompt_too_long(
+    num_tokens: int, context_tokens: int, max_prompt_tokens: int | None = None
+) -> ContextLengthExceeded:
     """The error for a prompt of `num_tokens`, or at least so many, where the response needs one token of the context.
 
     Clients recognise an overflow by its words as well as by its code, and shorten the conversation. OpenAI's clients

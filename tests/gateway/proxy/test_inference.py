@@ -25,6 +25,16 @@ async def test_relays_the_body_unchanged_to_a_ready_model(neurons, start_gateway
     assert beast.seen[0].raw == raw
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_replaces_lone_surrogates_and_nothing_else(neurons, start_gateway, path):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    raw = rb'{"model": "a",  "max_tokens": 5, "odd":  [1.50, "%s \ud83d\ude00"]}'
+    status, _ = await client.post(path, raw % rb"\ud83d")
+    assert status == 200
+    assert beast.seen[0].raw == raw % rb"\ufffd"
+
+
 async def test_request_id_reaches_the_node_and_the_client(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)

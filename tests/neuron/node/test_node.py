@@ -305,9 +305,9 @@ async def test_rejects_a_prompt_over_the_limit_with_both_counts(tmp_path):
     async with running_node(tmp_path, config) as node:
         await load(node)
         for num_tokens in (101, 5000):
-            with pytest.raises(ContextLengthExceeded, match=f"prompt is too long: {num_tokens} tokens > 100 maximum") as (
-                rejected
-            ):
+            with pytest.raises(
+                ContextLengthExceeded, match=f"prompt is too long: {num_tokens} tokens > 100 maximum"
+            ) as (rejected):
                 node.submit("m", EngineRequest(id="x", prompt=(1,) * num_tokens, max_tokens=1))
             assert "This model's maximum context length is 100 tokens" in rejected.value.message
             assert "limits.max_prompt_tokens" in rejected.value.message

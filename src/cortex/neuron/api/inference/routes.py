@@ -87,7 +87,7 @@ class Inference:
 
         encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
         if principal:
-            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.sampling.n)
+            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices)
         async with EventStream(
             http, keepalive=dialect.KEEPALIVE, keepalive_s=self.keepalive_s, headers=headers
         ) as stream:

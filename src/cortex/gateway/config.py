@@ -58,6 +58,8 @@ class GatewaySection(Section, frozen=True):
     strip_billing_header: bool = True
     """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
     Applies to every node behind this gateway, whatever its own setting."""
+    node_header: bool = True
+    """Name the node that served a request in the response header `x-cortex-node`."""
     access_log: bool = False
     """Log one line for every request."""
     log_format: Literal["text", "json"] = "text"

@@ -533,3 +533,54 @@ async def test_passes_on_the_trace_context(neurons, start_gateway):
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     await client.post("/v1/chat/completions", {"model": "a", "messages": []}, traceparent=trace)
     assert beast.seen[0].headers["traceparent"] == trace
+
+
+ERROR_EVENTS = {
+    "/v1/chat/completions": b'data: {"error":{"message":"m","type":"server_error","code":"generation_failed"}}\n\n',
+    "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"m"}}\n\n',
+    "/v1/responses": b'event: response.failed\ndata: {"type":"response.failed","response":{}}\n\n',
+    "/v1/completions": b'data: {"text":"' + b"x" * 5000 + b'"}\n\n: failed generation_failed\n\n',
+}
+
+
+@pytest.mark.parametrize("path", ERROR_EVENTS)
+async def test_stream_that_ends_with_an_error_event_counts_as_failed(neurons, start_gateway, caplog, path):
+    async def fail(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": "x"}))
+        await response.write(ERROR_EVENTS[path] + usage_report.comment(REPORTED))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=fail)
+    client = await start_gateway(beast, access_log=True)
+    with caplog.at_level("INFO", logger="cortex.access"):
+        await client.stream(path, {"model": "a", "stream": True, "max_tokens": 5})
+        await until(lambda: caplog.records)
+    assert caplog.records[-1].outcome == "failed"
+    code = "generation_failed" if b"generation_failed" in ERROR_EVENTS[path] else "upstream_interrupted"
+    assert f'cortex_request_errors_total{{code="{code}",model="a",node="beast"}} 1.0' in client.metrics()
+
+
+async def test_complete_stream_that_mentions_errors_counts_as_complete(neurons, start_gateway, caplog):
+    async def succeed(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": '\n: failed x\n\ndata: {"error": {}}\n\n'}, "stop"))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=succeed)
+    client = await start_gateway(beast, access_log=True)
+    with caplog.at_level("INFO", logger="cortex.access"):
+        await client.stream("/v1/chat/completions", {"model": "a", "stream": True})
+        await until(lambda: caplog.records)
+    assert caplog.records[-1].outcome == "complete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_response_names_its_node_unless_configured_otherwise(neurons, start_gateway, stream):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    body = msgspec.json.encode({"model": "a", "messages": [], "stream": stream})
+    for shown in (True, False):
+        client = await start_gateway(beast, node_header=shown)
+        async with client.session.post(client.url + "/v1/chat/completions", data=body) as response:
+            assert response.status == 200
+            assert response.headers.get("x-cortex-node") == ("beast" if shown else None)

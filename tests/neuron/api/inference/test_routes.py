@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from cortex.neuron.api import bodies
-from cortex.wire import usage_report
+from cortex.wire import failure_report, usage_report
 from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node import ModelState
@@ -168,10 +168,12 @@ async def test_reports_usage_to_a_gateway_when_a_stream_fails(api: Any, path: st
     api.node.script.fails_after = 3
     api.node.script.error = Recovering("the device failed")
     async with api.client.post(api.url + path, json=body(path, stream=True), headers=FROM_GATEWAY) as response:
-        usage = usage_report.from_stream(await response.read())
+        received = await response.read()
+    usage = usage_report.from_stream(received)
     assert usage is not None
     assert usage.prompt_tokens == len(api.node.submitted[0].prompt)
     assert usage.completion_tokens == 3
+    assert failure_report.from_stream(received) == "recovering"
 
 
 @pytest.mark.parametrize("path", ROUTES)

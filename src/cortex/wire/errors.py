@@ -6,7 +6,7 @@ anywhere and encoded once, at the boundary (`envelope`). No program sends a plai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -192,10 +192,14 @@ class RouteNotFound(CortexError):
 
 
 class MethodNotAllowed(RouteNotFound):
-    """The path does not accept this method."""
+    """The path does not accept this method; `allowed` are those that it accepts."""
 
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
 
 
 class RateLimitExceeded(CortexError):
@@ -325,7 +329,11 @@ def envelope(error: CortexError, family: Family) -> dict[str, Any]:
 
 
 def headers(error: CortexError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait."""
-    if error.retry_after_s is None:
-        return {}
-    return {"retry-after": str(max(1, round(error.retry_after_s)))}
+    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait. `Allow` for a method that is
+    not allowed."""
+    found: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        found["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, MethodNotAllowed) and error.allowed:
+        found["allow"] = ", ".join(error.allowed)
+    return found

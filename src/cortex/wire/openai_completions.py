@@ -13,7 +13,7 @@ from cortex.wire import errors
 from cortex.wire.body import LARGEST_TOKEN, Fields
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, Logprobs, ReasoningDelta, TextDelta, TokenLogprob
-from cortex.wire.openai_chat.stream import DONE, stream_error, usage_body
+from cortex.wire.openai_chat.stream import DONE, SYSTEM_FINGERPRINT, stream_error, usage_body
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, read_output_format, read_sampling
@@ -90,7 +90,13 @@ class Encoder:
     """
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        self._head = {"id": id, "object": "text_completion", "created": created, "model": model}
+        self._head = {
+            "id": id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
         self._include_usage = request.include_usage
         self._open_choices = request.num_choices
         self._finishes: list[Finish] = []
@@ -151,6 +157,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
             "object": "text_completion",
             "created": created,
             "model": model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": [_choice_body(choice, _num_echoed(received, choice.index)) for choice in choices],
             "usage": usage_body(total_usage(choice.finish for choice in choices)),
         }

@@ -584,3 +584,13 @@ async def test_response_names_its_node_unless_configured_otherwise(neurons, star
         async with client.session.post(client.url + "/v1/chat/completions", data=body) as response:
             assert response.status == 200
             assert response.headers.get("x-cortex-node") == ("beast" if shown else None)
+
+
+@pytest.mark.parametrize("model", ["a", "none"])
+async def test_messages_have_the_request_id_that_anthropic_clients_read(neurons, start_gateway, model):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    body = msgspec.json.encode({"model": model, "messages": [], "max_tokens": 5})
+    for path, expected in (("/v1/messages", "mine-1"), ("/v1/chat/completions", None)):
+        async with client.session.post(client.url + path, data=body, headers={"x-request-id": "mine-1"}) as response:
+            assert response.headers.get("request-id") == expected

@@ -88,4 +88,4 @@ class Inference:
         self.services.metrics.errors.labels("", "", error.code).inc()
         response = error_response(error, route.family)
         span.end({"cortex.request_id": id.decode(), STATUS_CODE: response.status}, error=error.code)
-        exchange.respond(response.status, (*response.headers, (b"x-request-id", id)), response.body)
+        exchange.respond(response.status, (*response.headers, *route.id_headers(id)), response.body)

@@ -73,7 +73,7 @@ class ProxyRequest:
             self,
             services.ticker,
             keepalive=Keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None,
-            extra_headers=((b"x-request-id", self.id),),
+            extra_headers=route.id_headers(self.id),
         )
         self._relay = None if relay.closed else relay
 

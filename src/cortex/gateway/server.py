@@ -157,7 +157,7 @@ class Gateway:
         before = self.config
         if before.keys:
             _warn_if_open(config)
-        for key in ("listen", "metrics_listen", "workers", "state", "max_body_mb", "poll_interval_s"):
+        for key in ("listen", "metrics_listen", "workers", "state", "max_body_mb", "poll_interval_s", "cors_origins"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
         for key in ("limits", "telemetry"):

@@ -9,7 +9,7 @@ import ssl
 from pathlib import Path
 
 from cortex.http.limits import Buffered, ClientLimits
-from cortex.http.server.connection import ClientConnection, Handler, Reject, Response
+from cortex.http.server.connection import ClientConnection, Handler, Reject, Response, ResponseHeaders
 from cortex.http.server.parser import AdmitHead
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError, Overloaded, RateLimitExceeded
@@ -30,6 +30,8 @@ class Server:
         ticker: Ticker,
         limits: ClientLimits | None = None,
         admit_head: AdmitHead | None = None,
+        *,
+        response_headers: ResponseHeaders | None = None,
     ) -> None:
         self.handler = handler
         self.reject = reject
@@ -37,6 +39,8 @@ class Server:
         self.limits = limits or ClientLimits()
         self.admit_head = admit_head
         """None admits every head, with a body up to the limit."""
+        self.response_headers = response_headers
+        """None adds no headers to responses."""
         self.connections: set[ClientConnection] = set()
         self.buffered = Buffered()
         """Updated by the connections."""

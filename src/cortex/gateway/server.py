@@ -197,7 +197,7 @@ class Gateway:
         elif request.method == b"POST":
             self._inference.begin(exchange, route)
         else:
-            error = MethodNotAllowed(f"{request.path.decode()} takes POST only.", allowed=("POST",))
+            error = MethodNotAllowed(f"{request.path.decode()} takes POST only.", details={"allowed_methods": ["POST"]})
             exchange.respond(*error_response(error, route.family))
 
     def _handle_metrics(self, exchange: Exchange) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, shorten
+from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, UnsupportedMediaType, shorten
 
 MAX_MODEL_NAME = 200
 """Characters in the name of a model."""
@@ -34,6 +34,16 @@ _SURROGATES = re.compile(
 """A pair, or a surrogate alone. An even number of backslashes before it is text: the `u` begins no escape."""
 _LARGEST_SHOWN = 10**18
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
+
+
+def check_content_type(content_type: str | None) -> None:
+    """Raises `UnsupportedMediaType` for a body that is declared as something else than JSON. Scripts in a browser can
+    send forms and plain text to any address without asking it first; JSON they cannot."""
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        raise UnsupportedMediaType(
+            f"The body is declared as {shorten(kind)}, but it must be JSON; send 'content-type: application/json'."
+        )
 
 
 def parse(body: bytes) -> Fields:

@@ -6,7 +6,7 @@ anywhere and encoded once, at the boundary (`envelope`). No program sends a plai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -68,6 +68,13 @@ class MalformedJSON(_InvalidRequest):
     """The body is not JSON, or not a JSON object."""
 
     code = "malformed_json"
+
+
+class UnsupportedMediaType(_InvalidRequest):
+    """The header of the request says that its body is not JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
 
 
 class MissingModel(_InvalidRequest):
@@ -192,14 +199,10 @@ class RouteNotFound(CortexError):
 
 
 class MethodNotAllowed(RouteNotFound):
-    """The path does not accept this method; `allowed` are those that it accepts."""
+    """The path does not accept this method; `details` has those that it accepts as `allowed_methods`."""
 
     status = 405
     code = "method_not_allowed"
-
-    def __init__(self, message: str, *, allowed: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.allowed = tuple(allowed)
 
 
 class RateLimitExceeded(CortexError):
@@ -334,6 +337,6 @@ def headers(error: CortexError) -> dict[str, str]:
     found: dict[str, str] = {}
     if error.retry_after_s is not None:
         found["retry-after"] = str(max(1, round(error.retry_after_s)))
-    if isinstance(error, MethodNotAllowed) and error.allowed:
-        found["allow"] = ", ".join(error.allowed)
+    if allowed_methods := error.details.get("allowed_methods"):
+        found["allow"] = ", ".join(allowed_methods)
     return found

@@ -594,3 +594,16 @@ async def test_messages_have_the_request_id_that_anthropic_clients_read(neurons,
     for path, expected in (("/v1/messages", "mine-1"), ("/v1/chat/completions", None)):
         async with client.session.post(client.url + path, data=body, headers={"x-request-id": "mine-1"}) as response:
             assert response.headers.get("request-id") == expected
+
+
+@pytest.mark.parametrize("path", ERROR_EVENTS)
+async def test_rejects_a_body_that_is_declared_as_something_else_than_json(neurons, start_gateway, path):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    body = b'{"model": "a", "max_tokens": 5}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        status, answer = await client.post(path, body, **{"content-type": kind})
+        assert (status, answer["error"]["type"]) == (415, "invalid_request_error")
+    for kind in ("application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.api+json"):
+        assert (await client.post(path, body, **{"content-type": kind}))[0] == 200
+    assert len(beast.seen) == 3

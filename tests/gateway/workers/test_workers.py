@@ -8,7 +8,7 @@ import subprocess
 import msgspec
 import pytest
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
-from fake_neuron import GB, WAIT_S, begin_stream, chunk, until
+from fake_neuron import GB, JSON, WAIT_S, begin_stream, chunk, until
 
 from cortex.exits import ExitCode
 from cortex.gateway.config import Config
@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 async def client():
     """Sends each request on a new connection, so that any process may get it."""
     connector = TCPConnector(limit=0, force_close=True)
-    async with ClientSession(connector=connector, timeout=ClientTimeout(total=20)) as session:
+    async with ClientSession(headers=JSON, connector=connector, timeout=ClientTimeout(total=20)) as session:
         yield session
 
 

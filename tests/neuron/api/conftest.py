@@ -239,7 +239,7 @@ async def api(node: ScriptedNode) -> AsyncIterator[Api]:
     await runner.setup()
     accepting = await server.accept(runner, server.bind(Listen("127.0.0.1:0")))
     host, port = accepting.sockets[0].getsockname()
-    async with ClientSession() as client:
+    async with ClientSession(headers={"content-type": "application/json"}) as client:
         yield Api(node, drain_gate, f"http://{host}:{port}", client)
     accepting.close()
     await runner.cleanup()

@@ -216,7 +216,7 @@ def _expect(request: Request, *methods: bytes) -> None:
         allowed = b" or ".join(methods).decode()
         raise MethodNotAllowed(
             f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.",
-            allowed=[method.decode() for method in methods],
+            details={"allowed_methods": [method.decode() for method in methods]},
         )
 
 

@@ -16,9 +16,10 @@ from cortex.gateway.proxy.services import Services
 from cortex.http.server.exchange import Exchange
 from cortex.telemetry import Span
 from cortex.wire.anthropic_messages import strip_billing_header
-from cortex.wire.body import without_lone_surrogates
+from cortex.wire.body import check_content_type, without_lone_surrogates
 from cortex.wire.errors import CortexError, MalformedJSON, ShuttingDown
 
+_JSON = b"application/json"
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
@@ -49,6 +50,9 @@ class Inference:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             # The key comes before the body: a client without one costs nothing and learns nothing.
             self.services.admission.authenticate(request)
+            content_type = request.header(b"content-type")
+            if content_type is not None and content_type != _JSON:
+                check_content_type(content_type.decode("latin-1"))
             body, envelope = self._read(request.body, route)
         except CortexError as error:
             self._reject(exchange, route, id, span, error)

@@ -52,7 +52,7 @@ def error_of(problem: Exception, request: web.Request) -> CortexError:
             return MethodNotAllowed(
                 f"{shorten(request.method)} is not allowed on {shorten(request.path)}; "
                 f"use {' or '.join(sorted(allowed))}.",
-                allowed=sorted(allowed),
+                details={"allowed_methods": sorted(allowed)},
             )
         case web.HTTPNotFound():
             return RouteNotFound(f"There is no route {shorten(request.path)}; the API begins at /v1 and /discovery.")

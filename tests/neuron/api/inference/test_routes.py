@@ -472,3 +472,10 @@ async def test_echo_without_tokens_returns_the_prompt_alone(api: Any, *, stream:
         ]
         assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (3, 0)
     assert not api.node.submitted
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_rejects_a_body_that_is_declared_as_something_else_than_json(api: Any, path: str) -> None:
+    status, reply, _ = await api.post(path, body(path), **{"content-type": "text/plain"})
+    assert (status, reply["error"]["type"]) == (415, "invalid_request_error")
+    assert not api.node.submitted

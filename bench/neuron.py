@@ -79,7 +79,10 @@ class Bench:
     async def _complete_all(self, model_id: str, prompts: Sequence[Prompt], max_tokens: int) -> float:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
-        async with aiohttp.ClientSession(self.node.url, connector=connector, timeout=timeout) as session:
+        headers = {"content-type": "application/json"}
+        async with aiohttp.ClientSession(
+            self.node.url, headers=headers, connector=connector, timeout=timeout
+        ) as session:
             bodies = [_body(model_id, prompt, max_tokens) for prompt in prompts]
             began_s = time.perf_counter()
             await asyncio.gather(*(_complete(session, body, max_tokens) for body in bodies))

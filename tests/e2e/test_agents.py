@@ -229,7 +229,7 @@ def test_a_thought_is_kept_to_its_budget(messages: anthropic.Anthropic) -> None:
 def test_embeddings_come_from_a_server_that_makes_them(chat: openai.OpenAI) -> None:
     made = chat.embeddings.create(model="org/embedder", input=["a", "b"])
     assert [item.embedding for item in made.data] == [[0.5, 0.0], [0.5, 1.0]]
-    with pytest.raises(openai.UnprocessableEntityError) as refusal:
+    with pytest.raises(openai.BadRequestError) as refusal:
         chat.embeddings.create(model=NATIVE[0], input="a")
     assert refusal.value.code == "unsupported_modality"
 

@@ -22,14 +22,14 @@ from cortex.telemetry import TelemetrySection
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are not packages; this lets them share the fake node
 
-from fake_neuron import Client, FakeNeuron, Process, free_port, until
+from fake_neuron import JSON, Client, FakeNeuron, Process, free_port, until
 
 
 @pytest.fixture
 async def start_gateway(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
     """Starts gateways over fake nodes and closes them when the test ends; fast polls, no eviction delays."""
     opened: list[Gateway] = []
-    async with ClientSession(timeout=ClientTimeout(total=20)) as session:
+    async with ClientSession(headers=JSON, timeout=ClientTimeout(total=20)) as session:
 
         async def start(
             *nodes: FakeNeuron,

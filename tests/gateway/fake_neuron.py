@@ -32,6 +32,7 @@ from cortex.wire.node import (
 )
 
 GB = 1 << 30
+JSON = {"content-type": "application/json"}
 
 Answer = Callable[["FakeNeuron", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 

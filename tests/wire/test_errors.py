@@ -73,3 +73,11 @@ def test_errors_repeat_little_of_the_request_in_every_dialect(dialect: Dialect) 
 
 def test_header_repeats_little_of_the_request() -> None:
     assert len(headers.listed([LONG, "web_search"])) == MAX_ECHO
+
+
+@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("code", ["unsupported_modality", "template_render_failed", "context_length_exceeded"])
+def test_what_a_model_cannot_do_is_a_bad_request(family: Family, code: str) -> None:
+    error = errors.from_code(code, "no images")
+    assert errors.status(error, family) == 400
+    assert errors.envelope(error, family)["error"]["type"] == "invalid_request_error"

@@ -22,7 +22,32 @@ def test_parses_prompts() -> None:
     assert read(prompt="").prompt == ""
 
 
-@pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [[1], [2]], [1, "a"], [-1], [True], 3])
+def test_parses_lists_of_prompts() -> None:
+    for prompts in (("a", "b"), ((1, 2), (3,))):
+        request = read(prompt=prompts, n=2)
+        assert [single.prompt for single in request.one_per_prompt] == list(prompts)
+        assert request.num_choices == 4
+    assert read(prompt="a", n=2).num_choices == 2
+
+
+def test_rejects_more_choices_than_one_request_may_have() -> None:
+    assert read(prompt=["a"] * 64, n=2).num_choices == 128
+    with pytest.raises(InvalidValue, match="130 choices") as caught:
+        read(prompt=["a"] * 65, n=2)
+    assert caught.value.param == "prompt"
+
+
+def test_accepts_no_tokens_only_for_an_echo() -> None:
+    assert read(prompt="a", max_tokens=0, echo=True).sampling.max_tokens == 0
+    for fields, name in (({"echo": False}, "max_tokens"), ({"echo": True, "logprobs": 1}, "logprobs")):
+        with pytest.raises(InvalidValue) as caught:
+            read(prompt="a", max_tokens=0, **fields)
+        assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], ["a", 1], ["a", [1]], [[1], []], [[1], [-2]], [[1], ["a"]], [1, "a"], [-1], [True], 3]
+)
 def test_rejects_unsupported_prompts(prompt: Any) -> None:
     with pytest.raises(InvalidValue) as caught:
         read(prompt=prompt)

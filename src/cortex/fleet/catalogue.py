@@ -154,7 +154,7 @@ class Catalogue(Section, frozen=True):
         return Resolution(spec=self.spec(alias.model), alias=name, background=alias.background)
 
     def _names(self) -> set[str]:
-        return {spec.id for spec in self.models} | {name for name in self.aliases if not _is_pattern(name)}
+        return {spec.id for spec in self.models} | {name for name in self.aliases if not is_pattern(name)}
 
 
 def near_misses(name: str, known: Iterable[str], limit: int = 3) -> tuple[str, ...]:
@@ -178,10 +178,11 @@ def _not_found(name: str, known: set[str]) -> ModelNotFound:
     return ModelNotFound(f"There is no model `{name}`: {advice}", param="model", details={"near_misses": list(misses)})
 
 
-def _is_pattern(name: str) -> bool:
+def is_pattern(name: str) -> bool:
+    """Whether an alias matches other names than itself."""
     return any(character in name for character in "*?[")
 
 
 def _most_specific_first(names: Iterable[str]) -> list[str]:
     """Patterns by their number of literal characters; equal ones stay in file order."""
-    return sorted(filter(_is_pattern, names), key=lambda pattern: -sum(character not in "*?" for character in pattern))
+    return sorted(filter(is_pattern, names), key=lambda pattern: -sum(character not in "*?" for character in pattern))

@@ -60,12 +60,23 @@ class GatewaySection(Section, frozen=True):
     strip_billing_header: bool = True
     """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
     Applies to every node behind this gateway, whatever its own setting."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins such as `https://chat.example` whose scripts may use the API from a browser; `*` allows every origin.
+    Changes need a restart."""
+    node_header: bool = True
+    """Name the node that served a request in the response header `x-cortex-node`."""
     access_log: bool = False
     """Log one line for every request."""
     log_format: Literal["text", "json"] = "text"
     """`json` for collectors."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is logged."""
+
+    def __post_init__(self) -> None:
+        for origin in self.cors_origins:
+            parts = urlsplit(origin)
+            if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
+                raise ValueError(f"cors_origins must be `*` or look like `https://chat.example`, got `{origin}`")
 
 
 class LimitsSection(Section, frozen=True):

@@ -143,7 +143,7 @@ class Gateway:
         before = self.config
         if before.keys:
             _warn_if_open(config)
-        for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s"):
+        for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s", "cors_origins"):
             if getattr(before.gateway, key) != getattr(config.gateway, key):
                 log.warning("gateway.%s has changed: restart the gateway to use it", key)
         for key in ("limits", "telemetry"):
@@ -181,7 +181,7 @@ class Gateway:
         elif request.method == b"POST":
             self._inference.begin(exchange, route)
         else:
-            error = MethodNotAllowed(f"{request.path.decode()} takes POST only.")
+            error = MethodNotAllowed(f"{request.path.decode()} takes POST only.", details={"allowed_methods": ["POST"]})
             exchange.respond(*error_response(error, route.family))
 
     def _handle_metrics(self, exchange: Exchange) -> None:

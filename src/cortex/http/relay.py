@@ -125,6 +125,7 @@ class Relay:
         "_keepalive",
         "_late_body",
         "_mode",
+        "_node_headers",
         "_observer",
         "_passthrough",
         "_tail",
@@ -155,6 +156,7 @@ class Relay:
         self._ticker = ticker
         self._keepalive = keepalive
         self._extra_headers = extra_headers
+        self._node_headers: Headers = ()
         self._call: UpstreamCall | None = None
         self._translation: Translation | None = None
         self._boundary: EventBoundary | None = None
@@ -189,11 +191,12 @@ class Relay:
         body: bytes,
         *,
         translation: Translation | None = None,
+        response_headers: Headers = (),
         silence_s: float | None = None,
     ) -> None:
         """Send the request to a node. Only while no other call is running; a no-op after the client disconnected.
 
-        `translation` (a new one for each attempt) rewrites the response.
+        `translation` (a new one for each attempt) rewrites the response. `response_headers` are added to it.
         """
         if self.closed:
             return
@@ -202,6 +205,7 @@ class Relay:
         self._head = None
         self._boundary = None
         self._translation = translation
+        self._node_headers = response_headers
         self._tail = BodyTail()
         self._call = pool.send(method, target, headers, body, self, silence_s=silence_s)
         if self.exchange.paused:
@@ -234,9 +238,9 @@ class Relay:
         if self._translation is not None:
             status, headers = self._translation.head(status, headers)
             content_length = None
-        if self._extra_headers:
-            ours = {name for name, _ in self._extra_headers}
-            headers = [pair for pair in headers if pair[0] not in ours]
+        if self._extra_headers or self._node_headers:
+            ours = {name for name, _ in (*self._extra_headers, *self._node_headers)}
+            headers = [*(pair for pair in headers if pair[0] not in ours), *self._node_headers]
         is_stream = _is_event_stream(headers)
         if is_stream:
             headers = [*(pair for pair in headers if pair[0] != _UNBUFFERED[0]), _UNBUFFERED]

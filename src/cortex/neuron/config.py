@@ -58,7 +58,7 @@ class Limits(Section, frozen=True):
     prefill_chunk_tokens: Count | None = None
     """Maximum prompt tokens in one step; a smaller value keeps running streams smoother. Absent: by device."""
     max_prompt_tokens: Count | None = None
-    """Longer prompts are rejected with 413 even if the model accepts them."""
+    """Longer prompts are rejected like those over the context, even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256
     """Device memory that is always kept free."""
     sleep_mb: Megabytes | None = None

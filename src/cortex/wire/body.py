@@ -7,12 +7,13 @@ a range: a value that is accepted here must be computable everywhere later.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, shorten
+from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, UnsupportedMediaType, shorten
 
 MAX_MODEL_NAME = 200
 """Characters in the name of a model."""
@@ -23,23 +24,59 @@ LARGEST_COUNT = 2**53 - 1
 """The largest integer that every JSON library reads exactly. Some clients send it for "no limit"."""
 LARGEST_TOKEN = 2**31 - 1
 """Upper bound of token ids in every vocabulary."""
+MAX_REPLACED_SURROGATES = 100_000
+"""Surrogates that are read in one body, lone or paired; more of them would occupy the event loop."""
+_REPLACEMENT = rb"\ufffd"
+_SURROGATES = re.compile(
+    rb"(?<!\\)(?P<backslashes>\\++)u(?:[dD][89abAB][\da-fA-F]{2}(?P<low>\\u[dD][c-fC-F][\da-fA-F]{2})"
+    rb"|[dD][89a-fA-F][\da-fA-F]{2})"
+)
+"""A pair, or a surrogate alone. An even number of backslashes before it is text: the `u` begins no escape."""
 _LARGEST_SHOWN = 10**18
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
 
 
+def check_content_type(content_type: str | None) -> None:
+    """Raises `UnsupportedMediaType` for a body that is declared as something else than JSON. Scripts in a browser can
+    send forms and plain text to any address without asking it first; JSON they cannot."""
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        raise UnsupportedMediaType(
+            f"The body is declared as {shorten(kind)}, but it must be JSON; send 'content-type: application/json'."
+        )
+
+
 def parse(body: bytes) -> Fields:
-    """The body as an object. Raises `MalformedJSON`."""
+    """The body as an object, with U+FFFD for lone surrogates. Raises `MalformedJSON`."""
     try:
         values = msgspec.json.decode(body)
     except RecursionError:
         raise MalformedJSON("The body is nested too deeply; flatten it.") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
+        if (readable := without_lone_surrogates(body)) != body:
+            return parse(readable)
         raise MalformedJSON(
             f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
         ) from None
     if not isinstance(values, dict):
         raise MalformedJSON('The body must be a JSON object such as {"model": …}.')
     return Fields(values)
+
+
+def without_lone_surrogates(body: bytes) -> bytes:
+    """JSON text with U+FFFD in place of escaped surrogates without a partner; all else stays byte for byte.
+
+    JavaScript clients send them when they cut a text inside an emoji. No decoder accepts them, so this is called only
+    for a body that could not be decoded.
+    """
+    return _SURROGATES.sub(_with_replacement, body, count=MAX_REPLACED_SURROGATES)
+
+
+def _with_replacement(found: re.Match[bytes]) -> bytes:
+    text, low = found[0], found["low"]
+    if len(found["backslashes"]) % 2 == 0:
+        return text[: -len(low)] + _REPLACEMENT if low else text
+    return text if low else found["backslashes"][:-1] + _REPLACEMENT
 
 
 def json_text(value: Any) -> str:

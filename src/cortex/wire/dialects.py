@@ -62,6 +62,9 @@ ROUTES: Mapping[str, DialectName] = {
 """`POST` paths that generate, and the dialect of each."""
 
 
-def family(path: str) -> Family:
-    """The error format that clients of `path` expect."""
-    return Family.ANTHROPIC if path.startswith("/v1/messages") else Family.OPENAI
+def family(path: str, *, is_anthropic: bool = False) -> Family:
+    """The error format that clients of `path` expect. Both vendors' clients list models: there `is_anthropic` decides,
+    which says that the request has Anthropic's version header."""
+    if path.startswith("/v1/messages") or (is_anthropic and path.startswith("/v1/models")):
+        return Family.ANTHROPIC
+    return Family.OPENAI

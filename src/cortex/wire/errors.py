@@ -70,6 +70,13 @@ class MalformedJSON(_InvalidRequest):
     code = "malformed_json"
 
 
+class UnsupportedMediaType(_InvalidRequest):
+    """The header of the request says that its body is not JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
 class MissingModel(_InvalidRequest):
     """The body names no model."""
 
@@ -86,6 +93,29 @@ class ContextLengthExceeded(_InvalidRequest):
     """The prompt is longer than the model's context."""
 
     code = "context_length_exceeded"
+
+
+def prompt_too_long(
+    num_tokens: int, context_tokens: int, max_prompt_tokens: int | None = None
+) -> ContextLengthExceeded:
+    """The error for a prompt of `num_tokens`, or at least so many, where the response needs one token of the context.
+
+    Clients recognise an overflow by its words as well as by its code, and shorten the conversation. OpenAI's clients
+    look for "maximum context length is", Anthropic's for "prompt is too long". The message passes through streams and
+    gateways, which translate between the dialects, so it has both.
+    """
+    largest = context_tokens - 1
+    limit = f"This model's maximum context length is {context_tokens} tokens, and the response needs at least one."
+    if max_prompt_tokens is not None and max_prompt_tokens < largest:
+        largest = max_prompt_tokens
+        limit = (
+            f"This model's maximum context length is {largest} tokens on this node (limits.max_prompt_tokens in "
+            "neuron.toml)."
+        )
+    return ContextLengthExceeded(
+        f"prompt is too long: {num_tokens} tokens > {largest} maximum. {limit} Shorten the conversation.",
+        details={"prompt_tokens": num_tokens, "max_prompt_tokens": largest, "context_tokens": context_tokens},
+    )
 
 
 class PromptTooLongForMemory(_InvalidRequest):
@@ -169,7 +199,7 @@ class RouteNotFound(CortexError):
 
 
 class MethodNotAllowed(RouteNotFound):
-    """The path does not accept this method."""
+    """The path does not accept this method; `details` has those that it accepts as `allowed_methods`."""
 
     status = 405
     code = "method_not_allowed"
@@ -194,22 +224,16 @@ class InsufficientQuota(CortexError):
     anthropic_type = "rate_limit_error"
 
 
-class TemplateRenderFailed(CortexError):
+class TemplateRenderFailed(_InvalidRequest):
     """The model's chat template rejected this conversation."""
 
-    status = 422
     code = "template_render_failed"
-    openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
-class UnsupportedModality(CortexError):
+class UnsupportedModality(_InvalidRequest):
     """The model does not support a kind of input or output: images, tools, embeddings."""
 
-    status = 422
     code = "unsupported_modality"
-    openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
 class Overloaded(CortexError):
@@ -308,7 +332,11 @@ def envelope(error: CortexError, family: Family) -> dict[str, Any]:
 
 
 def headers(error: CortexError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait."""
-    if error.retry_after_s is None:
-        return {}
-    return {"retry-after": str(max(1, round(error.retry_after_s)))}
+    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait. `Allow` for a method that is
+    not allowed."""
+    found: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        found["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if allowed_methods := error.details.get("allowed_methods"):
+        found["allow"] = ", ".join(allowed_methods)
+    return found

@@ -13,8 +13,8 @@ from cortex.wire import errors
 from cortex.wire.body import LARGEST_TOKEN, Fields
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, Logprobs, ReasoningDelta, TextDelta, TokenLogprob
-from cortex.wire.openai_chat.stream import DONE, stream_error, usage_body
-from cortex.wire.requests import GenerateRequest, Reasoning, Text
+from cortex.wire.openai_chat.stream import DONE, SYSTEM_FINGERPRINT, stream_error, usage_body
+from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, read_output_format, read_sampling
 from cortex.wire.sse import COMMENT as KEEPALIVE
@@ -30,18 +30,31 @@ def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = wire_body.parse(body)
     model = fields.model()
-    sampling = read_sampling(fields)
+    sampling = read_sampling(fields, fewest_tokens=0)
     top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
     if fields.text("suffix"):
         raise fields.invalid("suffix", "filling in the middle is not supported; send the text in 'prompt'")
     best_of = fields.integer("best_of", low=1, high=MAX_CHOICES)
     if best_of is not None and best_of > sampling.n:
         raise fields.invalid("best_of", "ranking of candidates is not supported; request several with 'n'")
+    echo = fields.flag("echo") or False
+    if sampling.max_tokens == 0 and not echo:
+        raise fields.invalid("max_tokens", "a response without tokens is supported only with 'echo'; send at least 1")
+    if sampling.max_tokens == 0 and top_logprobs is not None:
+        raise fields.invalid(
+            "logprobs", "prompt tokens have no logprobs here; omit it or set 'max_tokens' to 1 or more"
+        )
+    prompt, *more_prompts = _read_prompts(fields)
+    if (num_choices := sampling.n * (1 + len(more_prompts))) > MAX_CHOICES:
+        raise fields.invalid(
+            "prompt", f"{num_choices} choices in one request, at most {MAX_CHOICES}; send fewer prompts"
+        )
     stream_options = fields.object("stream_options")
     return GenerateRequest(
         model=model,
-        prompt=_read_prompt(fields),
-        echo=fields.flag("echo") or False,
+        prompt=prompt,
+        more_prompts=tuple(more_prompts),
+        echo=echo,
         output=read_output_format(fields),
         sampling=msgspec.structs.replace(sampling, logprobs=top_logprobs is not None, top_logprobs=top_logprobs or 0),
         stream=fields.flag("stream") or False,
@@ -50,20 +63,24 @@ def parse(body: bytes) -> GenerateRequest:
     )
 
 
-def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
-    """Text or token ids; an array with a single prompt is that prompt."""
-    prompt = fields.raw("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise fields.invalid("prompt", "it is required: a string or an array of token ids")
-    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) <= LARGEST_TOKEN:
-        return tuple(prompt)
-    if all(isinstance(item, str | list) for item in prompt):
-        raise fields.invalid("prompt", f"a request may have one prompt, got {len(prompt)}; send them separately")
-    raise fields.invalid("prompt", "expected a string or an array of token ids")
+def _read_prompts(fields: Fields) -> list[Prompt]:
+    """One prompt or more: a string, an array of token ids, or an array of either."""
+    given = fields.raw("prompt")
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise fields.invalid("prompt", "it is required: a string, an array of token ids, or an array of either")
+    if all(isinstance(item, str) for item in given):
+        return list(given)
+    if all(isinstance(item, list) for item in given):
+        return [_read_ids(fields, item) for item in given]
+    return [_read_ids(fields, given)]
+
+
+def _read_ids(fields: Fields, given: list[Any]) -> tuple[int, ...]:
+    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= LARGEST_TOKEN:
+        return tuple(given)
+    raise fields.invalid("prompt", "expected strings only, or arrays of token ids")
 
 
 class Encoder:
@@ -73,9 +90,15 @@ class Encoder:
     """
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        self._head = {"id": id, "object": "text_completion", "created": created, "model": model}
+        self._head = {
+            "id": id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
         self._include_usage = request.include_usage
-        self._open_choices = request.sampling.n
+        self._open_choices = request.num_choices
         self._finishes: list[Finish] = []
         self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         self._offsets: dict[int, int] = {}
@@ -134,6 +157,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
             "object": "text_completion",
             "created": created,
             "model": model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": [_choice_body(choice, _num_echoed(received, choice.index)) for choice in choices],
             "usage": usage_body(total_usage(choice.finish for choice in choices)),
         }

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+Prompt = str | tuple[int, ...]
+"""Text or token ids."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -126,7 +128,9 @@ class GenerateRequest(Value, frozen=True):
 
     model: str
     messages: tuple[Message, ...] = ()
-    prompt: str | tuple[int, ...] | None = None
+    prompt: Prompt | None = None
+    more_prompts: tuple[Prompt, ...] = ()
+    """Completions only: further prompts. Each prompt gets its own `n` choices, in the order of the prompts."""
     echo: bool = False
     """Completions only: return the prompt before the continuation."""
     tools: tuple[Tool, ...] = ()
@@ -144,6 +148,19 @@ class GenerateRequest(Value, frozen=True):
     """Request fields that the response repeats (Responses API)."""
     dropped_tools: tuple[str, ...] = ()
     """Types of tools that the codec dropped because no local model can run them; reported in a header."""
+
+    @property
+    def one_per_prompt(self) -> tuple[GenerateRequest, ...]:
+        """A request for each prompt; this request alone where there is only one, or a conversation."""
+        if not self.more_prompts:
+            return (self,)
+        prompts = (self.prompt, *self.more_prompts)
+        return tuple(msgspec.structs.replace(self, prompt=prompt, more_prompts=()) for prompt in prompts)
+
+    @property
+    def num_choices(self) -> int:
+        """The choices of the response."""
+        return self.sampling.n * (1 + len(self.more_prompts))
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

@@ -18,8 +18,9 @@ MAX_REPETITION_PENALTY = 100
 _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
-def read_sampling(fields: Fields) -> Sampling:
-    """Every sampling field but `logprobs`, which each dialect spells differently. Raises `InvalidValue`."""
+def read_sampling(fields: Fields, *, fewest_tokens: int = 1) -> Sampling:
+    """Every sampling field but `logprobs`, which each dialect spells differently. `fewest_tokens` is the least value of
+    `max_tokens`. Raises `InvalidValue`."""
     top_k = fields.integer("top_k", low=-1, high=LARGEST_COUNT)
     return Sampling(
         temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
@@ -32,7 +33,7 @@ def read_sampling(fields: Fields) -> Sampling:
         frequency_penalty=fields.number("frequency_penalty", low=-2, high=2),
         logit_bias=_read_logit_bias(fields),
         seed=fields.integer("seed", low=-LARGEST_INTEGER, high=LARGEST_INTEGER),
-        max_tokens=fields.integer("max_tokens", low=1, high=LARGEST_COUNT),
+        max_tokens=fields.integer("max_tokens", low=fewest_tokens, high=LARGEST_COUNT),
         min_tokens=fields.integer("min_tokens", low=0, high=LARGEST_COUNT) or 0,
         ignore_eos=fields.flag("ignore_eos") or False,
         stop=read_stops(fields, "stop"),

@@ -154,5 +154,5 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(daemon: Daem
     body = {"model": TINY, "messages": [{"role": "user", "content": "word " * 1_000_000}]}
     status, refusal = daemon.call("/v1/chat/completions", body)
     assert (status, refusal["error"]["code"]) == (400, "context_length_exceeded")
-    assert "at the least" in refusal["error"]["message"]
+    assert "This model's maximum context length is" in refusal["error"]["message"]
     assert refusal["error"]["prompt_tokens"] > 1_000_000

@@ -50,7 +50,7 @@ def code_of(answer) -> str:
 async def test_rejects_negative_limit_before_reserving(keyed, path):
     beast, ask = await keyed(balance_tokens=300)
     for field in LIMITS[path]:
-        for value in (-1_000_000, -1, 0, 10**25):
+        for value in (-1_000_000, -1, *(() if path == "/v1/completions" else (0,)), 10**25):
             status, answer = await ask(path, **{field: value})
             assert status == 400
             assert field in answer["error"]["message"]

@@ -67,6 +67,8 @@ def test_ignores_limits_of_other_dialects(dialect, field):
 @pytest.mark.parametrize("value", [-1, 0, -(10**6), 2**31, 10**25, "5", 1.5, True, [], {}])
 def test_rejects_a_limit_that_is_not_a_positive_number(dialect, value):
     for field in LIMITS[dialect]:
+        if dialect == "openai_completions" and value == 0:
+            continue  # with `echo` it asks for the prompt alone
         with pytest.raises(InvalidValue) as caught:
             read(dialect, **{field: value})
         assert caught.value.param == field
@@ -145,3 +147,11 @@ def test_sessions_with_the_same_start_share_their_leading_bytes():
     second = envelope.read(b'{"model":"m","system":"' + b"s" * 5000 + b'","messages":[1,2]}', "openai_chat")
     assert first.leading_bytes() == second.leading_bytes()
     assert len(first.leading_bytes()) == envelope.PREFIX_BYTES
+
+
+def test_completions_may_ask_for_no_tokens_and_reserve_as_without_a_limit():
+    body = b'{"model":"m","max_tokens":0}'
+    assert envelope.read(body, "openai_completions").completion_limit is None
+    for dialect in ("openai_chat", "anthropic_messages"):
+        with pytest.raises(InvalidValue):
+            envelope.read(body, dialect)

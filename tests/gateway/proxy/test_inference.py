@@ -25,6 +25,16 @@ async def test_relays_the_body_unchanged_to_a_ready_model(neurons, start_gateway
     assert beast.seen[0].raw == raw
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_replaces_lone_surrogates_and_nothing_else(neurons, start_gateway, path):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    raw = rb'{"model": "a",  "max_tokens": 5, "odd":  [1.50, "%s \ud83d\ude00"]}'
+    status, _ = await client.post(path, raw % rb"\ud83d")
+    assert status == 200
+    assert beast.seen[0].raw == raw % rb"\ufffd"
+
+
 async def test_request_id_reaches_the_node_and_the_client(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
@@ -399,7 +409,7 @@ async def test_embeddings_need_a_node_that_makes_them(neurons, start_gateway):
     other = await neurons("other", sizes={"embedder": GB}, answer=embed)
     client = await start_gateway(beast, foreign=(other,))
     status, body = await client.post("/v1/embeddings", {"model": "a", "input": "x"})
-    assert (status, body["error"]["code"]) == (422, "unsupported_modality")
+    assert (status, body["error"]["code"]) == (400, "unsupported_modality")
     status, body = await client.post("/v1/embeddings", {"model": "embedder", "input": "x"})
     assert (status, body["data"][0]["embedding"]) == (200, [0.5])
 
@@ -523,3 +533,77 @@ async def test_passes_on_the_trace_context(neurons, start_gateway):
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     await client.post("/v1/chat/completions", {"model": "a", "messages": []}, traceparent=trace)
     assert beast.seen[0].headers["traceparent"] == trace
+
+
+ERROR_EVENTS = {
+    "/v1/chat/completions": b'data: {"error":{"message":"m","type":"server_error","code":"generation_failed"}}\n\n',
+    "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"m"}}\n\n',
+    "/v1/responses": b'event: response.failed\ndata: {"type":"response.failed","response":{}}\n\n',
+    "/v1/completions": b'data: {"text":"' + b"x" * 5000 + b'"}\n\n: failed generation_failed\n\n',
+}
+
+
+@pytest.mark.parametrize("path", ERROR_EVENTS)
+async def test_stream_that_ends_with_an_error_event_counts_as_failed(neurons, start_gateway, caplog, path):
+    async def fail(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": "x"}))
+        await response.write(ERROR_EVENTS[path] + usage_report.comment(REPORTED))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=fail)
+    client = await start_gateway(beast, access_log=True)
+    with caplog.at_level("INFO", logger="cortex.access"):
+        await client.stream(path, {"model": "a", "stream": True, "max_tokens": 5})
+        await until(lambda: caplog.records)
+    assert caplog.records[-1].outcome == "failed"
+    code = "generation_failed" if b"generation_failed" in ERROR_EVENTS[path] else "upstream_interrupted"
+    assert f'cortex_request_errors_total{{code="{code}",model="a",node="beast"}} 1.0' in client.metrics()
+
+
+async def test_complete_stream_that_mentions_errors_counts_as_complete(neurons, start_gateway, caplog):
+    async def succeed(node, request, body):
+        response = await begin_stream(request)
+        await response.write(chunk("a", {"content": '\n: failed x\n\ndata: {"error": {}}\n\n'}, "stop"))
+        return response
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=succeed)
+    client = await start_gateway(beast, access_log=True)
+    with caplog.at_level("INFO", logger="cortex.access"):
+        await client.stream("/v1/chat/completions", {"model": "a", "stream": True})
+        await until(lambda: caplog.records)
+    assert caplog.records[-1].outcome == "complete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_response_names_its_node_unless_configured_otherwise(neurons, start_gateway, stream):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    body = msgspec.json.encode({"model": "a", "messages": [], "stream": stream})
+    for shown in (True, False):
+        client = await start_gateway(beast, node_header=shown)
+        async with client.session.post(client.url + "/v1/chat/completions", data=body) as response:
+            assert response.status == 200
+            assert response.headers.get("x-cortex-node") == ("beast" if shown else None)
+
+
+@pytest.mark.parametrize("model", ["a", "none"])
+async def test_messages_have_the_request_id_that_anthropic_clients_read(neurons, start_gateway, model):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    body = msgspec.json.encode({"model": model, "messages": [], "max_tokens": 5})
+    for path, expected in (("/v1/messages", "mine-1"), ("/v1/chat/completions", None)):
+        async with client.session.post(client.url + path, data=body, headers={"x-request-id": "mine-1"}) as response:
+            assert response.headers.get("request-id") == expected
+
+
+@pytest.mark.parametrize("path", ERROR_EVENTS)
+async def test_rejects_a_body_that_is_declared_as_something_else_than_json(neurons, start_gateway, path):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    body = b'{"model": "a", "max_tokens": 5}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        status, answer = await client.post(path, body, **{"content-type": kind})
+        assert (status, answer["error"]["type"]) == (415, "invalid_request_error")
+    for kind in ("application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.api+json"):
+        assert (await client.post(path, body, **{"content-type": kind}))[0] == 200
+    assert len(beast.seen) == 3

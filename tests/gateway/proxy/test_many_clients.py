@@ -8,7 +8,7 @@ import socket
 
 import pytest
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
-from fake_neuron import GB, WAIT_S, begin_stream, chunk, until
+from fake_neuron import GB, JSON, WAIT_S, begin_stream, chunk, until
 
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.http.relay import Relay
@@ -23,7 +23,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n
 
 @pytest.fixture
 async def many_clients():
-    async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=60)) as session:
+    async with ClientSession(headers=JSON, connector=TCPConnector(limit=0), timeout=ClientTimeout(total=60)) as session:
         yield session
 
 

@@ -19,7 +19,7 @@ from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput,
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.settings import Listen
-from cortex.wire.errors import ContextLengthExceeded, CortexError, ModelNotFound
+from cortex.wire.errors import CortexError, ModelNotFound, prompt_too_long
 from cortex.wire.node import (
     Device,
     DeviceHealth,
@@ -178,7 +178,7 @@ class ScriptedNode:
         if self.submit_error is not None:
             raise self.submit_error
         if len(request.prompt) >= self.context_tokens:
-            raise ContextLengthExceeded(f"prompt is too long: {len(request.prompt)} tokens > {self.context_tokens}")
+            raise prompt_too_long(len(request.prompt), self.context_tokens)
         self.submitted.append(request)
         generation = ScriptedGeneration(self._outputs(request))
         self.generations.append(generation)
@@ -239,7 +239,7 @@ async def api(node: ScriptedNode) -> AsyncIterator[Api]:
     await runner.setup()
     accepting = await server.accept(runner, server.bind(Listen("127.0.0.1:0")))
     host, port = accepting.sockets[0].getsockname()
-    async with ClientSession() as client:
+    async with ClientSession(headers={"content-type": "application/json"}) as client:
         yield Api(node, drain_gate, f"http://{host}:{port}", client)
     accepting.close()
     await runner.cleanup()

@@ -84,7 +84,7 @@ async def test_rejects_invalid_load_requests(api: Any) -> None:
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/models", 405, "method_not_allowed"),
         ("GET", "/models/none/such", 404, "model_not_found"),
-        ("POST", "/v1/embeddings", 422, "unsupported_modality"),
+        ("POST", "/v1/embeddings", 400, "unsupported_modality"),
     ],
 )
 async def test_every_error_is_json(api: Any, method: str, path: str, status: int, code: str) -> None:
@@ -93,6 +93,23 @@ async def test_every_error_is_json(api: Any, method: str, path: str, status: int
         assert response.content_type == "application/json"
         assert (await response.json())["error"]["code"] == code
         assert response.headers["x-request-id"]
+        assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/batches"])
+async def test_responses_to_anthropic_clients_have_their_request_id(api: Any, path: str) -> None:
+    _, _, headers = await api.post(path, {"model": "none"}, **{"x-request-id": "abc-1"})
+    assert headers["request-id"] == "abc-1"
+
+
+async def test_anthropic_client_gets_its_form_of_an_unknown_model(api: Any) -> None:
+    async with api.client.get(api.url + "/v1/models/none", headers={"anthropic-version": "2023-06-01"}) as response:
+        assert (response.status, (await response.json())["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_listed_model_has_its_context_as_other_servers_name_it(api: Any) -> None:
+    _, listed = await api.get("/v1/models")
+    assert listed["data"][0]["max_model_len"] == api.node.context_tokens
 
 
 async def test_errors_on_anthropic_paths_have_the_anthropic_form(api: Any) -> None:

@@ -304,10 +304,21 @@ async def test_rejects_a_prompt_over_the_limit_with_both_counts(tmp_path):
     config = {**models(tmp_path, m={}), "limits": {"max_prompt_tokens": 100}}
     async with running_node(tmp_path, config) as node:
         await load(node)
-        with pytest.raises(ContextLengthExceeded, match="prompt is too long: 5000 tokens > 4095 maximum"):
+        for num_tokens in (101, 5000):
+            with pytest.raises(
+                ContextLengthExceeded, match=f"prompt is too long: {num_tokens} tokens > 100 maximum"
+            ) as (rejected):
+                node.submit("m", EngineRequest(id="x", prompt=(1,) * num_tokens, max_tokens=1))
+            assert "This model's maximum context length is 100 tokens" in rejected.value.message
+            assert "limits.max_prompt_tokens" in rejected.value.message
+
+
+async def test_rejects_a_prompt_over_the_loaded_context_in_the_words_that_clients_match(tmp_path):
+    async with running_node(tmp_path, models(tmp_path, m={})) as node:
+        await load(node)
+        with pytest.raises(ContextLengthExceeded, match="prompt is too long: 5000 tokens > 4095 maximum") as rejected:
             node.submit("m", EngineRequest(id="x", prompt=(1,) * 5000, max_tokens=1))
-        with pytest.raises(PromptTooLongForMemory, match="101 tokens > 100"):
-            node.submit("m", EngineRequest(id="x", prompt=(1,) * 101, max_tokens=1))
+        assert "This model's maximum context length is 4096 tokens" in rejected.value.message
 
 
 async def test_cancelled_request_frees_its_slot_in_every_phase(tmp_path):

@@ -275,5 +275,6 @@ def test_rejects_a_text_that_cannot_fit_before_tokenising(make_model: Any) -> No
     for request in (ask(said("user", long)), GenerateRequest(model="m", prompt=long)):
         with pytest.raises(ContextLengthExceeded, match=r"prompt is too long: [0-9]+ tokens > 99 maximum") as rejected:
             unasked.render(request, 100)
+        assert "This model's maximum context length is 100 tokens" in rejected.value.message
         assert 100 <= rejected.value.details["prompt_tokens"] <= len(model.render(request).ids)
     assert model.render(ask(said("user", long)), 10**6).ids

@@ -87,7 +87,8 @@ class Control:
                 return
             response = self._page(request, path)
         except CortexError as error:
-            response = error_response(error, family_of(request.path))
+            is_anthropic = request.header(b"anthropic-version") is not None
+            response = error_response(error, family_of(request.path, is_anthropic=is_anthropic))
         exchange.respond(*response)
 
     def _page(self, request: Request, path: str) -> Response:
@@ -213,7 +214,10 @@ def _read_order(body: bytes) -> _Order:
 def _expect(request: Request, *methods: bytes) -> None:
     if request.method not in methods:
         allowed = b" or ".join(methods).decode()
-        raise MethodNotAllowed(f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.")
+        raise MethodNotAllowed(
+            f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.",
+            details={"allowed_methods": [method.decode() for method in methods]},
+        )
 
 
 def _query(request: Request, name: str) -> str | None:

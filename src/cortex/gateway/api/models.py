@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.fleet.catalogue import MEBIBYTE, Alias, ModelSpec
+from cortex.fleet.catalogue import MEBIBYTE, Alias, ModelSpec, is_pattern
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node import Capabilities, ModelState
 
@@ -25,7 +25,9 @@ def listing(fleet: Fleet, feasible_on: FeasibleOn, created: int) -> dict[str, An
     """The body of `GET /v1/models`. One page holds everything, in alphabetical order."""
     data = [entry(fleet, spec, feasible_on, created) for spec in offered(fleet)]
     data += [
-        _alias_entry(fleet, name, target, feasible_on, created) for name, target in fleet.catalogue.aliases.items()
+        _alias_entry(fleet, name, target, feasible_on, created)
+        for name, target in fleet.catalogue.aliases.items()
+        if not is_pattern(name)
     ]
     data.sort(key=lambda item: str(item["id"]).lower())
     return {
@@ -58,6 +60,7 @@ def entry(fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int) 
         "loaded": next(fleet.replicas(spec.id), None) is not None,
         "feasible_on": list(feasible_on(spec)),
         "locations": [_location(node, residency) for node, residency in held if residency.state is not ModelState.COLD],
+        "max_model_len": context,
         "limit": {"context": context, "input": context, "output": output},
         "capabilities": _capabilities(spec, held),
         "cost": msgspec.to_builtins(spec.cost),

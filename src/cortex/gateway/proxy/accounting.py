@@ -102,6 +102,10 @@ class RequestAccounting:
             return "decode"
         return "prefill" if self.num_attempts else "wait"
 
+    def _result(self, outcome: Outcome) -> str:
+        """The outcome for operators. A stream that ended with an error event is complete for the relay only."""
+        return "failed" if outcome is Outcome.COMPLETE and self.error_code is not None else outcome.value
+
     def _failure(self) -> str | None:
         return self.error_code or (f"status_{self.status}" if self.status >= 400 else None)
 
@@ -126,7 +130,7 @@ class RequestAccounting:
             "cortex.request_id": self.id.decode(),
             "cortex.principal": self.admitted.reservation.principal,
             "cortex.node": node,
-            "cortex.outcome": outcome.value,
+            "cortex.outcome": self._result(outcome),
             "cortex.attempts": self.num_attempts,
             "gen_ai.request.model": self.admitted.model,
             STATUS_CODE: self.status,
@@ -144,7 +148,7 @@ class RequestAccounting:
             "node": node,
             "route": self.route.path.decode(),
             "status": self.status,
-            "outcome": outcome.value,
+            "outcome": self._result(outcome),
             "duration_ms": round(1000 * (now - self.started_at), 1),
         }
         if usage is not None:

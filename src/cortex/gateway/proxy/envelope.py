@@ -76,14 +76,15 @@ class _ResponsesEnvelope(Envelope, frozen=True):
 
 
 class _CompletionsEnvelope(Envelope, frozen=True):
-    max_tokens: CompletionLimit | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
+    """0 asks for the prompt alone, with `echo`. Some foreign servers read it as no limit, so it reserves as none."""
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
     n: ChoiceCount | None = None
     best_of: ChoiceCount | None = None
 
     @property
     def completion_limit(self) -> int | None:
-        if self.max_tokens is not None:
+        if self.max_tokens:
             return self.max_tokens
         return max(self.min_tokens, DEFAULT_COMPLETION_TOKENS) if self.min_tokens else None
 
@@ -94,6 +95,7 @@ class _CompletionsEnvelope(Envelope, frozen=True):
 
 
 class _ChatEnvelope(_CompletionsEnvelope, frozen=True):
+    max_tokens: CompletionLimit | None = None
     max_completion_tokens: CompletionLimit | None = None
 
     @property

@@ -8,14 +8,17 @@ import re
 
 from cortex.gateway.proxy import envelope as envelopes
 from cortex.gateway.proxy.accounting import STATUS_CODE
+from cortex.gateway.proxy.envelope import Envelope
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.http.server.exchange import Exchange
 from cortex.telemetry import Span
 from cortex.wire.anthropic_messages import strip_billing_header
-from cortex.wire.errors import CortexError, ShuttingDown
+from cortex.wire.body import check_content_type, without_lone_surrogates
+from cortex.wire.errors import CortexError, MalformedJSON, ShuttingDown
 
+_JSON = b"application/json"
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
@@ -46,13 +49,27 @@ class Inference:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             # The key comes before the body: a client without one costs nothing and learns nothing.
             self.services.admission.authenticate(request)
-            body = self._without_billing_header(request.body, route)
-            envelope = envelopes.read(body, route.dialect, generates=route.generates)
+            content_type = request.header(b"content-type")
+            if content_type is not None and content_type != _JSON:
+                check_content_type(content_type.decode("latin-1"))
+            body, envelope = self._read(request.body, route)
             admitted = self.services.admission.admit(request, envelope)
         except CortexError as error:
             self._reject(exchange, route, id, span, error)
         else:
             ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span).go()
+
+    def _read(self, received: bytes, route: Route) -> tuple[bytes, Envelope]:
+        """The body that a node gets, and its envelope. Raises the CortexError of a body that cannot be read."""
+        body = self._without_billing_header(received, route)
+        try:
+            return body, envelopes.read(body, route.dialect, generates=route.generates)
+        except MalformedJSON:
+            readable = without_lone_surrogates(received)
+            if readable == received:
+                raise
+        body = self._without_billing_header(readable, route)
+        return body, envelopes.read(body, route.dialect, generates=route.generates)
 
     def _without_billing_header(self, body: bytes, route: Route) -> bytes:
         """`body` without Claude Code's billing line, where that is configured; otherwise unchanged."""
@@ -68,4 +85,4 @@ class Inference:
         self.services.metrics.errors.labels("", "", error.code).inc()
         response = error_response(error, route.family)
         span.end({"cortex.request_id": id.decode(), STATUS_CODE: response.status}, error=error.code)
-        exchange.respond(response.status, (*response.headers, (b"x-request-id", id)), response.body)
+        exchange.respond(response.status, (*response.headers, *route.id_headers(id)), response.body)

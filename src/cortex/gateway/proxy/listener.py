@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from cortex.gateway.config import Config
 from cortex.gateway.metrics import Metrics
+from cortex.gateway.proxy.cors import CrossOrigin
 from cortex.gateway.proxy.routes import ROUTES, rejection_response
 from cortex.http.limits import ClientLimits
 from cortex.http.request import Request
@@ -42,9 +43,11 @@ def api_server(
 ) -> Server:
     """A server that reads no large body without a valid key, and counts what it rejects."""
     limits = client_limits(config)
+    cross_origin = CrossOrigin(config.gateway.cors_origins) if config.gateway.cors_origins else None
 
     def admit_head(request: Request) -> int:
-        if request.path not in OPEN_PATHS:
+        is_preflight = cross_origin is not None and cross_origin.is_preflight(request)
+        if request.path not in OPEN_PATHS and not is_preflight:
             authenticate(request)
         is_inference = request.method == b"POST" and request.path in ROUTES
         return limits.body_bytes if is_inference else CONTROL_BODY_BYTES
@@ -53,4 +56,13 @@ def api_server(
         metrics.errors.labels("", "", error.code).inc()
         return rejection_response(error, path)
 
-    return Server(handler, reject, ticker, limits, admit_head)
+    if cross_origin is None:
+        return Server(handler, reject, ticker, limits, admit_head)
+    return Server(
+        cross_origin.handler(handler),
+        reject,
+        ticker,
+        limits,
+        admit_head,
+        response_headers=cross_origin.response_headers,
+    )

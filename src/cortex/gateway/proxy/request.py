@@ -27,11 +27,12 @@ from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.telemetry import Span
-from cortex.wire import openai_chat, usage_report
+from cortex.wire import failure_report, openai_chat, usage_report
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.headers import PRINCIPAL
+from cortex.wire.headers import NODE, PRINCIPAL
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
+_NODE_HEADER = NODE.encode()
 _USAGE_HEADER = usage_report.HEADER.encode()
 
 MAX_ATTEMPTS = 3
@@ -72,7 +73,7 @@ class ProxyRequest:
             self,
             services.ticker,
             keepalive=Keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None,
-            extra_headers=((b"x-request-id", self.id),),
+            extra_headers=route.id_headers(self.id),
         )
         self._relay = None if relay.closed else relay
 
@@ -132,6 +133,7 @@ class ProxyRequest:
             headers,
             body,
             translation=self._translation,
+            response_headers=((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else (),
             silence_s=services.config.idle_timeout_s,
         )
 
@@ -230,8 +232,10 @@ class ProxyRequest:
             self.services.dispatcher.cancel(self._pending)
             self._pending = None
         lease = self._lease
-        self._release(self._accounting.error_code)
         tail = relay.tail
+        if self._accounting.stream and self._accounting.error_code is None and self._accounting.status < 400:
+            self._accounting.error_code = failure_report.from_stream(bytes(tail))
+        self._release(self._accounting.error_code)
         if self._translation is not None:
             usage = self._translation.usage
         else:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cortex.gateway.dispatch.leases import Need
+from cortex.http.request import Headers
 from cortex.http.server.server import Response
 from cortex.wire import errors
 from cortex.wire.dialects import DIALECTS, Dialect, family
 from cortex.wire.errors import CortexError, Family
+from cortex.wire.headers import ANTHROPIC_REQUEST_ID
 from cortex.wire.node import Dialect as DialectName
 
+_ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -29,6 +32,11 @@ class Route:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
+
+    def id_headers(self, request_id: bytes) -> Headers:
+        """The request's id under the names that clients of this path know."""
+        ours = (b"x-request-id", request_id)
+        return ((_ANTHROPIC_ID, request_id), ours) if self.family is Family.ANTHROPIC else (ours,)
 
     @property
     def generates(self) -> bool:
@@ -55,9 +63,9 @@ ROUTES: dict[bytes, Route] = {
 }
 
 
-def family_of(path: bytes) -> Family:
+def family_of(path: bytes, *, is_anthropic: bool = False) -> Family:
     """The error format for clients of `path`."""
-    return family(path.decode("latin-1"))
+    return family(path.decode("latin-1"), is_anthropic=is_anthropic)
 
 
 def rejection_response(error: CortexError, path: bytes) -> Response:

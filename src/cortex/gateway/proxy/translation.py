@@ -24,7 +24,7 @@ _BY_STATUS: dict[int, type[CortexError]] = {
     400: errors.InvalidValue,
     404: errors.ModelNotFound,
     413: errors.BodyTooLarge,
-    422: errors.UnsupportedModality,
+    422: errors.InvalidValue,
     429: errors.RateLimitExceeded,
     503: errors.Overloaded,
     529: errors.Overloaded,

@@ -42,12 +42,17 @@ Reject = Callable[[CortexError, bytes], Response]
 """Makes the response to a request that never became an exchange, from the error and the path (`b""` if unknown)."""
 
 
+ResponseHeaders = Callable[[Headers], Headers]
+"""Headers for every response, made from those of the request (empty if unknown). They replace others of their names."""
+
+
 class ServerContext(Protocol):
     """What a connection needs of its server."""
 
     handler: Handler
     reject: Reject
     admit_head: AdmitHead | None
+    response_headers: ResponseHeaders | None
     limits: ClientLimits
     ticker: Ticker
     buffered: Buffered
@@ -189,6 +194,8 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = self._body_began_at = _NEVER
         request = parsed.request
         exchange = Exchange(request, self, keep_alive=parsed.keep_alive and not self._retiring, http_10=parsed.http_10)
+        if self._server.response_headers is not None:
+            exchange.added_headers = self._server.response_headers(request.headers)
         self._exchange = exchange
         self._server.num_exchanges += 1
         try:
@@ -252,6 +259,8 @@ class ClientConnection(asyncio.Protocol):
     def _write_rejection(self, error: CortexError) -> None:
         log.debug("request rejected: client=%s error=%s", self.client or "unknown", error.message)
         status, headers, body = self._server.reject(error, self._parser.path)
+        if self._server.response_headers is not None:
+            headers = [*headers, *self._server.response_headers(self._parser.headers)]
         framing = date_line() + b"content-length: %d\r\nconnection: close\r\n" % len(body)
         self.transport.write(encode_head(status_line(status), headers, framing))
         if self._parser.method != b"HEAD":

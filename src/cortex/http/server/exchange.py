@@ -54,6 +54,7 @@ class Exchange:
         "_on_disconnect",
         "_on_pause",
         "_on_resume",
+        "added_headers",
         "closed",
         "disconnected",
         "paused",
@@ -63,6 +64,8 @@ class Exchange:
 
     def __init__(self, request: Request, connection: ExchangeConnection, *, keep_alive: bool, http_10: bool) -> None:
         self.request = request
+        self.added_headers: Headers = ()
+        """Added to the response, in place of headers of the same names."""
         self.started = False
         """The head of the response has been written."""
         self.closed = False
@@ -100,6 +103,9 @@ class Exchange:
             framing += b"connection: close\r\n"
         elif self._http_10:
             framing += b"connection: keep-alive\r\n"
+        if self.added_headers:
+            added = {name for name, _ in self.added_headers}
+            headers = [*(pair for pair in headers if pair[0] not in added), *self.added_headers]
         head = encode_head(status_line(status), headers, date_line() + framing)
         self.started = True
         self._keep_alive = keep_alive

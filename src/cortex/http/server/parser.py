@@ -85,6 +85,11 @@ class RequestParser:
         parts = split_target(self._target)
         return parts[0] if parts is not None else b""
 
+    @property
+    def headers(self) -> Headers:
+        """Of the request parsed last."""
+        return self._headers
+
     def feed(self, data: bytes) -> bytes:
         """Parse up to the end of a request or the reason to reject it; returns the bytes that were not parsed."""
         num_bytes = len(data)

@@ -7,7 +7,7 @@ import ipaddress
 import ssl
 
 from cortex.http.limits import Buffered, ClientLimits
-from cortex.http.server.connection import ClientConnection, Handler, Reject, Response
+from cortex.http.server.connection import ClientConnection, Handler, Reject, Response, ResponseHeaders
 from cortex.http.server.parser import AdmitHead
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError, Overloaded, RateLimitExceeded
@@ -28,6 +28,8 @@ class Server:
         ticker: Ticker,
         limits: ClientLimits | None = None,
         admit_head: AdmitHead | None = None,
+        *,
+        response_headers: ResponseHeaders | None = None,
     ) -> None:
         self.handler = handler
         self.reject = reject
@@ -35,6 +37,8 @@ class Server:
         self.limits = limits or ClientLimits()
         self.admit_head = admit_head
         """None admits every head, with a body up to the limit."""
+        self.response_headers = response_headers
+        """None adds no headers to responses."""
         self.connections: set[ClientConnection] = set()
         self.buffered = Buffered()
         """Updated by the connections."""

@@ -23,7 +23,9 @@ from cortex.neuron.api.metrics import Metrics
 from cortex.neuron.api.models import ModelRoutes
 from cortex.neuron.api.tokens import Tokens
 from cortex.telemetry import NoTracer, Tracer
-from cortex.wire.dialects import ROUTES
+from cortex.wire import headers as our_headers
+from cortex.wire.dialects import ROUTES, family
+from cortex.wire.errors import Family
 
 log = logging.getLogger(__name__)
 
@@ -74,15 +76,17 @@ async def _handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception as problem:  # noqa: BLE001 - the boundary: every exception becomes a response
         error = responses.error_of(problem, request)
-        response = responses.error(error, request.path)
+        response = responses.error(error, request)
         _log(request, f"{response.status} {error.code}: {error.message}", began_s)
         return response
     _log(request, str(response.status), began_s)
     return response
 
 
-async def _stamp(_: web.Request, response: web.StreamResponse) -> None:
+async def _stamp(request: web.Request, response: web.StreamResponse) -> None:
     response.headers[REQUEST_ID_HEADER] = request_id.get()
+    if family(request.path) is Family.ANTHROPIC:
+        response.headers[our_headers.ANTHROPIC_REQUEST_ID] = request_id.get()
 
 
 def _log(request: web.Request, outcome: str, began_s: float) -> None:

@@ -57,6 +57,7 @@ class ModelRoutes:
             "owned_by": "neuron",
             "loaded": status.state is ModelState.READY,
             "state": status.state.value,
+            "max_model_len": status.context_tokens,
             "limit": {"context": status.context_tokens, "output": status.max_output_tokens},
             "capabilities": status.capabilities,
         }

@@ -30,9 +30,9 @@ def json(value: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def error(problem: CortexError, path: str) -> web.Response:
-    """`problem` in the dialect of `path`."""
-    shape = family(path)
+def error(problem: CortexError, request: web.BaseRequest) -> web.Response:
+    """`problem` in the dialect of the request's path."""
+    shape = family(request.path, is_anthropic="anthropic-version" in request.headers)
     return web.Response(
         body=msgspec.json.encode(errors.envelope(problem, shape)),
         status=errors.status(problem, shape),
@@ -51,7 +51,8 @@ def error_of(problem: Exception, request: web.Request) -> CortexError:
         case web.HTTPMethodNotAllowed(allowed_methods=allowed):
             return MethodNotAllowed(
                 f"{shorten(request.method)} is not allowed on {shorten(request.path)}; "
-                f"use {' or '.join(sorted(allowed))}."
+                f"use {' or '.join(sorted(allowed))}.",
+                details={"allowed_methods": sorted(allowed)},
             )
         case web.HTTPNotFound():
             return RouteNotFound(f"There is no route {shorten(request.path)}; the API begins at /v1 and /discovery.")

@@ -51,7 +51,7 @@ class ClientConnection(web.RequestHandler):
             error = MalformedHTTP("The request is not valid HTTP/1.1; check the client.")
         else:
             error = CortexError(responses.INTERNAL_ERROR)
-        response = responses.error(error, request.path)
+        response = responses.error(error, request)
         response.force_close()
         return response
 

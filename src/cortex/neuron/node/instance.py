@@ -20,7 +20,6 @@ from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.supervisor import Resident, WorkerSupervisor
 from cortex.wire.errors import (
-    ContextLengthExceeded,
     CortexError,
     GenerationFailed,
     InvalidValue,
@@ -28,6 +27,7 @@ from cortex.wire.errors import (
     PromptTooLongForMemory,
     Recovering,
     ShuttingDown,
+    prompt_too_long,
 )
 from cortex.wire.node import ModelLoad
 
@@ -118,8 +118,8 @@ class Instance:
     def submit(self, request: EngineRequest) -> Generation:
         """Starts or queues a request.
 
-        Raises Overloaded when the queue is full or the model is being unloaded, ContextLengthExceeded or
-        PromptTooLongForMemory for a prompt over the limits, InvalidValue for an id that is in use.
+        Raises Overloaded when the queue is full or the model is being unloaded, ContextLengthExceeded
+        for a prompt over the limits, InvalidValue for an id that is in use.
         """
         if self._closed is not None:
             raise self._closed.with_traceback(None)
@@ -150,18 +150,8 @@ class Instance:
         prompt_tokens, context_tokens = len(request.prompt), self.resident.info.context_tokens
         if request.id in self._requests:
             raise InvalidValue(f"request id {request.id!r} is in use; give every request its own", param="id")
-        if prompt_tokens >= context_tokens:
-            raise ContextLengthExceeded(
-                f"prompt is too long: {prompt_tokens} tokens > {context_tokens - 1} maximum "
-                f"(the context of {context_tokens} tokens, less one for the response); shorten the conversation",
-                details={"prompt_tokens": prompt_tokens, "context_tokens": context_tokens},
-            )
-        if self._max_prompt_tokens is not None and prompt_tokens > self._max_prompt_tokens:
-            raise PromptTooLongForMemory(
-                f"prompt is too long: {prompt_tokens} tokens > {self._max_prompt_tokens} maximum that this "
-                "node takes (limits.max_prompt_tokens in neuron.toml); shorten the conversation",
-                details={"prompt_tokens": prompt_tokens, "max_prompt_tokens": self._max_prompt_tokens},
-            )
+        if prompt_tokens >= context_tokens or prompt_tokens > (self._max_prompt_tokens or context_tokens):
+            raise prompt_too_long(prompt_tokens, context_tokens, self._max_prompt_tokens)
 
     def _cancel(self, request_id: str) -> None:
         running = self._requests.get(request_id)

@@ -196,8 +196,7 @@ class Node:
     def submit(self, model_id: str, request: EngineRequest) -> Generation:
         """Starts or queues a request for a model that is ready.
 
-        Raises ModelNotFound, Overloaded, Recovering, ShuttingDown, LoadFailed, ContextLengthExceeded or
-        PromptTooLongForMemory.
+        Raises ModelNotFound, Overloaded, Recovering, ShuttingDown, LoadFailed or ContextLengthExceeded.
         """
         self._reject_when_closing()
         return self._controller(model_id).serving_instance().submit(request)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cortex import __version__
 from cortex.wire import errors
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
@@ -28,6 +29,8 @@ from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sse import frame
 
 DONE = frame(b"[DONE]")
+SYSTEM_FINGERPRINT = f"fp_cortex_{__version__}"
+"""With the same fingerprint, the same request with a seed gives the same response."""
 
 
 def stream_error(error: CortexError) -> bytes:
@@ -43,7 +46,13 @@ class Encoder:
     """
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        self._head = {"id": id, "object": "chat.completion.chunk", "created": created, "model": model}
+        self._head = {
+            "id": id,
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
         self._include_usage = request.include_usage
         self._open_choices = request.sampling.n
         self._finishes: list[Finish] = []
@@ -112,6 +121,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
             "object": "chat.completion",
             "created": created,
             "model": model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": [_choice_body(choice) for choice in choices],
             "usage": usage_body(total_usage(choice.finish for choice in choices)),
         }
@@ -157,7 +167,8 @@ def logprobs_body(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {
         "content": [
             {**_token_body(token), "top_logprobs": [_token_body(other) for other in token.top]} for token in tokens
-        ]
+        ],
+        "refusal": None,
     }
 
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from cortex.neuron.api import bodies
-from cortex.wire import usage_report
+from cortex.wire import failure_report, usage_report
 from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node import ModelState
@@ -165,13 +165,15 @@ async def test_reports_usage_to_a_gateway_in_a_header_or_behind_the_last_event(
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_reports_usage_to_a_gateway_when_a_stream_fails(api: Any, path: str) -> None:
-    api.node.play.fails_after = 3
-    api.node.play.error = Recovering("the device failed")
+    api.node.script.fails_after = 3
+    api.node.script.error = Recovering("the device failed")
     async with api.client.post(api.url + path, json=body(path, stream=True), headers=FROM_GATEWAY) as response:
-        usage = usage_report.from_stream(await response.read())
+        received = await response.read()
+    usage = usage_report.from_stream(received)
     assert usage is not None
     assert usage.prompt_tokens == len(api.node.submitted[0].prompt)
     assert usage.completion_tokens == 3
+    assert failure_report.from_stream(received) == "recovering"
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -282,7 +284,8 @@ async def test_rejects_a_prompt_over_the_context_with_both_counts(
     with pytest.raises(openai.BadRequestError) as rejected:
         await openai_client.chat.completions.create(model="org/tiny", messages=long)
     assert rejected.value.code == "context_length_exceeded"
-    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 20"):
+    assert "This model's maximum context length is 20 tokens" in rejected.value.message
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 19 maximum"):
         await anthropic_client.messages.create(model="org/tiny", max_tokens=5, messages=long)
 
 
@@ -420,3 +423,59 @@ async def test_serves_a_large_prompt_and_rejects_an_invalid_large_body(api: Any)
     assert (await api.post("/v1/completions", {"model": "org/tiny", "prompt": long, "max_tokens": 3}))[0] == 200
     status, reply, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": long, "temperature": "hot"})
     assert (status, reply["error"]["param"]) == (400, "temperature")
+
+
+async def test_completions_continue_every_prompt_of_a_list(api: Any, openai_client: openai.AsyncOpenAI) -> None:
+    prompts = ["ab", "cde"]
+    whole = await openai_client.completions.create(model="org/tiny", prompt=prompts, n=2, echo=True, max_tokens=3)
+    expected = ["abHel", "abHel", "cdeHel", "cdeHel"]
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(expected))
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 12)
+    assert {bytes(job.prompt) for job in api.node.submitted} == {bytes(api.node.text_model.encode(p)) for p in prompts}
+
+    texts = dict.fromkeys(range(4), "")
+    finished = []
+    stream = await openai_client.completions.create(
+        model="org/tiny",
+        prompt=[api.node.text_model.encode(prompt) for prompt in prompts],
+        n=2,
+        echo=True,
+        max_tokens=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            finished += [choice.index] if choice.finish_reason else []
+        usage = chunk.usage
+    assert [texts[index] for index in range(4)] == expected
+    assert sorted(finished) == [0, 1, 2, 3]
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (5, 12)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_without_tokens_returns_the_prompt_alone(api: Any, *, stream: bool) -> None:
+    body = {"model": "org/tiny", "prompt": ["ab", "c"], "echo": True, "max_tokens": 0, "stream": stream}
+    if stream:
+        received = [json.loads(frame.data) for frame in (await frames(api, "/v1/completions", body))[:-1]]
+        choices = [choice for chunk in received for choice in chunk["choices"]]
+        assert ["".join(c["text"] for c in choices if c["index"] == index) for index in (0, 1)] == ["ab", "c"]
+    else:
+        status, reply, _ = await api.post("/v1/completions", body)
+        assert status == 200
+        assert [(c["index"], c["text"], c["finish_reason"]) for c in reply["choices"]] == [
+            (0, "ab", "length"),
+            (1, "c", "length"),
+        ]
+        assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (3, 0)
+    assert not api.node.submitted
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_rejects_a_body_that_is_declared_as_something_else_than_json(api: Any, path: str) -> None:
+    status, reply, _ = await api.post(path, body(path), **{"content-type": "text/plain"})
+    assert (status, reply["error"]["type"]) == (415, "invalid_request_error")
+    assert not api.node.submitted

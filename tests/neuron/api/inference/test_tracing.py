@@ -26,7 +26,7 @@ async def traced(node: Any, tracer: Tracer) -> AsyncIterator[ClientSession]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0][:2]
-    async with ClientSession(f"http://{host}:{port}") as client:
+    async with ClientSession(f"http://{host}:{port}", headers={"content-type": "application/json"}) as client:
         yield client
     await runner.cleanup()
 

@@ -50,6 +50,8 @@ class Choice:
         self.index = index
         self.ended = False
         self.num_tokens = 0
+        self.rendered = context.rendered
+        """The prompt that it continues."""
         self._context = context
         self._detokenizer = context.text.detokenizer()
         self._stops = StopScanner(context.request.sampling.stop)
@@ -63,8 +65,8 @@ class Choice:
 
     @property
     def usage(self) -> Usage:
-        """Usage so far. The prompt, which all choices share, counts for the first choice, from its first token on."""
-        counts_prompt = self.index == 0 and self._started
+        """Usage so far. The prompt, which its `n` choices share, counts for the first of them, from its start on."""
+        counts_prompt = self.index % self._context.request.sampling.n == 0 and self._started
         return Usage(
             prompt_tokens=len(self._context.rendered.ids) if counts_prompt else 0,
             cached_tokens=self._num_cached_tokens if counts_prompt else 0,
@@ -81,12 +83,16 @@ class Choice:
             events += self._take(output, timing)
         return _joined(events)
 
+    def echo(self) -> list[AnyEvent]:
+        """The whole choice of a request for no tokens: the prompt alone."""
+        return [*self._start(cached_tokens=0), *self._end("length", None, Timing())]
+
     def _take(self, output: StepOutput, timing: Timing) -> list[AnyEvent]:
         if output.finish == "error":
             raise GenerationFailed(output.error or "The engine gave no reason; see the node's log.")
         if output.finish == "cancelled":
             raise Overloaded("The node cancelled this request; try again.")
-        events: list[AnyEvent] = [] if self._started else self._start(output)
+        events: list[AnyEvent] = [] if self._started else self._start(output.cached_tokens or 0)
         self.num_tokens += len(output.tokens)
         if output.logprobs:
             events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
@@ -110,10 +116,10 @@ class Choice:
             return tokens[:-1]
         return tokens
 
-    def _start(self, output: StepOutput) -> list[AnyEvent]:
+    def _start(self, cached_tokens: int) -> list[AnyEvent]:
         self._started = True
         context = self._context
-        self._num_cached_tokens = output.cached_tokens or 0
+        self._num_cached_tokens = cached_tokens
         start = Start(
             index=self.index,
             id=context.id,

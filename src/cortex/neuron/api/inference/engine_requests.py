@@ -37,6 +37,7 @@ def engine_requests(
     request: GenerateRequest,
     *,
     id: str,
+    first_index: int = 0,
     prompt: tuple[int, ...],
     context_tokens: int,
     defaults: GenerationDefaults,
@@ -45,8 +46,9 @@ def engine_requests(
     grammar: str | None = None,
     principal: str = "",
 ) -> tuple[EngineRequest, ...]:
-    """One per choice. Without a limit the response may fill the rest of the context; the node checks the prompt.
+    """One per choice, numbered from `first_index`.
 
+    Without a limit the response may fill the rest of the context; the node checks the prompt.
     Choices of a request with a seed get seeds derived from it, so that the same request gives the same `n` choices.
     """
     sampling = request.sampling
@@ -56,7 +58,7 @@ def engine_requests(
     stop_token_ids = (() if sampling.ignore_eos else eos_ids) + sampling.stop_token_ids
     return tuple(
         EngineRequest(
-            id=f"{id}.{index}",
+            id=f"{id}.{first_index + index}",
             prompt=prompt,
             max_tokens=max_tokens,
             sampling=_with_seed(params, index),

@@ -24,6 +24,7 @@ from cortex.neuron.api.stream import EventStream
 from cortex.telemetry import Tracer
 from cortex.wire import headers as our_headers
 from cortex.wire import usage_report
+from cortex.wire.body import check_content_type
 from cortex.wire.dialects import DIALECTS, Dialect, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.node import Dialect as DialectName
@@ -50,6 +51,7 @@ class Inference:
 
         async def handle(http: web.Request) -> web.StreamResponse:
             with self.drain_gate.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
+                check_content_type(http.headers.get("content-type"))
                 request = await bodies.parsed(DIALECTS[name].parse, await body_of(http))
                 self.backend.model(request.model)
                 watch.model = request.model
@@ -87,7 +89,7 @@ class Inference:
 
         encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)
         if principal:
-            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.sampling.n)
+            encoder = MeteredEncoder(encoder, watch.usage, num_choices=request.num_choices)
         async with EventStream(
             http, keepalive=dialect.KEEPALIVE, keepalive_s=self.keepalive_s, headers=headers
         ) as stream:

@@ -13,7 +13,7 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext
 from cortex.neuron.api.inference.engine_requests import engine_requests
 from cortex.neuron.api.inference.thought_budget import submit
-from cortex.neuron.engine.request import StepOutput
+from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.errors import CortexError
@@ -60,27 +60,37 @@ class Session:
         status = await self._drain_gate.wait_for(ready(self._backend, request.model))
         self.phase = "render"
         text = await self._drain_gate.wait_for(self._backend.text(request.model))
-        rendered, grammar = await asyncio.to_thread(_prepare, text, request, status.context_tokens)
+        requests = request.one_per_prompt
+        prompts, grammar = await asyncio.to_thread(_prepare, text, requests, status.context_tokens)
         self.phase = "prefill"
-        jobs = engine_requests(
-            request,
-            id=self._id,
-            prompt=rendered.ids,
-            context_tokens=status.context_tokens or len(rendered.ids) + 1,
-            defaults=text.generation,
-            eos_ids=text.eos_ids,
-            turn_ends=rendered.turn_ends,
-            grammar=grammar,
-            principal=self._principal,
-        )
-        context = ChoiceContext(self._id, self._created, request.model, request, rendered, text, jobs[0].stop_token_ids)
+        jobs: list[EngineRequest] = []
+        choices = self._choices
+        for single, rendered in zip(requests, prompts, strict=True):
+            continuations = engine_requests(
+                single,
+                id=self._id,
+                first_index=len(jobs),
+                prompt=rendered.ids,
+                context_tokens=status.context_tokens or len(rendered.ids) + 1,
+                defaults=text.generation,
+                eos_ids=text.eos_ids,
+                turn_ends=rendered.turn_ends,
+                grammar=grammar,
+                principal=self._principal,
+            )
+            stops = continuations[0].stop_token_ids
+            context = ChoiceContext(self._id, self._created, request.model, single, rendered, text, stops)
+            choices += [Choice(context, len(jobs) + number) for number in range(len(continuations))]
+            jobs += continuations
+        if request.sampling.max_tokens == 0:
+            yield [event for choice in choices for event in choice.echo()]
+            return
         generations: list[GenerationStream] = []
         submitted_s = time.monotonic()
         first_s: float | None = None
-        choices = self._choices = [Choice(context, index) for index in range(len(jobs))]
         try:
-            for job in jobs:
-                generations.append(submit(self._backend, text, request, rendered, job))
+            for choice, job in zip(choices, jobs, strict=True):
+                generations.append(submit(self._backend, text, request, choice.rendered, job))
             async with aclosing(_merged(generations)) as outputs:
                 async for index, batch in outputs:
                     now_s = time.monotonic()
@@ -110,9 +120,12 @@ async def ready(backend: Backend, model_id: str) -> ModelStatus:
     return await backend.load(LoadRequest(model_id=model_id), wait=True)
 
 
-def _prepare(text: TextModel, request: GenerateRequest, context_tokens: int | None) -> tuple[Rendered, str | None]:
-    """Runs on a thread: tokenizing a long conversation would delay streams on the loop."""
-    return text.render(request, context_tokens), text.grammar(request)
+def _prepare(
+    text: TextModel, requests: Sequence[GenerateRequest], context_tokens: int | None
+) -> tuple[list[Rendered], str | None]:
+    """The prompt of each request, and the grammar that they share. Runs on a thread: tokenizing a long conversation
+    would delay streams on the loop."""
+    return [text.render(request, context_tokens) for request in requests], text.grammar(requests[0])
 
 
 async def _merged(generations: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:

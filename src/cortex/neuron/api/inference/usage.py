@@ -8,7 +8,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from cortex.neuron.api import responses
-from cortex.wire import usage_report
+from cortex.wire import failure_report, usage_report
 from cortex.wire.dialects import EventEncoder
 from cortex.wire.errors import RouteNotFound, shorten
 from cortex.wire.events import AnyEvent, Failure, Finish, Usage
@@ -19,7 +19,7 @@ WAIT_S = 2.0
 
 
 class MeteredEncoder:
-    """A dialect's encoder that appends the usage report to the last event. One per response.
+    """A dialect's encoder that appends the usage report, and that of a failure, to the last event. One per response.
 
     `usage` is read when the last choice has finished, or when the stream fails.
     """
@@ -31,12 +31,14 @@ class MeteredEncoder:
 
     def encode(self, event: AnyEvent) -> bytes:
         data = self._encoder.encode(event)
-        if isinstance(event, Finish):
-            self._num_unfinished -= 1
-            is_last = self._num_unfinished == 0
-        else:
-            is_last = isinstance(event, Failure)
-        return data + usage_report.comment(self._usage()) if is_last else data
+        match event:
+            case Finish():
+                self._num_unfinished -= 1
+                return data if self._num_unfinished else data + usage_report.comment(self._usage())
+            case Failure(code=code):
+                return data + failure_report.comment(code) + usage_report.comment(self._usage())
+            case _:
+                return data
 
 
 class UsageRecords:

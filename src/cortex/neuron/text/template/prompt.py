@@ -11,7 +11,7 @@ from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.wire.errors import ContextLengthExceeded, InvalidValue, TemplateRenderFailed
+from cortex.wire.errors import InvalidValue, TemplateRenderFailed, prompt_too_long
 from cortex.wire.requests import GenerateRequest
 
 _CONTINUE: Final = "continue_final_message"
@@ -103,11 +103,7 @@ def _check_length(text: str, tokenizer: Tokenizer, context_tokens: int | None) -
     """Raises ContextLengthExceeded before tokenising: 20 MB of text would take one core a minute."""
     if context_tokens is None or (least := tokenizer.min_tokens(text)) < context_tokens:
         return
-    raise ContextLengthExceeded(
-        f"prompt is too long: {least} tokens > {context_tokens - 1} maximum (at least, for its "
-        f"{len(text)} characters; the context has {context_tokens} tokens); shorten the conversation",
-        details={"prompt_tokens": least, "context_tokens": context_tokens},
-    )
+    raise prompt_too_long(least, context_tokens)
 
 
 def _end_of(template: ChatTemplate, values: dict[str, Any], count: int, text: str) -> int | None:

@@ -1,0 +1,58 @@
+"""How the gateway learns that a stream failed, although its HTTP status is 200.
+
+A node ends the failed stream of a request that came through a gateway with an SSE comment that has the error's code.
+Clients ignore it. Foreign servers send only the error event of their dialect, which is read where there is no comment.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cortex.wire import sse
+from cortex.wire.errors import BY_CODE, UpstreamInterrupted
+
+_MARK = b"failed "
+_COMMENT = b"\n: " + _MARK
+_DATA = b"\ndata: "
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: str | int | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """The fields in which the dialects say that a stream failed."""
+
+    type: str | None = None
+    error: _Error | None = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+def comment(code: str) -> bytes:
+    """The end of a failed stream, behind its error event."""
+    return sse.comment(_MARK + code.encode())
+
+
+def from_stream(tail: bytes) -> str | None:
+    """The code of the error that ended a stream, from its last bytes; None when it did not fail.
+
+    Generated text cannot pass for one: it is JSON inside an event, and JSON has no line breaks inside a string.
+    """
+    _, found, rest = (b"\n" + tail).rpartition(_COMMENT)
+    if found:
+        return _known(rest.partition(b"\n")[0].decode("latin-1"))
+    _, found, rest = (b"\n" + tail).rpartition(_DATA)
+    try:
+        event = _decoder.decode(rest.partition(b"\n")[0]) if found else _Event()
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if event.error is None and event.type not in ("error", "response.failed"):
+        return None
+    return _known(str(event.error.code) if event.error is not None else "")
+
+
+def _known(code: str) -> str:
+    """Codes become labels of metrics, so that those which a foreign server made up are one code."""
+    return code if code in BY_CODE else UpstreamInterrupted.code

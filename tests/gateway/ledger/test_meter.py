@@ -14,6 +14,7 @@ from cortex.gateway.ledger.store import Store, StoreError, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.gateway.ledger.usage_report import usage
 from cortex.http.request import Request
+from cortex.tasks import Supervisor
 from cortex.wire.errors import InsufficientQuota, InvalidAPIKey, ModelNotAllowed, RateLimitExceeded
 from cortex.wire.events import Usage
 
@@ -181,13 +182,17 @@ class Away:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.is_away = False
+        self.failure: Exception = StoreError("gone")
         self.name = "the database"
+
+    def open_accounts(self, since_minute: Mapping[str, int], claim: Claim) -> dict[str, Spent]:
+        return self.store.open_accounts(since_minute, claim)
 
     def exchange(
         self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int], *, before: Claim, after: Claim
     ) -> dict[str, Spent]:
         if self.is_away:
-            raise StoreError("gone")
+            raise self.failure
         return self.store.exchange(batch, since_minute, before=before, after=after)
 
     def other_claims(self, owner: str) -> dict[str, int]:
@@ -221,6 +226,43 @@ async def test_loses_nothing_while_the_database_is_unavailable(database: str, ca
     again = open_store(database)
     assert again.exchange({}, {key.section.id: 0})[key.section.id].total == 400
     again.close()
+
+
+async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_path: object) -> None:
+    key, restarted = generate("alice"), asyncio.Event()
+    store = Away(open_store(f"{tmp_path}/spend.db"))
+    store.failure = RuntimeError("not a failure of the database")
+    tasks = Supervisor(lambda _: restarted.set())
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
+    await ledger.start()
+    store.is_away = True
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    await asyncio.wait_for(restarted.wait(), 20)
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    store.is_away = False
+    reader = open_store(f"{tmp_path}/spend.db")
+    async with asyncio.timeout(20):
+        while reader.exchange({}, {key.section.id: 0})[key.section.id].total != 20:
+            await asyncio.sleep(0.01)
+    reader.close()
+    await ledger.close()
+
+
+async def test_close_writes_the_usage_that_a_failed_flush_kept(tmp_path: object) -> None:
+    key, restarted = generate("alice"), asyncio.Event()
+    store = Away(open_store(f"{tmp_path}/spend.db"))
+    store.failure = RuntimeError("not a failure of the database")
+    tasks = Supervisor(lambda _: restarted.set())
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
+    await ledger.start()
+    store.is_away = True
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    await asyncio.wait_for(restarted.wait(), 20)
+    store.is_away = False
+    await ledger.close()
+    reader = open_store(f"{tmp_path}/spend.db")
+    assert reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10
+    reader.close()
 
 
 async def test_writes_spend_regularly(tmp_path: object) -> None:

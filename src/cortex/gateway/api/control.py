@@ -14,6 +14,7 @@ from cortex import __version__
 from cortex.fleet import explain
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.api import models
+from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator_commands import OperatorCommands
@@ -54,11 +55,13 @@ class _Order(SleepOption, frozen=True):
 class Control:
     """Serves control requests from the dispatcher's state. Owns only the event streams."""
 
-    def __init__(self, dispatcher: Dispatcher, event_log: EventLog, meter: Meter) -> None:
+    def __init__(self, dispatcher: Dispatcher, event_log: EventLog, meter: Meter, health: GatewayHealth) -> None:
         self._dispatcher = dispatcher
         self._event_log = event_log
         self._operator = OperatorCommands(dispatcher, event_log)
         self.meter = meter
+        """Replaced by a reload."""
+        self._gateway_health = health
         self._created = int(time.time())
         self._pages: dict[str, Callable[[Request], Response]] = {
             "/": self._index,
@@ -116,9 +119,16 @@ class Control:
             }
         )
 
-    def _health(self, request: Request) -> Response:  # noqa: ARG002
+    def _health(self, request: Request) -> Response:
         nodes = {node.name: "up" if node.healthy else "down" for node in self._dispatcher.fleet.nodes}
-        return json_response({"status": "ok", "version": __version__, "nodes": nodes})
+        return json_response(self._gateway_health.body(nodes, for_operator=self._is_operator(request)))
+
+    def _is_operator(self, request: Request) -> bool:
+        try:
+            self.meter.authenticate_operator(request)
+        except CortexError:
+            return False
+        return True
 
     def _models(self, request: Request) -> Response:  # noqa: ARG002
         return json_response(models.listing(self._dispatcher.fleet, self._dispatcher.feasible_on, self._created))

@@ -27,6 +27,7 @@ from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
 from cortex.gateway.ledger.store import Store, StoreError
 from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, Reserved, Slot
+from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,15 @@ class Ledger:
     """
 
     def __init__(
-        self, store: Store, keyring: Keyring, *, flush_s: float = 1.0, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        keyring: Keyring,
+        *,
+        flush_s: float = 1.0,
+        clock: Callable[[], float] = time.time,
+        tasks: Supervisor | None = None,
     ) -> None:
+        """`tasks` runs the regular flush; without it the ledger has a supervisor of its own."""
         self._store = store
         self._flush_s = flush_s
         self.clock = clock
@@ -60,7 +68,8 @@ class Ledger:
         """Other gateways with reservations: their last renewal, and when this gateway first saw it."""
         self._checked_at = 0.0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = tasks or Supervisor()
+        self._task: SupervisedTask | None = None
         self._closing = asyncio.Event()
         self._keyring = keyring
         self._failing = False
@@ -68,14 +77,14 @@ class Ledger:
     async def start(self) -> None:
         """Read past usage and start the regular flush. Raises `StoreError` when the database cannot be read."""
         await self.use(self._keyring)
-        self._task = asyncio.create_task(self._flush_regularly(), name="ledger-flush")
+        self._task = self._tasks.start("ledger flush", self._flush_regularly)
 
     async def use(self, keyring: Keyring) -> None:
         """Replace the keys. Accounts of keys that stay keep their reservations. Raises `StoreError`."""
         now = self.clock()
         fresh = [key for key in keyring if key.id not in self._accounts]
         claim, windows = self._claim, _windows(fresh, now)
-        spent = await self._in_thread(lambda: self._store.exchange({}, windows, before=claim, after=claim))
+        spent = await self._in_thread(lambda: self._store.open_accounts(windows, claim))
         for key in keyring:
             if key.id in self._accounts:
                 self._accounts[key.id].change(key, now)
@@ -87,7 +96,7 @@ class Ledger:
         """Stop the regular flush and write the remaining usage. Raises `StoreError` when that fails."""
         self._closing.set()
         if self._task is not None:
-            await self._task
+            await self._task.finish()
         try:
             await self._write()
         finally:
@@ -143,7 +152,7 @@ class Ledger:
         windows = _windows(limited, now)
         try:
             spent = await self._in_thread(lambda: self._store.exchange(batch, windows, before=before, after=after))
-        except StoreError:
+        except Exception:  # whatever failed, nothing was committed and no usage may be lost
             for slot, counts in batch.items():
                 self._batch[slot] = self._batch[slot] + counts if slot in self._batch else counts
             raise

@@ -27,7 +27,7 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 class SupervisedTask:
     """One long-running task, made by `Supervisor.start`. It ends when its work returns, or by `cancel` or `finish`."""
 
-    def __init__(self, name: str, work: Work, on_restart: Callable[[str], None] | None) -> None:
+    def __init__(self, name: str, work: Work, on_restart: Callable[[str], None]) -> None:
         self.name = name
         self._work = work
         self._on_restart = on_restart
@@ -77,8 +77,7 @@ class SupervisedTask:
                 async with asyncio.timeout(delay_s):
                     await self._finishing.wait()
             except TimeoutError:
-                if self._on_restart is not None:
-                    self._on_restart(self.name)
+                self._on_restart(self.name)
             else:
                 return
 
@@ -90,13 +89,20 @@ class Supervisor:
         """`on_restart` gets the name of every task that starts again after a failure; it must not raise."""
         self._on_restart = on_restart
         self._tasks: list[SupervisedTask] = []
+        self.restarts: dict[str, int] = {}
+        """How often each task was started again, by name."""
 
     def start(self, name: str, work: Work) -> SupervisedTask:
         """Run `work()`, again after every failure, until it returns. The caller ends the task."""
         self._tasks = [task for task in self._tasks if not task.has_ended]
-        task = SupervisedTask(name, work, self._on_restart)
+        task = SupervisedTask(name, work, self._restarted)
         self._tasks.append(task)
         return task
+
+    def _restarted(self, name: str) -> None:
+        self.restarts[name] = self.restarts.get(name, 0) + 1
+        if self._on_restart is not None:
+            self._on_restart(name)
 
     @property
     def failing(self) -> tuple[str, ...]:

@@ -47,7 +47,9 @@ def settle(reservation: LocalReservation, prompt: int, completion: int) -> None:
 
 
 async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tuple[Ledger, Meter]:
-    ledger = Ledger(open_store(database), Keyring(key.section for key in keys), flush_s=60, clock=clock or Clock())
+    clock = clock or Clock()
+    keyring = Keyring(key.section for key in keys)
+    ledger = Ledger(open_store(database), keyring, flush_s=60, clock=clock, monotonic=clock)
     await ledger.start()
     return ledger, KeyedMeter(ledger)
 
@@ -418,4 +420,44 @@ async def test_request_of_unknown_usage_is_charged_in_full(tmp_path: object) -> 
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     admit(meter, key).settle_in_full(model="m", node="n")
     assert (ledger.account(key.section).reserved_tokens, ledger.account(key.section).total_spent()) == (0, 200)
+    await ledger.close()
+
+
+async def test_wall_clock_set_back_blocks_no_key(database: str) -> None:
+    """Usage dated in the future is kept, and does not fill the window until then."""
+    key, clock = generate("alice", window_tokens=1000, window_s=600, requests_per_min=2), Clock()
+    monotonic = Clock()
+    keyring = Keyring([key.section])
+    ledger = Ledger(open_store(database), keyring, flush_s=60, clock=clock, monotonic=monotonic)
+    await ledger.start()
+    meter = KeyedMeter(ledger)
+    clock.now += 365 * 86400
+    for _ in range(2):
+        settle(admit(meter, key), 200, 200)
+    await ledger.flush()
+    clock.now -= 365 * 86400
+    monotonic.now += 60
+    settle(admit(meter, key, limit=900), 450, 450)
+    await ledger.flush()
+    assert ledger.account(key.section).window_spent(clock.now) == 900
+    assert ledger.account(key.section).total_spent() == 1700
+    monotonic.now += 60
+    with pytest.raises(RateLimitExceeded, match="tokens left in its window"):
+        admit(meter, key, limit=900)
+    await ledger.close()
+
+
+async def test_rate_ignores_steps_of_the_wall_clock(tmp_path: object) -> None:
+    key, clock, monotonic = generate("alice", requests_per_min=1), Clock(), Clock()
+    store = open_store(f"{tmp_path}/spend.db")
+    ledger = Ledger(store, Keyring([key.section]), flush_s=60, clock=clock, monotonic=monotonic)
+    await ledger.start()
+    meter = KeyedMeter(ledger)
+    settle(admit(meter, key), 1, 1)
+    clock.now += 3600
+    with pytest.raises(RateLimitExceeded):
+        admit(meter, key)
+    clock.now -= 7200
+    monotonic.now += 60
+    settle(admit(meter, key), 1, 1)
     await ledger.close()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -54,19 +55,24 @@ class Ledger:
         *,
         flush_s: float = 1.0,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         tasks: Supervisor | None = None,
     ) -> None:
-        """`tasks` runs the regular flush; without it the ledger has a supervisor of its own."""
+        """`clock` dates usage; `monotonic` times what a changed wall clock must not disturb.
+
+        `tasks` runs the regular flush; without it the ledger has a supervisor of its own.
+        """
         self._store = store
         self._flush_s = flush_s
         self.clock = clock
+        self.monotonic = monotonic
         self._accounts: dict[str, Account] = {}
         self._batch: dict[Slot, Counts] = {}
         self._claim = Claim(owner=secrets.token_hex(16))
         """The reservations of this gateway, as they are stored."""
         self._others: dict[str, tuple[int, float]] = {}
         """Other gateways with reservations: their last renewal, and when this gateway first saw it."""
-        self._checked_at = 0.0
+        self._checked_at = -math.inf
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._tasks = tasks or Supervisor()
         self._task: SupervisedTask | None = None
@@ -81,15 +87,15 @@ class Ledger:
 
     async def use(self, keyring: Keyring) -> None:
         """Replace the keys. Accounts of keys that stay keep their reservations. Raises `StoreError`."""
-        now = self.clock()
+        now, monotonic_now = self.clock(), self.monotonic()
         fresh = [key for key in keyring if key.id not in self._accounts]
         claim, windows = self._claim, _windows(fresh, now)
         spent = await self._in_thread(lambda: self._store.open_accounts(windows, claim))
         for key in keyring:
             if key.id in self._accounts:
-                self._accounts[key.id].change(key, now)
+                self._accounts[key.id].change(key, monotonic_now)
             else:
-                self._accounts[key.id] = Account(key, spent[key.id], now)
+                self._accounts[key.id] = Account(key, spent[key.id], monotonic_now)
         self._keyring = keyring
 
     async def close(self) -> None:
@@ -174,7 +180,7 @@ class Ledger:
             if account.num_reservations
         }
         before = self._claim
-        is_fresh = not by_key or now - before.renewed_ms / 1000 < RENEW_S
+        is_fresh = not by_key or 0 <= now - before.renewed_ms / 1000 < RENEW_S
         if by_key == before.by_key and is_fresh:
             return before
         return Claim(owner=before.owner, renewed_ms=int(now * 1000), by_key=by_key)
@@ -184,7 +190,7 @@ class Ledger:
 
         Only this gateway's clock is used, so clocks need not agree.
         """
-        now = self.clock()
+        now = self.monotonic()
         if now - self._checked_at < RENEW_S:
             return
         self._checked_at = now

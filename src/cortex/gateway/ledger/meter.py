@@ -134,7 +134,7 @@ class KeyedMeter:
 
     def admit(self, request: Request, estimate: Estimate) -> LocalReservation:
         account = self._ledger.account(recognise(self._ledger.keyring, request))
-        tokens = account.reserve(estimate, self._ledger.clock())
+        tokens = account.reserve(estimate, self._ledger.clock(), self._ledger.monotonic())
         return _KeyedReservation(self._ledger, account, tokens)
 
     def authenticate(self, request: Request) -> str:

@@ -18,8 +18,10 @@ from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator_commands import OperatorCommands
+from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.proxy.listener import OPEN_PATHS
+from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import ROUTES, error_response, family_of, json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
@@ -28,9 +30,11 @@ from cortex.wire import sse
 from cortex.wire.errors import (
     CortexError,
     Family,
+    InvalidAPIKey,
     InvalidValue,
     MalformedJSON,
     MethodNotAllowed,
+    ModelNotFound,
     RouteNotFound,
     shorten,
 )
@@ -89,8 +93,11 @@ class Control:
                 self._order(exchange, model, order)
                 return
             response = self._page(request, path)
-        except CortexError as error:
+        except InvalidAPIKey as error:
             response = error_response(error, family_of(request.path))
+        except CortexError as error:
+            key = None if request.path in OPEN_PATHS else self.meter.key(request)
+            response = error_response(shown_to(key, error), family_of(request.path))
         exchange.respond(*response)
 
     def _page(self, request: Request, path: str) -> Response:
@@ -100,7 +107,7 @@ class Control:
             return page(request)
         if path.startswith("/v1/models/"):
             _expect(request, b"GET", b"HEAD")
-            return self._model(path.removeprefix("/v1/models/"))
+            return self._model(request, path.removeprefix("/v1/models/"))
         if path.startswith("/fleet/explain/"):
             _expect(request, b"GET", b"HEAD")
             return self._explain(path.removeprefix("/fleet/explain/"))
@@ -130,11 +137,15 @@ class Control:
             return False
         return True
 
-    def _models(self, request: Request) -> Response:  # noqa: ARG002
-        return json_response(models.listing(self._dispatcher.fleet, self._dispatcher.feasible_on, self._created))
+    def _models(self, request: Request) -> Response:
+        may_use = partial(keys.may_use, self.meter.key(request))
+        fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasible_on
+        return json_response(models.listing(fleet, feasible_on, self._created, may_use))
 
-    def _model(self, name: str) -> Response:
+    def _model(self, request: Request, name: str) -> Response:
         resolution = self._dispatcher.resolve(name)
+        if not keys.may_use(self.meter.key(request), resolution.model_id):
+            raise ModelNotFound("There is no such model for this key; GET /v1/models lists those that it may use.")
         entry = models.entry(self._dispatcher.fleet, resolution.spec, self._dispatcher.feasible_on, self._created)
         if resolution.alias is not None:
             entry |= {"id": name, "alias_of": resolution.model_id}

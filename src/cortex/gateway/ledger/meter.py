@@ -40,6 +40,10 @@ class Reservation(Protocol):
 class LocalReservation(Reservation, Protocol):
     """A reservation in the process that owns the ledger. Ends once, by `settle`, `settle_in_full` or `cancel`."""
 
+    @property
+    def key(self) -> KeySection | None:
+        """The key that is charged; None on an open gateway."""
+
     def check_model(self, model: str) -> None:
         """Raise ModelNotAllowed when the key may not use `model`."""
 
@@ -63,12 +67,16 @@ class Meter(Protocol):
         contain.
         """
 
+    def key(self, request: Request) -> KeySection | None:
+        """The key of a request; None on an open gateway. Raises InvalidAPIKey."""
+
     def authenticate_operator(self, request: Request) -> str:
         """The principal of a request that changes the fleet. Raises InvalidAPIKey or OperatorOnly."""
 
 
 class _OpenReservation:
     principal = ANONYMOUS
+    key = None
 
     def check_model(self, model: str) -> None:
         """Every model is allowed."""
@@ -94,6 +102,9 @@ class OpenMeter:
     def authenticate(self, request: Request) -> str:  # noqa: ARG002
         return ANONYMOUS
 
+    def key(self, request: Request) -> KeySection | None:  # noqa: ARG002
+        return None
+
     def authenticate_operator(self, request: Request) -> str:  # noqa: ARG002
         return ANONYMOUS
 
@@ -111,6 +122,10 @@ class _KeyedReservation:
     @property
     def principal(self) -> str:
         return self._account.key.name
+
+    @property
+    def key(self) -> KeySection:
+        return self._account.key
 
     def check_model(self, model: str) -> None:
         check_model(self._account.key, model)
@@ -139,6 +154,9 @@ class KeyedMeter:
 
     def authenticate(self, request: Request) -> str:
         return recognise(self._ledger.keyring, request).name
+
+    def key(self, request: Request) -> KeySection:
+        return recognise(self._ledger.keyring, request)
 
     def authenticate_operator(self, request: Request) -> str:
         key = recognise(self._ledger.keyring, request)

@@ -12,9 +12,11 @@ from typing import NamedTuple, Protocol
 from cortex.fleet.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.leases import Lease, Need, PendingRequest
+from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.limits import Estimate
 from cortex.gateway.ledger.meter import LocalReservation, Meter, Reservation
 from cortex.gateway.proxy.envelope import Envelope
+from cortex.gateway.proxy.redaction import shown_to
 from cortex.http.request import Request
 from cortex.wire.errors import CortexError
 
@@ -27,6 +29,8 @@ class AdmittedRequest(NamedTuple):
     reservation: Reservation
     number: int = 0
     """Identifies the request to the admission controller that admitted it."""
+    key: KeySection | None = None
+    """The key of its client; None on an open gateway."""
 
 
 OnAdmitted = Callable[[AdmittedRequest | CortexError], None]
@@ -87,12 +91,11 @@ class LocalAdmissionController:
         try:
             resolution = self._dispatcher.resolve(name)
             reservation.check_model(resolution.model_id)
-        except CortexError:
+        except CortexError as error:
             reservation.cancel()
-            raise
-        return AdmittedRequest(
-            resolution.model_id, "background" if resolution.background else "request", reservation
-        ), reservation
+            raise shown_to(reservation.key, error) from error
+        origin: Origin = "background" if resolution.background else "request"
+        return AdmittedRequest(resolution.model_id, origin, reservation, key=reservation.key), reservation
 
     def ask(self, pending: PendingRequest) -> None:
         try:

@@ -127,6 +127,34 @@ async def test_database_that_cannot_be_opened_keeps_nodes_and_access(tmp_path: P
             await client.gateway.close()
 
 
+async def test_unexpected_failure_of_one_node_keeps_keys_and_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_certificates() -> None:
+        raise OSError("the certificates of this host cannot be read")
+
+    revoked, kept = generate("revoked"), generate("kept", operator=True)
+    files = Files(tmp_path)
+    files.write(as_toml(revoked.section), as_toml(kept.section))
+    async with ClientSession() as session:
+        client = await files.start(session)
+        try:
+            monkeypatch.setattr("ssl.create_default_context", no_certificates)
+            files.write(node("near", "http://127.0.0.1:9"), node("far", "https://127.0.0.1:9"), as_toml(kept.section))
+            await client.gateway.reload(files.files)
+            health = (await client.get("/health", **bearer(kept)))[1]
+            assert health["nodes"] == {}
+            assert "certificates of this host" in health["config"]["reason"]
+            assert (await client.get("/v1/models", **bearer(revoked)))[0] == 200
+            assert "Traceback" in caplog.text
+            monkeypatch.undo()
+            await client.gateway.reload(files.files)
+            assert list((await client.get("/health"))[1]["nodes"]) == ["near", "far"]
+            assert (await client.get("/v1/models", **bearer(revoked)))[0] == 401
+        finally:
+            await client.gateway.close()
+
+
 async def test_invalid_database_url_is_rejected_with_a_reason(tmp_path: Path) -> None:
     pytest.importorskip("psycopg")
     files = Files(tmp_path)

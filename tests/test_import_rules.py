@@ -22,13 +22,13 @@ KERNELS = {"neuron.kernels"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", *MODELS}
-WORKER = {"neuron.worker", "ipc", "telemetry", "wire", *ENGINE}
+WORKER = {"neuron.worker", "ipc", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
 NODE = {"neuron.node", "neuron.config", *TOKENIZER, *WORKER}
 API = {"neuron.api", "http", "settings", *NODE}
 NEURON = {"neuron", "exits", *API}
-LEDGER = {"gateway.ledger", "gateway.config", "http", "wire", "settings"}
-DISPATCH = {"gateway.dispatch", "gateway.config", "gateway.metrics", "fleet", "http", "wire"}
+LEDGER = {"gateway.ledger", "gateway.config", "http", "tasks", "wire", "settings"}
+DISPATCH = {"gateway.dispatch", "gateway.config", "gateway.metrics", "fleet", "http", "tasks", "wire"}
 PROXY = {"gateway.proxy", "telemetry", *DISPATCH, *LEDGER}
 GATEWAY_API = {"gateway.api", *PROXY}
 GATEWAY = {"gateway", "exits", *GATEWAY_API}
@@ -47,6 +47,7 @@ class Rule:
 RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
     "exits": Rule(set(), frozenset()),
+    "tasks": Rule(set(), frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
     "wire": Rule({"wire"}, frozenset({"msgspec"})),

@@ -35,6 +35,9 @@ class GatewaySection(Section, frozen=True):
     """Address of the API."""
     metrics_listen: Listen | None = Listen("0.0.0.0:31314")
     """Address of the Prometheus metrics."""
+    open: bool = False
+    """Admit every request without a key, even if keys were configured before. Has no effect while there are
+    `[[keys]]`. A gateway that never had keys is open without it."""
     models: Path = Path("models.toml")
     """The catalogue, relative to this file. Optional: nodes list their own models."""
     state: Path = Path(".")
@@ -114,8 +117,13 @@ class NeuronSection(Section, frozen=True):
     """The environment variable that holds the node's bearer key."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.endpoint)
+            parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # also of ports and of host names that cannot be encoded
+            is_address = False
+        if not is_address or parts.username is not None or parts.query:
             raise ValueError(f"endpoint must look like `http://beast.internal:13131`, got `{self.endpoint}`")
 
 

@@ -257,6 +257,18 @@ class Metrics:
         self.stripped = Counter(
             "cortex_billing_headers_stripped", "Requests whose billing header block was removed.", registry=registry
         )
+        self.config_reloads = Counter(
+            "cortex_config_reloads",
+            "Reloads of the configuration: applied, or rejected with the old one left in force.",
+            ("result",),
+            registry=registry,
+        )
+        self.task_restarts = Counter(
+            "cortex_task_restarts",
+            "Background tasks that failed and were started again.",
+            ("task",),
+            registry=registry,
+        )
         registry.register(_Gauges(read_gauges))
 
     def traffic(self, model: str, node: str) -> Traffic:

@@ -8,14 +8,13 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 
-from cortex import settings
 from cortex.fleet.catalogue import Catalogue
-from cortex.gateway import config as configuration
 from cortex.gateway.api.control import Control
-from cortex.gateway.config import Config, NeuronSection
+from cortex.gateway.api.health import GatewayHealth
+from cortex.gateway.config import Config
+from cortex.gateway.configuration_files import ConfigurationFiles, load_catalogue
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects
 from cortex.gateway.dispatch.event_log import EventLog
@@ -36,6 +35,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Server
 from cortex.http.ticker import Ticker
 from cortex.settings import Listen, SettingsError
+from cortex.tasks import SupervisedTask, Supervisor
 from cortex.telemetry import logs, open_tracer
 from cortex.wire.errors import Family, MethodNotAllowed, RouteNotFound
 
@@ -61,12 +61,13 @@ class Gateway:
         self._ticker = Ticker(loop)
         self._nodes: dict[str, NodeClient] = {}
         self._pollers: dict[str, Poller] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
         self.metrics = Metrics(
             lambda: fleet_gauges(self.dispatcher.fleet, self.dispatcher.queue_depths, self.dispatcher.in_flight)
         )
+        self.tasks = Supervisor(lambda name: self.metrics.task_restarts.labels(name).inc())
+        self._ticking: SupervisedTask | None = None
         self._effects = NodeEffects(self._nodes, self._pollers, self.metrics, loop.time)
         self.dispatcher = Dispatcher(
             self._effects,
@@ -76,7 +77,7 @@ class Gateway:
             measured=self._measured_sizes.read(),
         )
         self._effects.outcomes = self.dispatcher
-        self._metering = Metering(directory)
+        self._metering = Metering(directory, self.tasks)
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter)
         self._services = Services(
@@ -91,7 +92,8 @@ class Gateway:
             clock=loop.time,
         )
         self._inference = Inference(self._services)
-        self._control = Control(self.dispatcher, self.event_log, self._metering.meter)
+        self._health = GatewayHealth(self.tasks)
+        self._control = Control(self.dispatcher, self.event_log, self._metering.meter, self._health)
         self.server = api_server(self._handle, config, self._ticker, self.metrics, self._admission.authenticate)
         limits = dataclasses.replace(self.server.limits, body_bytes=CONTROL_BODY_BYTES)
         self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
@@ -102,7 +104,8 @@ class Gateway:
         Raises `StoreError` or `CannotListen`.
         """
         await self._use_keys(self.config)
-        self._join_nodes(self.config.neurons)
+        for neuron in self.config.neurons:
+            self._join(NodeClient.of(neuron, self._ticker, self.config.gateway, os.environ))
         polls = [asyncio.create_task(poller.poll()) for poller in self._pollers.values()]
         if polls:
             await asyncio.wait(polls, timeout=FIRST_POLL_S)
@@ -112,8 +115,8 @@ class Gateway:
         address = await _listen(self.server, section.listen, "gateway.listen")
         if section.metrics_listen is not None:
             await _listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen")
-        self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
-        _warn_if_open(self.config)
+        self._ticking = self.tasks.start("tick", self._tick)
+        self._warn_about_access()
         return address
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -122,9 +125,9 @@ class Gateway:
         self.dispatcher.close()
         await self.server.close(grace_s)
         await self._metrics_server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await self._ticking.ended()
         await asyncio.gather(*(poller.stop() for poller in self._pollers.values()))
         await self._effects.close()
         await self._services.disconnected_usage.close()
@@ -134,44 +137,71 @@ class Gateway:
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
 
+    async def reload(self, files: ConfigurationFiles) -> None:
+        """Read and use the configuration in `files`.
+
+        Never raises. If anything fails, the configuration in force stays as it is, and `/health` has the reason.
+        """
+        try:
+            config, catalogue = files.read()
+            await self.reconfigure(config, catalogue)
+        except Exception as problem:  # any error counts: one that is not expected must not end reloading
+            is_expected = isinstance(problem, SettingsError | StoreError)
+            reason = str(problem) if is_expected else f"unexpected {type(problem).__name__}: {problem}"
+            self._health.stale_reason = reason
+            self.metrics.config_reloads.labels("rejected").inc()
+            log.error(
+                "configuration not reloaded, the old one stays in force: %s",
+                reason,
+                exc_info=None if is_expected else problem,
+            )
+        else:
+            self._health.stale_reason = None
+            self.metrics.config_reloads.labels("applied").inc()
+            log.info("configuration reloaded: %d nodes", len(config.neurons))
+
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
         """Use a new configuration. Running responses continue; addresses need a restart.
 
-        Raises `StoreError`, and then nothing has changed.
+        Raises what the start would raise, and then nothing has changed.
         """
-        await self._use_keys(config)
-        before = self.config
-        if before.keys:
-            _warn_if_open(config)
-        for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s", "cors_origins"):
-            if getattr(before.gateway, key) != getattr(config.gateway, key):
-                log.warning("gateway.%s has changed: restart the gateway to use it", key)
-        for key in ("limits", "telemetry"):
-            if getattr(before, key) != getattr(config, key):
-                log.warning("%s has changed: restart the gateway to use it", key)
+        before, was_open = self.config, self._metering.is_open
+        if config.telemetry != before.telemetry:
+            await asyncio.to_thread(open_tracer(config.telemetry, "cortex").close)  # is it usable after a restart?
+        settings = DispatchSettings.of(config, catalogue)
         kept = {section.name for section in config.neurons if section in before.neurons}
+        joining = [
+            NodeClient.of(section, self._ticker, config.gateway, os.environ)
+            for section in config.neurons
+            if section.name not in kept
+        ]
+        await self._use_keys(config)
+        # From here to the end of the changes nothing waits and nothing is expected to fail.
         leaving = [self._pollers.pop(name) for name in list(self._pollers) if name not in kept]
-        await asyncio.gather(*(poller.stop() for poller in leaving))
+        for poller in leaving:
+            poller.cancel()
         for name in [name for name in self._nodes if name not in kept]:
             self._nodes.pop(name).pool.close()
         self.config = config
         self._services.config = config.gateway
         logs.configure(config.gateway.log_format, config.gateway.log_level)
-        self._join_nodes(section for section in config.neurons if section.name not in kept)
-        self.dispatcher.reconfigure(DispatchSettings.of(config, catalogue))
-        for section in config.neurons:
-            if section.name not in kept:
-                self._pollers[section.name].start()
+        for client in joining:
+            self._join(client)
+        self.dispatcher.reconfigure(settings)
+        for client in joining:
+            self._pollers[client.name].start()
+        _warn_about_restart(before, config)
+        if self._metering.is_open != was_open or bool(before.keys) != bool(config.keys):
+            self._warn_about_access()
+        await asyncio.gather(*(poller.stop() for poller in leaving))
 
     async def _use_keys(self, config: Config) -> None:
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._metering.meter
 
-    def _join_nodes(self, sections: Iterable[NeuronSection]) -> None:
-        for section in sections:
-            client = NodeClient.of(section, self._ticker, self.config.gateway, os.environ)
-            self._nodes[section.name] = client
-            self._pollers[section.name] = Poller(client, self.dispatcher, self.config.gateway.poll_interval_s)
+    def _join(self, client: NodeClient) -> None:
+        self._nodes[client.name] = client
+        self._pollers[client.name] = Poller(client, self.dispatcher, self.config.gateway.poll_interval_s, self.tasks)
 
     def _handle(self, exchange: Exchange) -> None:
         request = exchange.request
@@ -190,6 +220,24 @@ class Gateway:
         else:
             exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
 
+    def _warn_about_access(self) -> None:
+        section = self.config.gateway
+        if not self._metering.is_open:
+            if not self.config.keys:
+                log.warning(
+                    "every request is rejected: this gateway had keys and has none now. "
+                    "Add one with `cortex keys add`, or set gateway.open = true to admit everybody"
+                )
+            elif section.open:
+                log.warning("gateway.open has no effect while [[keys]] are configured: remove one of the two")
+        elif not section.listen.is_loopback:
+            log.warning(
+                "anybody who can reach %s may use this gateway: no [[keys]] are configured. "
+                'Add one with `cortex keys add`, or set listen = "127.0.0.1:%s"',
+                section.listen,
+                section.listen.port,
+            )
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -197,15 +245,14 @@ class Gateway:
             await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
 
 
-def _warn_if_open(config: Config) -> None:
-    listen = config.gateway.listen
-    if not config.keys and not listen.is_loopback:
-        log.warning(
-            "anybody who can reach %s may use this gateway: no [[keys]] are configured. "
-            'Add one with `cortex keys add`, or set listen = "127.0.0.1:%s"',
-            listen,
-            listen.port,
-        )
+def _warn_about_restart(before: Config, after: Config) -> None:
+    """Name the changed keys that a reload does not apply."""
+    for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s", "cors_origins"):
+        if getattr(before.gateway, key) != getattr(after.gateway, key):
+            log.warning("gateway.%s has changed: restart the gateway to use it", key)
+    for key in ("limits", "ledger", "telemetry"):
+        if getattr(before, key) != getattr(after, key):
+            log.warning("%s has changed: restart the gateway to use it", key)
 
 
 async def _listen(server: Server, listen: Listen, key: str) -> tuple[str, int]:
@@ -217,29 +264,14 @@ async def _listen(server: Server, listen: Listen, key: str) -> tuple[str, int]:
         ) from problem
 
 
-def load_catalogue(config: Config, path: Path | None) -> Catalogue:
-    """`models.toml` beside the configuration; an empty catalogue when there is none. Raises SettingsError."""
-    catalogue = catalogue_path(config, path)
-    if not catalogue.exists():
-        return Catalogue()
-    return settings.load(Catalogue, catalogue, env_prefix="", env={})
-
-
-def catalogue_path(config: Config, path: Path | None) -> Path:
-    return _directory(path) / config.gateway.models
-
-
-def _directory(path: Path | None) -> Path:
-    return path.parent if path is not None else Path.cwd()
-
-
 async def serve(config: Config, path: Path | None = None) -> None:
     """Run a gateway until SIGTERM or SIGINT; reload `path` on SIGHUP and when it changes.
 
     Raises SettingsError, CannotListen or StoreError.
     """
     logs.configure(config.gateway.log_format, config.gateway.log_level)
-    gateway = Gateway(config, load_catalogue(config, path), _directory(path))
+    files = ConfigurationFiles(path, os.environ)
+    gateway = Gateway(config, load_catalogue(config, path), files.directory)
     loop = asyncio.get_running_loop()
     stop, reload = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -250,38 +282,26 @@ async def serve(config: Config, path: Path | None = None) -> None:
     gc.collect()
     gc.freeze()
     log.info("cortex listens on http://%s:%s with %d nodes", host, port, len(config.neurons))
-    reloader = asyncio.create_task(_reload_when_needed(gateway, path, reload), name="reload")
+    reloader = gateway.tasks.start("reload", lambda: _reload_when_needed(gateway, files, reload))
     try:
         await stop.wait()
         log.info("shutting down: draining responses, up to %.0f s", gateway.config.gateway.drain_s)
     finally:
         reloader.cancel()
-        await asyncio.gather(reloader, return_exceptions=True)
+        await reloader.ended()
         await gateway.close(gateway.config.gateway.drain_s)
 
 
-async def _reload_when_needed(gateway: Gateway, path: Path | None, requested: asyncio.Event) -> None:
-    stamps = _stamps(gateway.config, path)
+async def _reload_when_needed(gateway: Gateway, files: ConfigurationFiles, requested: asyncio.Event) -> None:
+    stamps = files.stamps(gateway.config)
     while True:
         try:
             async with asyncio.timeout(WATCH_FILES_S):
                 await requested.wait()
         except TimeoutError:
             pass
-        found = _stamps(gateway.config, path)
-        if not requested.is_set() and found == stamps:
-            continue
-        requested.clear()
-        stamps = found
-        try:
-            config = configuration.load(path, os.environ)
-            await gateway.reconfigure(config, load_catalogue(config, path))
-            log.info("configuration reloaded: %d nodes", len(config.neurons))
-        except (SettingsError, StoreError) as problem:
-            log.error("configuration not reloaded, the old one stays in force: %s", problem)
-
-
-def _stamps(config: Config, path: Path | None) -> tuple[int, ...]:
-    """When the files were last written; 0 for a missing one."""
-    files = [file for file in (path, catalogue_path(config, path)) if file is not None]
-    return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
+        found = files.stamps(gateway.config)
+        if requested.is_set() or found != stamps:
+            requested.clear()
+            stamps = found
+            await gateway.reload(files)

@@ -211,6 +211,10 @@ class Relay:
         if self.exchange.paused:
             self._call.pause()
 
+    def translate(self, translation: Translation) -> None:
+        """Rewrite the response whose head `Observer.on_head` is looking at; call it from there only."""
+        self._translation = translation
+
     def reject(self, status: int, headers: Headers, body: bytes, events: bytes) -> None:
         """Respond without a node: with `status, headers, body`, or with `events` inside a stream that has started."""
         if self.closed:

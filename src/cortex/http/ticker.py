@@ -7,14 +7,17 @@ which calls them a few times a second.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 
 class Ticking(Protocol):
     """A member of a ticker."""
 
     def on_tick(self, now: float) -> None:
-        """Called every `interval_s` with the loop's time. Must not raise."""
+        """Called every `interval_s` with the loop's time. What it raises is logged."""
 
 
 class Ticker:
@@ -43,4 +46,7 @@ class Ticker:
         self._timer = self.loop.call_later(self._interval_s, self._tick) if self._members else None
         now = self.loop.time()
         for member in tuple(self._members):
-            member.on_tick(now)
+            try:
+                member.on_tick(now)
+            except Exception:  # of one connection; the deadlines of all others must hold
+                log.exception("a deadline was not checked")

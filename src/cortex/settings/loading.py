@@ -49,6 +49,8 @@ def loads(
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{file or 'configuration'} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{file or 'configuration'} is nested too deeply: remove the brackets") from error
     expected = inspect.type_info(cls)
     source = Source(file, positions(text))
     for override in overrides(expected, env_prefix, env or {}):

@@ -156,11 +156,14 @@ class Activation(NodeValue, frozen=True):
 
 
 class Health(NodeValue, frozen=True):
-    status: Literal["ok", "draining"]
+    status: Literal["ok", "degraded", "draining"]
+    """`degraded`: the node serves, but tasks in `failing_tasks` keep failing."""
     uptime_s: float
     devices: tuple[DeviceHealth, ...]
     models: tuple[ModelStatus, ...]
     activation: Activation = Activation()
+    failing_tasks: tuple[str, ...] = ()
+    """Background tasks of the node that fail again and again; its log has the reasons."""
 
 
 class LoadRequest(NodeValue, frozen=True):

@@ -194,7 +194,7 @@ def test_rolling_sum_equals_the_sum(start: dict[int, int], steps: list[tuple[int
         window.add(minute, tokens)
         expected[minute] = expected.get(minute, 0) + tokens
         expected = {at: spent for at, spent in expected.items() if at >= minute - length}
-        assert window.since(minute - length) == sum(expected.values())
+        assert window.between(minute - length, minute) == sum(expected.values())
 
 
 def test_clock_step_back_loses_no_spend() -> None:
@@ -202,3 +202,11 @@ def test_clock_step_back_loses_no_spend() -> None:
     limited.settle(limited.reserve(tokens(10), NOW), 10, NOW)
     limited.settle(limited.reserve(tokens(10), NOW - 120), 10, NOW - 120)
     assert limited.window_spent(NOW) == 20
+
+
+def test_clock_far_ahead_does_not_fill_the_window_after_it_is_set_back() -> None:
+    limited = account(window_tokens=100, window_s=600)
+    limited.settle(limited.reserve(tokens(100), NOW + 86400), 100, NOW + 86400)
+    assert limited.window_spent(NOW) == 0
+    limited.settle(limited.reserve(tokens(30), NOW), 30, NOW)
+    assert (limited.window_spent(NOW), limited.total_spent()) == (30, 130)

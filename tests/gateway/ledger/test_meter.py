@@ -14,6 +14,7 @@ from cortex.gateway.ledger.store import Store, StoreError, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.gateway.ledger.usage_report import usage
 from cortex.http.request import Request
+from cortex.tasks import Supervisor
 from cortex.wire.errors import InsufficientQuota, InvalidAPIKey, ModelNotAllowed, RateLimitExceeded
 from cortex.wire.events import Usage
 
@@ -46,7 +47,9 @@ def settle(reservation: Reservation, prompt: int, completion: int) -> None:
 
 
 async def opened(database: str, *keys: NewKey, clock: Clock | None = None) -> tuple[Ledger, Meter]:
-    ledger = Ledger(open_store(database), Keyring(key.section for key in keys), flush_s=60, clock=clock or Clock())
+    clock = clock or Clock()
+    keyring = Keyring(key.section for key in keys)
+    ledger = Ledger(open_store(database), keyring, flush_s=60, clock=clock, monotonic=clock)
     await ledger.start()
     return ledger, KeyedMeter(ledger)
 
@@ -181,13 +184,17 @@ class Away:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.is_away = False
+        self.failure: Exception = StoreError("gone")
         self.name = "the database"
+
+    def open_accounts(self, since_minute: Mapping[str, int], claim: Claim) -> dict[str, Spent]:
+        return self.store.open_accounts(since_minute, claim)
 
     def exchange(
         self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int], *, before: Claim, after: Claim
     ) -> dict[str, Spent]:
         if self.is_away:
-            raise StoreError("gone")
+            raise self.failure
         return self.store.exchange(batch, since_minute, before=before, after=after)
 
     def other_claims(self, owner: str) -> dict[str, int]:
@@ -221,6 +228,43 @@ async def test_loses_nothing_while_the_database_is_unavailable(database: str, ca
     again = open_store(database)
     assert again.exchange({}, {key.section.id: 0})[key.section.id].total == 400
     again.close()
+
+
+async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_path: object) -> None:
+    key, restarted = generate("alice"), asyncio.Event()
+    store = Away(open_store(f"{tmp_path}/spend.db"))
+    store.failure = RuntimeError("not a failure of the database")
+    tasks = Supervisor(lambda _: restarted.set())
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
+    await ledger.start()
+    store.is_away = True
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    await asyncio.wait_for(restarted.wait(), 20)
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    store.is_away = False
+    reader = open_store(f"{tmp_path}/spend.db")
+    async with asyncio.timeout(20):
+        while reader.exchange({}, {key.section.id: 0})[key.section.id].total != 20:
+            await asyncio.sleep(0.01)
+    reader.close()
+    await ledger.close()
+
+
+async def test_close_writes_the_usage_that_a_failed_flush_kept(tmp_path: object) -> None:
+    key, restarted = generate("alice"), asyncio.Event()
+    store = Away(open_store(f"{tmp_path}/spend.db"))
+    store.failure = RuntimeError("not a failure of the database")
+    tasks = Supervisor(lambda _: restarted.set())
+    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
+    await ledger.start()
+    store.is_away = True
+    settle(admit(KeyedMeter(ledger), key), 5, 5)
+    await asyncio.wait_for(restarted.wait(), 20)
+    store.is_away = False
+    await ledger.close()
+    reader = open_store(f"{tmp_path}/spend.db")
+    assert reader.exchange({}, {key.section.id: 0})[key.section.id].total == 10
+    reader.close()
 
 
 async def test_writes_spend_regularly(tmp_path: object) -> None:
@@ -369,3 +413,43 @@ async def test_clean_shutdown_leaves_no_reservation(database: str) -> None:
     reader = open_store(database)
     assert reader.other_claims("") == {}
     reader.close()
+
+
+async def test_wall_clock_set_back_blocks_no_key(database: str) -> None:
+    """Usage dated in the future is kept, and does not fill the window until then."""
+    key, clock = generate("alice", window_tokens=1000, window_s=600, requests_per_min=2), Clock()
+    monotonic = Clock()
+    keyring = Keyring([key.section])
+    ledger = Ledger(open_store(database), keyring, flush_s=60, clock=clock, monotonic=monotonic)
+    await ledger.start()
+    meter = KeyedMeter(ledger)
+    clock.now += 365 * 86400
+    for _ in range(2):
+        settle(admit(meter, key), 200, 200)
+    await ledger.flush()
+    clock.now -= 365 * 86400
+    monotonic.now += 60
+    settle(admit(meter, key, limit=900), 450, 450)
+    await ledger.flush()
+    assert ledger.account(key.section).window_spent(clock.now) == 900
+    assert ledger.account(key.section).total_spent() == 1700
+    monotonic.now += 60
+    with pytest.raises(RateLimitExceeded, match="tokens left in its window"):
+        admit(meter, key, limit=900)
+    await ledger.close()
+
+
+async def test_rate_ignores_steps_of_the_wall_clock(tmp_path: object) -> None:
+    key, clock, monotonic = generate("alice", requests_per_min=1), Clock(), Clock()
+    store = open_store(f"{tmp_path}/spend.db")
+    ledger = Ledger(store, Keyring([key.section]), flush_s=60, clock=clock, monotonic=monotonic)
+    await ledger.start()
+    meter = KeyedMeter(ledger)
+    settle(admit(meter, key), 1, 1)
+    clock.now += 3600
+    with pytest.raises(RateLimitExceeded):
+        admit(meter, key)
+    clock.now -= 7200
+    monotonic.now += 60
+    settle(admit(meter, key), 1, 1)
+    await ledger.close()

@@ -144,3 +144,12 @@ def test_error_names_an_unreachable_server_without_its_password() -> None:
     with pytest.raises(StoreError, match=r"postgresql at 127\.0\.0\.1") as caught:
         open_store("postgresql://someone:secret-word@127.0.0.1:1/none")
     assert "secret-word" not in str(caught.value)
+
+
+def test_creates_files_that_only_their_owner_can_read(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "spend.db"))
+    store.exchange({}, {"a": 0})
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    store.close()
+    assert modes["spend.db"] == 0o600
+    assert set(modes.values()) == {0o600}

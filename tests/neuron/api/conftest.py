@@ -144,6 +144,9 @@ class ScriptedNode:
     def engine_stats(self) -> dict[str, EngineStats]:
         return {"org/tiny": EngineStats(steps=7, preemptions=1, num_pages=9, used_pages=4, cached_pages=2)}
 
+    def task_restarts(self) -> dict[str, int]:
+        return {"sample devices": 2}
+
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus:
         self.loads.append(request)
         self.model(request.model_id)

@@ -24,7 +24,7 @@ from cortex.cli.output import counted, size
 from cortex.cli.up.demo import SMOLLM2
 from cortex.cli.up.plan import reachable
 from cortex.gateway.config import GatewaySection, load
-from cortex.gateway.server import catalogue_path, load_catalogue
+from cortex.gateway.configuration_files import catalogue_path, load_catalogue
 from cortex.settings import Listen, SettingsError
 from cortex.wire.node import Discovery
 

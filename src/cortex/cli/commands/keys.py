@@ -148,7 +148,10 @@ def list_keys(config: Path, as_json: bool) -> None:
         print_json(found)
         return
     if not found:
-        console().print("no keys: everybody who can reach the gateway can use it; add one with `cortex keys add NAME`")
+        console().print(
+            "no keys: a gateway that never had keys admits everybody, another one nobody unless gateway.open is true; "
+            "add a key with `cortex keys add NAME`"
+        )
         return
     rows = table("NAME", "ID", "MODELS", "OPERATOR", ">REQUESTS/MIN", ">TOKENS/WINDOW", ">BALANCE")
     for key in found:

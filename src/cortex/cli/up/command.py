@@ -26,7 +26,7 @@ from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource, parse_source
 from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
 from cortex.gateway.config import load
-from cortex.gateway.server import load_catalogue
+from cortex.gateway.configuration_files import load_catalogue
 
 DEFAULT_PORTS = Ports(gateway=31313, metrics=31314, neuron=13131)
 ONE_MACHINE = {"gateway": {"listen": f"127.0.0.1:{DEFAULT_PORTS.gateway}"}}

@@ -14,11 +14,14 @@ from cortex import __version__
 from cortex.fleet import explain
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.api import models
+from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator_commands import OperatorCommands
+from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.proxy.listener import OPEN_PATHS
+from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import ROUTES, error_response, family_of, json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
@@ -27,9 +30,11 @@ from cortex.wire import sse
 from cortex.wire.errors import (
     CortexError,
     Family,
+    InvalidAPIKey,
     InvalidValue,
     MalformedJSON,
     MethodNotAllowed,
+    ModelNotFound,
     RouteNotFound,
     shorten,
 )
@@ -54,11 +59,13 @@ class _Order(SleepOption, frozen=True):
 class Control:
     """Serves control requests from the dispatcher's state. Owns only the event streams."""
 
-    def __init__(self, dispatcher: Dispatcher, event_log: EventLog, meter: Meter) -> None:
+    def __init__(self, dispatcher: Dispatcher, event_log: EventLog, meter: Meter, health: GatewayHealth) -> None:
         self._dispatcher = dispatcher
         self._event_log = event_log
         self._operator = OperatorCommands(dispatcher, event_log)
         self.meter = meter
+        """Replaced by a reload."""
+        self._gateway_health = health
         self._created = int(time.time())
         self._pages: dict[str, Callable[[Request], Response]] = {
             "/": self._index,
@@ -86,9 +93,11 @@ class Control:
                 self._order(exchange, model, order)
                 return
             response = self._page(request, path)
+        except InvalidAPIKey as error:
+            response = error_response(error, _family_of(request))
         except CortexError as error:
-            is_anthropic = request.header(b"anthropic-version") is not None
-            response = error_response(error, family_of(request.path, is_anthropic=is_anthropic))
+            key = None if request.path in OPEN_PATHS else self.meter.key(request)
+            response = error_response(shown_to(key, error), _family_of(request))
         exchange.respond(*response)
 
     def _page(self, request: Request, path: str) -> Response:
@@ -98,7 +107,7 @@ class Control:
             return page(request)
         if path.startswith("/v1/models/"):
             _expect(request, b"GET", b"HEAD")
-            return self._model(path.removeprefix("/v1/models/"))
+            return self._model(request, path.removeprefix("/v1/models/"))
         if path.startswith("/fleet/explain/"):
             _expect(request, b"GET", b"HEAD")
             return self._explain(path.removeprefix("/fleet/explain/"))
@@ -117,15 +126,26 @@ class Control:
             }
         )
 
-    def _health(self, request: Request) -> Response:  # noqa: ARG002
+    def _health(self, request: Request) -> Response:
         nodes = {node.name: "up" if node.healthy else "down" for node in self._dispatcher.fleet.nodes}
-        return json_response({"status": "ok", "version": __version__, "nodes": nodes})
+        return json_response(self._gateway_health.body(nodes, for_operator=self._is_operator(request)))
 
-    def _models(self, request: Request) -> Response:  # noqa: ARG002
-        return json_response(models.listing(self._dispatcher.fleet, self._dispatcher.feasible_on, self._created))
+    def _is_operator(self, request: Request) -> bool:
+        try:
+            self.meter.authenticate_operator(request)
+        except CortexError:
+            return False
+        return True
 
-    def _model(self, name: str) -> Response:
+    def _models(self, request: Request) -> Response:
+        may_use = partial(keys.may_use, self.meter.key(request))
+        fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasible_on
+        return json_response(models.listing(fleet, feasible_on, self._created, may_use))
+
+    def _model(self, request: Request, name: str) -> Response:
         resolution = self._dispatcher.resolve(name)
+        if not keys.may_use(self.meter.key(request), resolution.model_id):
+            raise ModelNotFound("There is no such model for this key; GET /v1/models lists those that it may use.")
         entry = models.entry(self._dispatcher.fleet, resolution.spec, self._dispatcher.feasible_on, self._created)
         if resolution.alias is not None:
             entry |= {"id": name, "alias_of": resolution.model_id}
@@ -242,3 +262,7 @@ def _node_status(node: Node) -> dict[str, Any]:
         ],
         "cold_models": [held.model_id for held in node.residencies.values() if held.state is ModelState.COLD],
     }
+
+
+def _family_of(request: Request) -> Family:
+    return family_of(request.path, is_anthropic=request.header(b"anthropic-version") is not None)

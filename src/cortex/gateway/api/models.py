@@ -18,16 +18,19 @@ from cortex.wire.node import Capabilities, ModelState
 FeasibleOn = Callable[[ModelSpec], tuple[str, ...]]
 """The nodes that could serve a model, now or after making room."""
 
+MayUse = Callable[[str], bool]
+"""Whether the client may use the model with this id."""
+
 _ABSENT = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
 
 
-def listing(fleet: Fleet, feasible_on: FeasibleOn, created: int) -> dict[str, Any]:
-    """The body of `GET /v1/models`. One page holds everything, in alphabetical order."""
-    data = [entry(fleet, spec, feasible_on, created) for spec in offered(fleet)]
+def listing(fleet: Fleet, feasible_on: FeasibleOn, created: int, may_use: MayUse) -> dict[str, Any]:
+    """The body of `GET /v1/models`: the models that the client may use. One page, in alphabetical order."""
+    data = [entry(fleet, spec, feasible_on, created) for spec in offered(fleet) if may_use(spec.id)]
     data += [
         _alias_entry(fleet, name, target, feasible_on, created)
         for name, target in fleet.catalogue.aliases.items()
-        if not is_pattern(name)
+        if not is_pattern(name) and may_use(target if isinstance(target, str) else target.model)
     ]
     data.sort(key=lambda item: str(item["id"]).lower())
     return {

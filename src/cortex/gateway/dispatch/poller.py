@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.http.upstream.faults import UpstreamFault
+from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.errors import CortexError
 from cortex.wire.node import Capabilities, Dialect, Discovery, Health, ModelState, ModelStatus
 
@@ -33,23 +34,30 @@ class Listener(Protocol):
 class Poller:
     """Polls `client` every `interval_s`, and at once after `poll_soon`, until stopped. Owns its task."""
 
-    def __init__(self, client: NodeClient, listener: Listener, interval_s: float) -> None:
+    def __init__(self, client: NodeClient, listener: Listener, interval_s: float, tasks: Supervisor) -> None:
         self._client = client
         self._listener = listener
         self._interval_s = interval_s
+        self._tasks = tasks
         self._discovery: Discovery | None = None
         self._uptime_s = 0.0
         self._num_polls = 0
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._task: SupervisedTask | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"poll {self._client.name}")
+        self._task = self._tasks.start(f"poll {self._client.name}", self._run)
 
-    async def stop(self) -> None:
+    def cancel(self) -> None:
+        """Report nothing from now on."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Report nothing from now on; returns when the task has ended."""
+        self.cancel()
+        if self._task is not None:
+            await self._task.ended()
 
     def poll_soon(self) -> None:
         """Poll now instead of at the next interval."""
@@ -72,6 +80,11 @@ class Poller:
         except (UpstreamFault, CortexError) as problem:
             self._discovery = None
             self._listener.missed(self._client.name, str(problem))
+        except Exception as problem:
+            # A bug here must not leave the node's last report in force.
+            self._discovery = None
+            self._listener.missed(self._client.name, f"the poll failed in the gateway: {problem!r}")
+            raise
         else:
             self._listener.observed(self._client.name, discovery, health)
 

@@ -123,9 +123,14 @@ class Keyring:
         return key
 
 
+def may_use(key: KeySection | None, model: str) -> bool:
+    """Whether `key` may use `model`; None, a client of an open gateway, may use all."""
+    return key is None or not key.models or any(fnmatch.fnmatchcase(model, pattern) for pattern in key.models)
+
+
 def check_model(key: KeySection, model: str) -> None:
     """Raise `ModelNotAllowed` when `key` may not use `model`."""
-    if key.models and not any(fnmatch.fnmatchcase(model, pattern) for pattern in key.models):
+    if not may_use(key, model):
         allowed = ", ".join(f"`{pattern}`" for pattern in key.models)
         raise ModelNotAllowed(f"The key `{key.name}` may not use `{model}`, only {allowed}.", param="model")
 

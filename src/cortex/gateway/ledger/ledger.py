@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
 from cortex.gateway.ledger.store import Store, StoreError
 from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, Reserved, Slot
+from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)
@@ -47,20 +49,33 @@ class Ledger:
     """
 
     def __init__(
-        self, store: Store, keyring: Keyring, *, flush_s: float = 1.0, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        keyring: Keyring,
+        *,
+        flush_s: float = 1.0,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        tasks: Supervisor | None = None,
     ) -> None:
+        """`clock` dates usage; `monotonic` times what a changed wall clock must not disturb.
+
+        `tasks` runs the regular flush; without it the ledger has a supervisor of its own.
+        """
         self._store = store
         self._flush_s = flush_s
         self.clock = clock
+        self.monotonic = monotonic
         self._accounts: dict[str, Account] = {}
         self._batch: dict[Slot, Counts] = {}
         self._claim = Claim(owner=secrets.token_hex(16))
         """The reservations of this gateway, as they are stored."""
         self._others: dict[str, tuple[int, float]] = {}
         """Other gateways with reservations: their last renewal, and when this gateway first saw it."""
-        self._checked_at = 0.0
+        self._checked_at = -math.inf
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = tasks or Supervisor()
+        self._task: SupervisedTask | None = None
         self._closing = asyncio.Event()
         self._keyring = keyring
         self._failing = False
@@ -68,26 +83,26 @@ class Ledger:
     async def start(self) -> None:
         """Read past usage and start the regular flush. Raises `StoreError` when the database cannot be read."""
         await self.use(self._keyring)
-        self._task = asyncio.create_task(self._flush_regularly(), name="ledger-flush")
+        self._task = self._tasks.start("ledger flush", self._flush_regularly)
 
     async def use(self, keyring: Keyring) -> None:
         """Replace the keys. Accounts of keys that stay keep their reservations. Raises `StoreError`."""
-        now = self.clock()
+        now, monotonic_now = self.clock(), self.monotonic()
         fresh = [key for key in keyring if key.id not in self._accounts]
         claim, windows = self._claim, _windows(fresh, now)
-        spent = await self._in_thread(lambda: self._store.exchange({}, windows, before=claim, after=claim))
+        spent = await self._in_thread(lambda: self._store.open_accounts(windows, claim))
         for key in keyring:
             if key.id in self._accounts:
-                self._accounts[key.id].change(key, now)
+                self._accounts[key.id].change(key, monotonic_now)
             else:
-                self._accounts[key.id] = Account(key, spent[key.id], now)
+                self._accounts[key.id] = Account(key, spent[key.id], monotonic_now)
         self._keyring = keyring
 
     async def close(self) -> None:
         """Stop the regular flush and write the remaining usage. Raises `StoreError` when that fails."""
         self._closing.set()
         if self._task is not None:
-            await self._task
+            await self._task.finish()
         try:
             await self._write()
         finally:
@@ -143,7 +158,7 @@ class Ledger:
         windows = _windows(limited, now)
         try:
             spent = await self._in_thread(lambda: self._store.exchange(batch, windows, before=before, after=after))
-        except StoreError:
+        except Exception:  # whatever failed, nothing was committed and no usage may be lost
             for slot, counts in batch.items():
                 self._batch[slot] = self._batch[slot] + counts if slot in self._batch else counts
             raise
@@ -165,7 +180,7 @@ class Ledger:
             if account.num_reservations
         }
         before = self._claim
-        is_fresh = not by_key or now - before.renewed_ms / 1000 < RENEW_S
+        is_fresh = not by_key or 0 <= now - before.renewed_ms / 1000 < RENEW_S
         if by_key == before.by_key and is_fresh:
             return before
         return Claim(owner=before.owner, renewed_ms=int(now * 1000), by_key=by_key)
@@ -175,7 +190,7 @@ class Ledger:
 
         Only this gateway's clock is used, so clocks need not agree.
         """
-        now = self.clock()
+        now = self.monotonic()
         if now - self._checked_at < RENEW_S:
             return
         self._checked_at = now

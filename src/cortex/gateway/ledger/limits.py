@@ -1,7 +1,7 @@
 """The limits of a key: pure arithmetic on numbers and a clock that is passed in.
 
 A request reserves what it may use before it runs, and settles with what it did use, so that concurrent requests cannot
-spend the same tokens. Time is wall-clock seconds; spend is kept by the minute, as in the store.
+spend the same tokens. Spend is kept by the minute of the wall clock, as in the store. Rates use a monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ DEFAULT_COMPLETION_TOKENS = 1024
 """Reserved for each choice of a request that sets no limit of its own."""
 
 MINUTE_S = 60
+MAX_SKEW_MINUTES = 5
+"""Spend may be this far in the future, where clocks of gateways differ. Later spend is from a clock that was wrong: it
+counts only when its time has come, so that it cannot fill a window for longer than the window."""
 BYTES_PER_TOKEN = 4
 
 
@@ -43,7 +46,10 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RateBucket:
-    """A token bucket of requests, with bursts up to one minute's worth. Mutable; owned by one account."""
+    """A token bucket of requests, with bursts up to one minute's worth. Mutable; owned by one account.
+
+    `now` is monotonic: a wall clock that is set back or ahead neither blocks nor refills it.
+    """
 
     __slots__ = ("_at", "_level")
 
@@ -79,7 +85,8 @@ class RollingSum:
         self._sum = sum(by_minute.values())
 
     def add(self, minute: int, tokens: int) -> None:
-        """Add tokens spent in `minute`. After a clock stepped back they are added to the latest minute."""
+        """Add tokens spent in `minute`. After a small step back of the clock they are added to the latest minute."""
+        self._drop_after(minute + MAX_SKEW_MINUTES)
         if self._minutes and self._minutes[-1][0] >= minute:
             minute, earlier = self._minutes.pop()
             tokens_there = earlier + tokens
@@ -88,11 +95,16 @@ class RollingSum:
         self._minutes.append((minute, tokens_there))
         self._sum += tokens
 
-    def since(self, first: int) -> int:
-        """The sum from minute `first` on. Older minutes are dropped."""
+    def between(self, first: int, now: int) -> int:
+        """The sum from minute `first` to `now`, with `MAX_SKEW_MINUTES` added. Other minutes are dropped."""
+        self._drop_after(now + MAX_SKEW_MINUTES)
         while self._minutes and self._minutes[0][0] < first:
             self._sum -= self._minutes.popleft()[1]
         return self._sum
+
+    def _drop_after(self, last: int) -> None:
+        while self._minutes and self._minutes[-1][0] > last:
+            self._sum -= self._minutes.pop()[1]
 
     def minute_of_oldest(self, tokens: int) -> int | None:
         """The minute up to which the oldest `tokens` were spent; `None` when there were fewer."""
@@ -121,7 +133,7 @@ class Account:
         "num_reservations",
     )
 
-    def __init__(self, key: KeySection, recorded: Spent, now: float) -> None:
+    def __init__(self, key: KeySection, recorded: Spent, monotonic_now: float) -> None:
         self.key = key
         self._total = recorded.total
         self._window = RollingSum(recorded.by_minute)
@@ -131,7 +143,7 @@ class Account:
         self._reserved_elsewhere = recorded.reserved_elsewhere
         self.num_reservations = 0
         """Running requests with a reservation."""
-        self._bucket = RateBucket(key.requests_per_min or 0, now)
+        self._bucket = RateBucket(key.requests_per_min or 0, monotonic_now)
 
     @property
     def reserved_tokens(self) -> int:
@@ -140,19 +152,21 @@ class Account:
 
     def window_spent(self, now: float) -> int:
         """Tokens spent in the rolling window. A minute counts until the window has passed all of it."""
-        return self._window.since(int((now - self.key.window_s) // MINUTE_S))
+        return self._window.between(int((now - self.key.window_s) // MINUTE_S), int(now // MINUTE_S))
 
     def total_spent(self) -> int:
         return self._total
 
-    def reserve(self, estimate: Estimate, now: float) -> int:
+    def reserve(self, estimate: Estimate, now: float, monotonic_now: float | None = None) -> int:
         """Reserve a request and the tokens that it may use; returns the tokens, for `settle`.
+
+        `monotonic_now` is the time for the rate; without it, `now` is.
 
         Raises `RateLimitExceeded` or `InsufficientQuota` without reserving anything.
         """
         key = self.key
         if key.requests_per_min is not None:
-            wait_s = self._bucket.take(key.requests_per_min, now)
+            wait_s = self._bucket.take(key.requests_per_min, now if monotonic_now is None else monotonic_now)
             if wait_s:
                 message = f"The key `{key.name}` has used its {key.requests_per_min} requests per minute"
                 raise RateLimitExceeded(f"{message}; try again in {_seconds(wait_s)}.", retry_after_s=wait_s)
@@ -179,10 +193,10 @@ class Account:
             self._window.add(minute, used)
             self._total += used
 
-    def change(self, key: KeySection, now: float) -> None:
+    def change(self, key: KeySection, monotonic_now: float) -> None:
         """Use changed limits of the key. What was spent and reserved stays."""
         if key.requests_per_min != self.key.requests_per_min:
-            self._bucket = RateBucket(key.requests_per_min or 0, now)
+            self._bucket = RateBucket(key.requests_per_min or 0, monotonic_now)
         self.key = key
 
     def synchronise(self, recorded: Spent, written: Mapping[int, int]) -> None:

@@ -1,7 +1,7 @@
 """The request path's view of the ledger: who the caller is, and what a request may use.
 
-Without API keys an `OpenMeter` admits every request and records nothing. With keys a `KeyedMeter` reserves tokens
-before a request runs and records its usage afterwards. `Metering` owns the ledger and picks the meter in force.
+An `OpenMeter` admits every request and records nothing. A `KeyedMeter` needs an API key for every request, reserves
+tokens before the request runs and records its usage afterwards. `Metering` owns the ledger and picks the meter.
 
 Meters and reservations are called on the event loop's thread and never wait.
 """
@@ -16,8 +16,9 @@ from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.limits import Account, Estimate
-from cortex.gateway.ledger.store import open_store
+from cortex.gateway.ledger.store import is_url, open_store
 from cortex.http.request import Request
+from cortex.tasks import Supervisor
 from cortex.wire.errors import InvalidAPIKey
 from cortex.wire.events import Usage
 
@@ -32,6 +33,10 @@ class Reservation(Protocol):
     @property
     def principal(self) -> str:
         """The name of the key that is charged, for metrics and for the node."""
+
+    @property
+    def key(self) -> KeySection | None:
+        """The key that is charged; None on an open gateway."""
 
     def check_model(self, model: str) -> None:
         """Raise ModelNotAllowed when the key may not use `model`."""
@@ -56,12 +61,16 @@ class Meter(Protocol):
         contain.
         """
 
+    def key(self, request: Request) -> KeySection | None:
+        """The key of a request; None on an open gateway. Raises InvalidAPIKey."""
+
     def authenticate_operator(self, request: Request) -> str:
         """The principal of a request that changes the fleet. Raises InvalidAPIKey or OperatorOnly."""
 
 
 class _OpenReservation:
     principal = ANONYMOUS
+    key = None
 
     def check_model(self, model: str) -> None:
         """Every model is allowed."""
@@ -74,7 +83,7 @@ class _OpenReservation:
 
 
 class OpenMeter:
-    """The meter of a gateway without keys: admits every request and records nothing."""
+    """The meter of an open gateway: admits every request and records nothing."""
 
     _reservation = _OpenReservation()
 
@@ -83,6 +92,9 @@ class OpenMeter:
 
     def authenticate(self, request: Request) -> str:  # noqa: ARG002
         return ANONYMOUS
+
+    def key(self, request: Request) -> KeySection | None:  # noqa: ARG002
+        return None
 
     def authenticate_operator(self, request: Request) -> str:  # noqa: ARG002
         return ANONYMOUS
@@ -102,6 +114,10 @@ class _KeyedReservation:
     def principal(self) -> str:
         return self._account.key.name
 
+    @property
+    def key(self) -> KeySection:
+        return self._account.key
+
     def check_model(self, model: str) -> None:
         check_model(self._account.key, model)
 
@@ -114,18 +130,21 @@ class _KeyedReservation:
 
 
 class KeyedMeter:
-    """The meter of a gateway with keys: every request needs one, and its usage is charged to it."""
+    """Every request needs a key, and its usage is charged to it. Without keys every request is rejected."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def admit(self, request: Request, estimate: Estimate) -> Reservation:
         account = self._ledger.account(_recognise(self._ledger.keyring, request))
-        tokens = account.reserve(estimate, self._ledger.clock())
+        tokens = account.reserve(estimate, self._ledger.clock(), self._ledger.monotonic())
         return _KeyedReservation(self._ledger, account, tokens)
 
     def authenticate(self, request: Request) -> str:
         return _recognise(self._ledger.keyring, request).name
+
+    def key(self, request: Request) -> KeySection:
+        return _recognise(self._ledger.keyring, request)
 
     def authenticate_operator(self, request: Request) -> str:
         key = _recognise(self._ledger.keyring, request)
@@ -146,21 +165,52 @@ def _recognise(keyring: Keyring, request: Request) -> KeySection:
 class Metering:
     """Owns the ledger and the meter in force. Running requests settle with the meter that admitted them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tasks: Supervisor | None = None) -> None:
+        """`tasks` runs what the ledger does regularly."""
         self.meter: Meter = OpenMeter()
         self._directory = directory
+        self._tasks = tasks
         self._ledger: Ledger | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether every request is admitted without a key."""
+        return isinstance(self.meter, OpenMeter)
+
     async def use(self, config: Config) -> None:
-        """Put the keys of `config` in force. Raises `StoreError` when the database cannot be opened."""
+        """Put the keys of `config` in force. Raises `StoreError`, and then nothing has changed.
+
+        Without keys the gateway is open if it never had any, or if `gateway.open` says so. Otherwise nobody gets in:
+        removing the last key must not admit everybody.
+        """
         keyring = Keyring(config.keys)
         if self._ledger is not None:
             await self._ledger.use(keyring)
-        elif config.keys:
-            store = await asyncio.to_thread(open_store, config.database(self._directory))
-            self._ledger = Ledger(store, keyring, flush_s=config.ledger.flush_s)
-            await self._ledger.start()
-        self.meter = KeyedMeter(self._ledger) if self._ledger is not None and config.keys else OpenMeter()
+        elif config.keys or (not config.gateway.open and await self._had_keys(config)):
+            self._ledger = await self._open_ledger(config, keyring)
+        is_open = not config.keys and (config.gateway.open or self._ledger is None)
+        self.meter = OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger)
+
+    async def _had_keys(self, config: Config) -> bool:
+        """Whether the database has recorded keys. Creates none."""
+        database = config.database(self._directory)
+        if not is_url(database) and not Path(database).exists():
+            return False
+        store = await asyncio.to_thread(open_store, database)
+        try:
+            return await asyncio.to_thread(store.has_keys)
+        finally:
+            await asyncio.to_thread(store.close)
+
+    async def _open_ledger(self, config: Config, keyring: Keyring) -> Ledger:
+        store = await asyncio.to_thread(open_store, config.database(self._directory))
+        ledger = Ledger(store, keyring, flush_s=config.ledger.flush_s, tasks=self._tasks)
+        try:
+            await ledger.start()
+        except BaseException:
+            await asyncio.to_thread(store.close)
+            raise
+        return ledger
 
     async def close(self) -> None:
         """Write the remaining usage. Idempotent. Raises `StoreError` when that fails."""

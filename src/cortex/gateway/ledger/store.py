@@ -6,6 +6,7 @@ writes add to the rows that are there, and each gateway writes only its own rese
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,8 @@ class Sqlite:
 
     def connect(self) -> DatabaseConnection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Usage is private. SQLite gives its journal files the mode of the database.
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
@@ -85,9 +88,13 @@ class Postgres:
             import psycopg
         except ImportError as error:
             raise StoreError("a postgresql:// database needs the driver: pip install 'cortex[postgres]'") from error
+        try:
+            host = psycopg.conninfo.conninfo_to_dict(url).get("host")
+        except psycopg.Error as error:  # without the URL, which may hold a password
+            raise StoreError("ledger.database is not a valid postgresql:// URL: correct it") from error
         self._psycopg = psycopg
         self._url = url
-        self.name = f"postgresql at {psycopg.conninfo.conninfo_to_dict(url).get('host') or 'the local socket'}"
+        self.name = f"postgresql at {host or 'the local socket'}"
         self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
 
     def connect(self) -> DatabaseConnection:
@@ -98,8 +105,12 @@ class Postgres:
 
 def open_store(database: str) -> Store:
     """The store at a file path or `postgresql://` URL, created if it does not exist. Raises `StoreError`."""
-    is_url = database.startswith(("postgresql://", "postgres://"))
-    return Store(Postgres(database) if is_url else Sqlite(Path(database).expanduser()))
+    return Store(Postgres(database) if is_url(database) else Sqlite(Path(database).expanduser()))
+
+
+def is_url(database: str) -> bool:
+    """Whether `database` names a server rather than a file."""
+    return database.startswith(("postgresql://", "postgres://"))
 
 
 class Store:
@@ -135,6 +146,19 @@ class Store:
             return tables.read_spent(execute, after.owner, since_minute)
 
         return self._run(work)
+
+    def open_accounts(self, since_minute: Mapping[str, int], claim: Claim) -> dict[str, Spent]:
+        """Record that the keys of `since_minute` exist, and read what they have spent, as `exchange` does."""
+
+        def work(execute: Execute) -> dict[str, Spent]:
+            tables.add_keys(execute, since_minute)
+            return tables.read_spent(execute, claim.owner, since_minute)
+
+        return self._run(work)
+
+    def has_keys(self) -> bool:
+        """Whether any key was ever configured on this database."""
+        return self._run(tables.has_keys)
 
     def other_claims(self, owner: str) -> dict[str, int]:
         """The other gateways with reservations, and when each last renewed them, in milliseconds."""

@@ -70,6 +70,7 @@ _ADD_TOTAL = """
     INSERT INTO total (key_id, tokens) VALUES (?, ?)
     ON CONFLICT (key_id) DO UPDATE SET tokens = total.tokens + excluded.tokens
 """
+_ANY_KEY = "SELECT 1 FROM total LIMIT 1"
 _BY_MINUTE = """
     SELECT minute, SUM(prompt_tokens + completion_tokens) FROM spend
     WHERE key_id = ? AND minute >= ? GROUP BY minute
@@ -163,6 +164,17 @@ def add_spend(execute: Execute, batch: Mapping[Slot, Counts]) -> None:
         totals[slot.key_id] = totals.get(slot.key_id, 0) + counts.tokens
     for row in sorted(totals.items()):
         execute(_ADD_TOTAL, row)
+
+
+def add_keys(execute: Execute, key_ids: Iterable[str]) -> None:
+    """Record that these keys exist, with nothing spent if they are new."""
+    for key_id in sorted(key_ids):
+        execute(_ADD_TOTAL, (key_id, 0))
+
+
+def has_keys(execute: Execute) -> bool:
+    """Whether any key was recorded."""
+    return bool(execute(_ANY_KEY, ()))
 
 
 def replace_claim(execute: Execute, before: Claim, after: Claim) -> dict[Slot, Counts]:

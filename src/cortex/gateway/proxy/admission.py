@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from cortex.fleet.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.limits import Estimate
 from cortex.gateway.ledger.meter import Meter, Reservation
 from cortex.gateway.proxy.envelope import Envelope
+from cortex.gateway.proxy.redaction import shown_to
 from cortex.http.request import Request
 from cortex.wire.errors import CortexError
 
@@ -23,6 +25,8 @@ class AdmittedRequest(NamedTuple):
     model: str
     origin: Origin
     reservation: Reservation
+    key: KeySection | None = None
+    """The key of its client; None on an open gateway."""
 
 
 class AdmissionController:
@@ -44,8 +48,8 @@ class AdmissionController:
         try:
             resolution = self._dispatcher.resolve(envelope.model or "")
             reservation.check_model(resolution.model_id)
-        except CortexError:
+        except CortexError as error:
             reservation.cancel()
-            raise
+            raise shown_to(reservation.key, error) from error
         origin: Origin = "background" if resolution.background else "request"
-        return AdmittedRequest(resolution.model_id, origin, reservation)
+        return AdmittedRequest(resolution.model_id, origin, reservation, reservation.key)

@@ -18,6 +18,7 @@ from cortex.gateway.proxy import envelope as envelopes
 from cortex.gateway.proxy.accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.envelope import Envelope
+from cortex.gateway.proxy.redaction import ErrorRedaction, hides_errors_of, shown_to
 from cortex.gateway.proxy.routes import CHAT, Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
@@ -164,6 +165,7 @@ class ProxyRequest:
 
     def _reject(self, error: CortexError) -> None:
         self._accounting.error_code = error.code
+        error = shown_to(self.admitted.key, error)
         response = error_response(error, self.route.family)
         self._accounting.status = response.status
         if self._relay is not None:
@@ -171,12 +173,17 @@ class ProxyRequest:
 
     # --- the relay's callbacks
 
-    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
+    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:
         """Try another node when this one cannot serve the request now and another may."""
         self._accounting.status = status
         self._usage_header = next((value for name, value in headers if name == _USAGE_HEADER), None)
         lease = self._lease
-        if status < 400 or lease is None or not self.route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
+        if status < 400 or lease is None:
+            return True
+        key = self.admitted.key
+        if key is not None and hides_errors_of(key, status):
+            relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
+        if not self.route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
         if status == 404 and lease.has_lifecycle:
             # The model was there at the last poll and has been unloaded since. Its node will load it again.
@@ -209,10 +216,13 @@ class ProxyRequest:
 
     def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         """Report an error that came after the first keepalive inside the stream."""
-        node = self._lease.node if self._lease else ""
-        error = foreign_error(status, body) if self._translation else error_from(node, status, body)
+        error = self._error_of_node(status, body)
         self._accounting.error_code = error.code
-        return self.route.codec.stream_error(error)
+        return self.route.codec.stream_error(shown_to(self.admitted.key, error))
+
+    def _error_of_node(self, status: int, body: bytes) -> CortexError:
+        node = self._lease.node if self._lease else ""
+        return foreign_error(status, body) if self._translation else error_from(node, status, body)
 
     def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
         """The node failed after its first byte."""
@@ -223,7 +233,7 @@ class ProxyRequest:
             f"Node {node} failed in the middle of its response: {fault}. Send the request again."
         )
         self._accounting.error_code = error.code
-        return self.route.codec.stream_error(error)
+        return self.route.codec.stream_error(shown_to(self.admitted.key, error))
 
     def on_done(self, relay: Relay, outcome: Outcome) -> None:
         """Return the lease and account for the request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
@@ -31,6 +31,8 @@ class Backend(Protocol):
     def model(self, model_id: str) -> ModelStatus: ...
 
     def engine_stats(self) -> dict[str, EngineStats]: ...
+
+    def task_restarts(self) -> Mapping[str, int]: ...
 
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus: ...
 

@@ -134,7 +134,12 @@ class _NodeState(Collector):
     def collect(self) -> Iterable[Metric]:
         health = self._backend.health()
         uptime = GaugeMetricFamily("neuron_uptime_seconds", "Since the node started.", value=health.uptime_s)
-        return [uptime, *_of_models(health.models), *_of_devices(health.devices), *self._of_engines()]
+        restarts = CounterMetricFamily(
+            "neuron_task_restarts", "Background tasks that failed and were started again.", labels=["task"]
+        )
+        for task, count in self._backend.task_restarts().items():
+            restarts.add_metric([task], count)
+        return [uptime, restarts, *_of_models(health.models), *_of_devices(health.devices), *self._of_engines()]
 
     def _of_engines(self) -> Iterator[Metric]:
         stats = self._backend.engine_stats()

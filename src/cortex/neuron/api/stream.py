@@ -10,6 +10,7 @@ from typing import Self
 
 from aiohttp import web
 
+from cortex.tasks import run_once
 from cortex.wire import sse
 
 HEADERS = {
@@ -43,7 +44,7 @@ class EventStream:
         return self.response.prepared
 
     async def __aenter__(self) -> Self:
-        self._ticker = asyncio.create_task(self._tick())
+        self._ticker = run_once(self._tick(), "keepalives of a stream")
         return self
 
     async def __aexit__(

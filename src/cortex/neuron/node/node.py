@@ -11,7 +11,7 @@ import contextlib
 import platform
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, read_devices
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
     Capabilities,
@@ -108,7 +109,10 @@ class Node:
             lambda: self._feed.publish(self._activation_event()),
             parts.first_retry_s,
         )
+        self._tasks = Supervisor()
+        self._regular: list[SupervisedTask] = []
         self._background: list[asyncio.Task[None]] = []
+        """Work that runs once."""
         self._closing = False
 
     @classmethod
@@ -118,19 +122,23 @@ class Node:
         node = cls(config, await asyncio.to_thread(parts.discover), parts)
         node._run_in_background(node.devices.warm(), "import the engine")
         await node._scan_cache()
-        node._run_in_background(node._keep_sampling(), "sample devices")
-        node._run_in_background(node._startup_models.run(), "load default models")
+        node._regular = [
+            node._tasks.start("sample devices", node._keep_sampling),
+            node._tasks.start("load default models", node._startup_models.run),
+        ]
         return node
 
     # Reads
 
     def health(self) -> Health:
+        failing = self._tasks.failing
         return Health(
-            status="draining" if self._closing else "ok",
+            status="draining" if self._closing else "degraded" if failing else "ok",
             uptime_s=round(time.monotonic() - self._started_s, 3),
             devices=self.devices.health(),
             models=self.models(),
             activation=self._startup_models.status(),
+            failing_tasks=failing,
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -151,6 +159,10 @@ class Node:
             for model_id, controller in self._controllers.items()
             if controller.instance is not None
         }
+
+    def task_restarts(self) -> Mapping[str, int]:
+        """How often each background task failed and was started again."""
+        return self._tasks.restarts
 
     def subscribe(self) -> AsyncIterator[NodeEvent]:
         """The state of every model that is not cold, then every change from now on."""
@@ -211,6 +223,8 @@ class Node:
             return
         self._closing = True
         self._feed.publish(NodeEvent(kind="shutdown", at_s=time.time()))
+        for regular in self._regular:
+            regular.cancel()
         for task in self._background:
             task.cancel()
         controllers = tuple(self._controllers.values())
@@ -227,7 +241,7 @@ class Node:
         await self.devices.close()
         await self._texts.close()
         await asyncio.gather(*(controller.closed() for controller in controllers))
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*self._background, *(task.ended() for task in self._regular), return_exceptions=True)
         self._feed.close()
 
     def _controller(self, model_id: str) -> ModelController:
@@ -273,7 +287,7 @@ class Node:
 
     def _run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background = [task for task in self._background if not task.done()]
-        self._background.append(asyncio.create_task(work, name=name))
+        self._background.append(run_once(work, name))
 
     async def _keep_sampling(self) -> None:
         """Keeps device readings and library up to date."""

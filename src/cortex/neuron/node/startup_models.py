@@ -71,6 +71,9 @@ class StartupModels:
             except CortexError as error:
                 log.error("default model %s: load failed: %s", model_id, error.message)
                 self._failed.append(model_id)
+            except Exception:  # a bug in one load must not keep the other models from loading
+                log.exception("default model %s: load failed unexpectedly", model_id)
+                self._failed.append(model_id)
             else:
                 self._completed.append(model_id)
             finally:

@@ -14,6 +14,7 @@ from cortex.ipc.channel import ChannelError
 from cortex.ipc.child import start_child
 from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker.protocol import DeviceAddress, Exited, Fork, Forked, ForkServerEvent, Kill, Warm
+from cortex.tasks import run_once
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class _ForkServerProcess:
         self._is_warm = False
         self._handles: dict[int, WorkerHandle] = {}
         asyncio.get_running_loop().add_reader(control.fileno(), self._receive)
-        self._reaper = asyncio.create_task(self._reap())
+        self._reaper = run_once(self._reap(), "reap the fork server")
 
     @classmethod
     async def start(cls, engine: str) -> _ForkServerProcess:

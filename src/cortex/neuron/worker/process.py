@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cortex.ipc.channel import LoopChannel
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
 from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event, Exit, Faulted, Memory, Reply, Report
+from cortex.tasks import Supervisor, run_once
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class WorkerProcess:
             except BaseException:
                 self._channel.close()
                 raise
-        self._reaper = asyncio.create_task(self._reap(self._process))
+        self._reaper = run_once(self._reap(self._process), "reap a worker")
 
     @property
     def process_id(self) -> int | None:
@@ -181,7 +182,7 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(0.2, self.kill, reason)
 
     async def _reap(self, process: WorkerHandle) -> None:
-        watchdog = asyncio.create_task(self._keep_watch())
+        watchdog = Supervisor().start(f"watch the worker of {self._device.thread_name}", self._keep_watch)
         return_code = await process.exited
         watchdog.cancel()
         with contextlib.suppress(TimeoutError):

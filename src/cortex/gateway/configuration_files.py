@@ -1,0 +1,56 @@
+"""The files of a gateway's configuration: `cortex.toml`, and the catalogue beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cortex import settings
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway import config as configuration
+from cortex.gateway.config import Config
+
+Stamp = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigurationFiles:
+    """Where a gateway reads its configuration from: `path`, if there is one, and the environment."""
+
+    path: Path | None
+    env: Mapping[str, str]
+
+    @property
+    def directory(self) -> Path:
+        """Where the relative paths of the configuration start."""
+        return self.path.parent if self.path is not None else Path.cwd()
+
+    def read(self) -> tuple[Config, Catalogue]:
+        """The whole configuration. Raises SettingsError."""
+        config = configuration.load(self.path, self.env)
+        return config, load_catalogue(config, self.path)
+
+    def stamps(self, config: Config) -> tuple[Stamp, ...]:
+        """A value that changes when a file of `config` does."""
+        return tuple(_stamp(file) for file in (self.path, catalogue_path(config, self.path)) if file is not None)
+
+
+def load_catalogue(config: Config, path: Path | None) -> Catalogue:
+    """`models.toml` beside the configuration; an empty catalogue when there is none. Raises SettingsError."""
+    catalogue = catalogue_path(config, path)
+    if not catalogue.exists():
+        return Catalogue()
+    return settings.load(Catalogue, catalogue, env_prefix="", env={})
+
+
+def catalogue_path(config: Config, path: Path | None) -> Path:
+    return (path.parent if path is not None else Path.cwd()) / config.gateway.models
+
+
+def _stamp(file: Path) -> Stamp:
+    try:
+        status = file.stat()
+    except (OSError, ValueError):  # missing, not accessible, or no valid name: the same until it can be read
+        return ()
+    return (status.st_mtime_ns, status.st_size, status.st_ino)

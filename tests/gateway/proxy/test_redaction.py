@@ -1,0 +1,106 @@
+"""What clients see of models and errors: nothing about nodes, files, or models of other keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import pytest
+from aiohttp import web
+from fake_neuron import GB
+
+from cortex.gateway.ledger.keys import generate
+from cortex.wire.node import ModelState
+
+READY = ModelState.READY
+SECRETS = ("beast", "/models/", "secret")
+
+
+@pytest.fixture
+async def keyed(neurons, start_gateway):
+    """A node with a failing model, and the keys of an operator, of a user, and of a user of one model."""
+
+    async def failing(node, request, body):
+        code, status = ("model_not_found", 404) if body["model"] == "gone" else ("load_failed", 502)
+        message = "no weights in /models/secret on beast"
+        if body.get("stream"):
+            await asyncio.sleep(0.8)  # until a keepalive has started the stream
+        return web.json_response({"error": {"message": message, "code": code}}, status=status)
+
+    sizes = dict.fromkeys(("mine-1", "mine-2", "secret-model", "huge"), GB) | {"huge": 10_000 * GB}
+    states = dict.fromkeys(("mine-1", "mine-2", "secret-model"), READY)
+    beast = await neurons("beast", sizes=sizes, states=states, answer=failing)
+    operator, user, limited = (
+        generate("operator", operator=True),
+        generate("user"),
+        generate("limited", models=("mine-*", "huge")),
+    )
+    client = await start_gateway(beast, keys=tuple(key.section for key in (operator, user, limited)))
+    client.operator, client.user, client.limited = (
+        {"authorization": f"Bearer {key.text}"} for key in (operator, user, limited)
+    )
+    return client
+
+
+def is_clean(body: object) -> bool:
+    return not any(secret in msgspec.json.encode(body).decode() for secret in SECRETS)
+
+
+async def test_key_sees_only_models_it_may_use(keyed):
+    listed = {
+        name: [entry["id"] for entry in (await keyed.get("/v1/models", **headers))[1]["data"]]
+        for name, headers in (("user", keyed.user), ("limited", keyed.limited))
+    }
+    assert listed == {"user": ["huge", "mine-1", "mine-2", "secret-model"], "limited": ["huge", "mine-1", "mine-2"]}
+    assert (await keyed.get("/v1/models/mine-1", **keyed.limited))[0] == 200
+    status, body = await keyed.get("/v1/models/secret-model", **keyed.limited)
+    assert status == 404
+    assert "secret-model" not in body["error"]["message"]
+
+
+async def test_near_misses_name_only_models_of_the_key(keyed):
+    for path in ("/v1/models/secret-mode", "/fleet/explain/secret-mode"):
+        assert is_clean((await keyed.get(path, **keyed.limited))[1])
+    chat = {"model": "secret-mode", "messages": []}
+    status, body = await keyed.post("/v1/chat/completions", chat, **keyed.limited)
+    assert status == 404
+    assert is_clean(body)
+    assert "secret-model" in (await keyed.post("/v1/chat/completions", chat, **keyed.user))[1]["error"]["message"]
+    status, body = await keyed.post("/v1/chat/completions", {"model": "mine-3", "messages": []}, **keyed.limited)
+    assert "mine-1" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("model", ["mine-1", "huge"])
+async def test_error_shows_internals_only_to_operators(keyed, path, model):
+    body = {"model": model, "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    status, shown = await keyed.post(path, body, **keyed.operator)
+    assert not is_clean(shown)
+    for headers in (keyed.user, keyed.limited):
+        hidden_status, hidden = await keyed.post(path, body, **headers)
+        assert hidden_status == status
+        assert is_clean(hidden)
+        assert hidden["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_error_after_a_keepalive_shows_no_internals(keyed, path):
+    body = {"model": "mine-1", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    async with keyed.session.post(keyed.url + path, json=body, headers=keyed.user) as response:
+        assert response.status == 200
+        text = await response.text()
+    assert "error" in text
+    assert not any(secret in text for secret in SECRETS)
+
+
+async def test_log_has_the_full_text_of_a_hidden_error(keyed, caplog):
+    caplog.set_level(logging.INFO)
+    await keyed.post("/v1/chat/completions", {"model": "mine-1", "messages": []}, **keyed.user)
+    assert "no weights in /models/secret on beast" in caplog.text
+
+
+async def test_open_gateway_shows_everything(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"huge": 10_000 * GB})
+    client = await start_gateway(beast)
+    assert not is_clean((await client.chat("huge"))[1])

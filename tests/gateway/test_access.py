@@ -1,0 +1,67 @@
+"""Who gets in when the last key is gone: nobody, unless the operator opens the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway.config import Config
+from cortex.gateway.ledger.keys import NewKey, generate
+from cortex.gateway.ledger.store import open_store
+
+
+def bearer(key: NewKey) -> dict[str, str]:
+    return {"authorization": f"Bearer {key.text}"}
+
+
+def changed(config: Config, *keys: NewKey, is_open: bool = False) -> Config:
+    gateway = msgspec.structs.replace(config.gateway, open=is_open)
+    return msgspec.structs.replace(config, gateway=gateway, keys=tuple(key.section for key in keys))
+
+
+async def test_reload_without_keys_rejects_everybody_until_opened(
+    start_gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = generate("anna", operator=True)
+    client = await start_gateway(keys=(key.section,))
+    gateway = client.gateway
+
+    await gateway.reconfigure(changed(gateway.config), Catalogue())
+    for headers in ({}, bearer(key)):
+        assert (await client.get("/v1/models", **headers))[0] == 401
+        assert (await client.post("/v1/chat/completions", {"model": "a", "messages": []}, **headers))[0] == 401
+        assert (await client.post("/fleet/models/a/unload", **headers))[0] == 401
+    assert "set gateway.open = true" in caplog.text
+
+    await gateway.reconfigure(changed(gateway.config, is_open=True), Catalogue())
+    assert (await client.get("/v1/models"))[0] == 200
+
+    await gateway.reconfigure(changed(gateway.config, key, is_open=True), Catalogue())
+    assert (await client.get("/v1/models"))[0] == 401, "keys win over `open`"
+    assert (await client.get("/v1/models", **bearer(key)))[0] == 200
+
+
+async def test_gateway_whose_database_knows_keys_starts_closed(start_gateway) -> None:
+    key = generate("anna")
+    first = await start_gateway(keys=(key.section,))
+    await first.gateway.close()
+
+    closed = await start_gateway()
+    assert (await closed.get("/v1/models"))[0] == 401
+    opened = await start_gateway(open=True)
+    assert (await opened.get("/v1/models"))[0] == 200
+
+
+async def test_gateway_that_never_had_keys_stays_open(start_gateway, tmp_path: Path) -> None:
+    open_store(str(tmp_path / "cortex-spend.db")).close()  # as `cortex usage` leaves it
+    client = await start_gateway()
+    await client.gateway.reconfigure(client.gateway.config, Catalogue())
+    assert (await client.get("/v1/models"))[0] == 200
+
+
+async def test_gateway_without_keys_creates_no_database(start_gateway, tmp_path: Path) -> None:
+    await start_gateway()
+    assert not (tmp_path / "cortex-spend.db").exists()

@@ -1,0 +1,41 @@
+"""The node's background tasks go on after failures."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from faulty_models import parts, running_node
+
+
+async def test_sampling_goes_on_after_failures_and_shows_as_degraded(tmp_path: Path) -> None:
+    read = parts().read_devices
+    broken = True
+
+    def read_devices(*arguments: Any) -> Any:
+        if broken:
+            raise RuntimeError("a bug")
+        return read(*arguments)
+
+    async with running_node(tmp_path, read_devices=read_devices) as node, asyncio.timeout(30):
+        assert node.health().status == "ok"
+        while node.health().status == "ok":
+            await asyncio.sleep(0.01)
+        assert node.health().status == "degraded"
+        assert node.health().failing_tasks == ("sample devices",)
+        broken = False
+        restarts = node.task_restarts()["sample devices"]
+        while node.task_restarts()["sample devices"] == restarts:
+            await asyncio.sleep(0.01)
+
+
+async def test_bug_in_one_load_leaves_the_other_default_models(tmp_path: Path) -> None:
+    def fetch(*arguments: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    config = {"default_models": [{"model_id": "org/one"}, {"model_id": "org/two"}]}
+    async with running_node(tmp_path, config, fetch=fetch) as node, asyncio.timeout(30):
+        while node.health().activation.state != "done":
+            await asyncio.sleep(0.01)
+        assert node.health().activation.failed == ("org/one", "org/two")

@@ -94,7 +94,7 @@ def formats() -> Iterator[tuple[Layout, float]]:
     )
 
 
-@pytest.mark.parametrize(("layout", "bound"), formats(), ids=lambda value: f"{getattr(value, 'bits', value)}")
+@pytest.mark.parametrize(("layout", "bound"), list(formats()), ids=lambda value: f"{getattr(value, 'bits', value)}")
 def test_quantisation_error_stays_within_the_bound_of_the_bits(layout: Layout, bound: float) -> None:
     torch.manual_seed(0)
     numbers = torch.randn(64, 256)

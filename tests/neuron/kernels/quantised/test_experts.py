@@ -27,22 +27,22 @@ def random_matrix(layout: Layout, outputs: int, inputs: int) -> PackedMatrix:
 
 
 def random_experts(gate_up: Layout, down: Layout, hidden: int, inner: int) -> PackedExperts:
-    experts = 8
+    experts = 4
     return PackedExperts(
         torch.randn(experts, hidden, device=DEVICE).to(KIND),
         random_matrix(gate_up, experts * 2 * inner, hidden),
         random_matrix(down, experts * hidden, inner),
-        top_k=3,
+        top_k=2,
         renormalise=True,
     )
 
 
 @needs_kernels
 @pytest.mark.parametrize(("gate_up", "down"), [(layouts.Q4, layouts.Q6), (layouts.Q8, layouts.Q4)])
-@pytest.mark.parametrize(("hidden", "inner"), [(256, 96), (160, 128)])
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_mixture_agrees_with_dense_experts(gate_up: Layout, down: Layout, hidden: int, inner: int, rows: int) -> None:
+@pytest.mark.parametrize("rows", [2, 9])
+def test_mixture_agrees_with_dense_experts(gate_up: Layout, down: Layout, rows: int) -> None:
     torch.manual_seed(0)
+    hidden, inner = 160, 96
     experts = random_experts(gate_up, down, hidden, inner)
     x = torch.randn(rows, hidden, device=DEVICE).to(KIND)
     norm_weight = torch.rand(hidden, device=DEVICE).to(KIND) + 0.5

@@ -24,7 +24,7 @@ from cortex.settings import Section, SettingsError, load
 T = TypeVar("T", bound=Section)
 
 PORTS = Ports(gateway=1001, metrics=1002, neuron=1003)
-SPECIAL = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab')
+SPECIAL = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab', "Q4_K_M")
 
 
 def reload(tmp_path: Path, text: str, kind: type[T], **env: str) -> T:
@@ -41,16 +41,15 @@ def test_written_gateway_config_is_valid(tmp_path: Path) -> None:
 
 def test_written_catalogue_escapes_special_characters(tmp_path: Path) -> None:
     catalogue = reload(tmp_path, run_files.catalogue([SPECIAL]), Catalogue)
-    assert (catalogue.models[0].id, catalogue.models[0].source) == (SPECIAL.id, SPECIAL.source)
+    model = catalogue.models[0]
+    assert ModelSource(model.id, model.source or "", model.quant) == SPECIAL
 
 
 def test_written_neuron_config_loads_the_models_at_start(tmp_path: Path) -> None:
     config = reload(tmp_path, run_files.neuron_config(PORTS, [SPECIAL]), NeuronConfig)
     assert config.address == "127.0.0.1:1003"
-    assert (config.default_models[0].model_id, config.default_models[0].source) == (
-        SPECIAL.id,
-        SPECIAL.source,
-    )
+    model = config.default_models[0]
+    assert ModelSource(model.model_id, model.source or "", model.quant) == SPECIAL
 
 
 OWN = """

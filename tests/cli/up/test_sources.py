@@ -10,6 +10,8 @@ from cortex.cli.up.sources import ModelSource, parse_source
 
 def test_hub_id_is_its_own_source() -> None:
     assert parse_source("Qwen/Qwen3-0.6B") == ModelSource("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+    assert parse_source("org/m-GGUF:Q4_K_M") == ModelSource("org/m-GGUF", "org/m-GGUF", "Q4_K_M")
+    assert parse_source("org/m@v1.0:q8") == ModelSource("org/m", "org/m@v1.0", "q8")
 
 
 def test_gguf_file_gives_its_name_to_the_model(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -36,6 +37,7 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
 
 @click.command(cls=Command)
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--quant", help="Take this GGUF file of a repository, or quantise dense weights at load: q4, q5, q6, q8.")
 @click.option("--port", type=click.IntRange(1, 65535), help=f"Port of the API. [default: {DEFAULT_PORTS.gateway}]")
 @click.option(
     "--metrics-port", type=click.IntRange(1, 65535), help=f"Port of the metrics. [default: {DEFAULT_PORTS.metrics}]"
@@ -53,6 +55,7 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
 )
 def up(
     models: tuple[str, ...],
+    quant: str | None,
     port: int | None,
     metrics_port: int | None,
     neuron_port: int,
@@ -67,6 +70,8 @@ def up(
     MODEL is a hub id, a model directory or a GGUF file; without one, a small demo model is downloaded once.
       cortex up
       cortex up Qwen/Qwen3-0.6B
+      cortex up Qwen/Qwen3-8B-GGUF:Q4_K_M
+      cortex up Qwen/Qwen3-8B --quant q4
       cortex up ./my-model-dir ./other.gguf --port 8000
     """
     console = Console(highlight=False)
@@ -81,7 +86,8 @@ def up(
     )
     host = host or listen.host
     require_free_ports(host, ports)
-    sources = distinct(parse_source(text) for text in models)
+    named = (parse_source(text) for text in models)
+    sources = distinct(replace(model, quant=model.quant or quant) for model in named)
     if not sources:
         sources = (ModelSource(SMOLLM2.id, str(ensure_demo_model(console))),)
     folder = run_directory(ports.gateway)

@@ -51,17 +51,20 @@ endpoint = {_text(f"http://127.0.0.1:{ports.neuron}")}
 
 def catalogue(models: Sequence[ModelSource]) -> str:
     """`models.toml`: the models of the command line, so that the gateway can load them again after an eviction."""
-    entries = [f"[[models]]\nid = {_text(model.id)}\nsource = {_text(model.source)}\n" for model in models]
+    entries = [f"[[models]]\nid = {_text(model.id)}\n{_files_of(model)}" for model in models]
     return "\n".join([_HEADER, *entries])
 
 
 def neuron_config(ports: Ports, models: Sequence[ModelSource]) -> str:
     """`neuron.toml`: loopback only, with the models of the command line loaded at start."""
-    entries = [
-        f"[[default_models]]\nmodel_id = {_text(model.id)}\nsource = {_text(model.source)}\n" for model in models
-    ]
+    entries = [f"[[default_models]]\nmodel_id = {_text(model.id)}\n{_files_of(model)}" for model in models]
     head = f"{_HEADER}\nlisten = {_text(address('127.0.0.1', ports.neuron))}\ndrain_s = {DRAIN_S}\n"
     return "\n".join([head, *entries])
+
+
+def _files_of(model: ModelSource) -> str:
+    quant = f"quant = {_text(model.quant)}\n" if model.quant is not None else ""
+    return f"source = {_text(model.source)}\n{quant}"
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

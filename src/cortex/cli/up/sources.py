@@ -1,4 +1,4 @@
-"""Models on the command line: a hub id, a model directory or a GGUF file."""
+"""Models on the command line: a hub id (`owner/name@revision:quant`), a model directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cortex.cli.failures import CommandError, ExitCode
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<revision>@[\w./-]+)?(?::(?P<quant>\w[\w.-]*))?")
 _PATH_PREFIXES = ("/", "./", "../", "~")
 
 
@@ -18,7 +18,9 @@ class ModelSource:
     id: str
     """The name that clients use."""
     source: str
-    """Where a node finds it: a hub id or an absolute path."""
+    """Where a node finds it: a hub id, maybe with a revision, or an absolute path."""
+    quant: str | None = None
+    """Which GGUF file of a repository to take, or how dense weights are quantised at load."""
 
 
 def parse_source(text: str) -> ModelSource:
@@ -28,8 +30,8 @@ def parse_source(text: str) -> ModelSource:
         return _local(path)
     if text.startswith(_PATH_PREFIXES) or text.endswith(".gguf"):
         raise CommandError(f"no model file or directory at {path}", "check the path", ExitCode.USAGE)
-    if _HUB_ID.fullmatch(text):
-        return ModelSource(text, text)
+    if match := _HUB_ID.fullmatch(text):
+        return ModelSource(match["id"], match["id"] + (match["revision"] or ""), match["quant"])
     raise CommandError(
         f"{text!r} is neither a path nor a hub id", "write ./model-dir, ./model.gguf or owner/name", ExitCode.USAGE
     )

@@ -247,7 +247,8 @@ class Gateway:
 
 def _warn_about_restart(before: Config, after: Config) -> None:
     """Name the changed keys that a reload does not apply."""
-    for key in ("listen", "metrics_listen", "state", "max_body_mb", "poll_interval_s", "cors_origins"):
+    addresses = ("listen", "metrics_listen", "cors_origins")
+    for key in (*addresses, "state", "max_body_mb", "connect_timeout_s", "poll_interval_s"):
         if getattr(before.gateway, key) != getattr(after.gateway, key):
             log.warning("gateway.%s has changed: restart the gateway to use it", key)
     for key in ("limits", "ledger", "telemetry"):

@@ -19,7 +19,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -90,7 +90,9 @@ class Ledger:
         now, monotonic_now = self.clock(), self.monotonic()
         fresh = [key for key in keyring if key.id not in self._accounts]
         claim, windows = self._claim, _windows(fresh, now)
-        spent = await self._in_thread(lambda: self._store.open_accounts(windows, claim))
+        spent: Mapping[str, Spent] = {}
+        if fresh or not self._accounts:  # a key is revoked even while the database is down
+            spent = await self._in_thread(lambda: self._store.open_accounts(windows, claim))
         for key in keyring:
             if key.id in self._accounts:
                 self._accounts[key.id].change(key, monotonic_now)

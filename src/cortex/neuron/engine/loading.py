@@ -113,11 +113,11 @@ def packing_offer(tensors: Mapping[str, TensorInfo], spec: LoadSpec, device: tor
         recipe = recipe_of(spec.quant)
         if recipe is None:
             raise LoadError(f"quant {spec.quant!r} is not known; choose one of {', '.join(RECIPES)}")
-        if device.type != "cuda":
-            raise LoadError("weights are quantised at load on GPUs only; on a CPU use a GGUF file of the model")
-    if device.type != "cuda" or spec.dtype not in ("auto", "bfloat16"):
-        return NOTHING_PACKED
-    return PackingOffer(packed_layouts(tensors, recipe))
+    if device.type == "cuda" and compute_dtype(spec.dtype, device) == torch.bfloat16:
+        return PackingOffer(packed_layouts(tensors, recipe))
+    if recipe is not None:
+        raise LoadError("weights are quantised at load on GPUs that compute in bfloat16 only; use a GGUF of the model")
+    return NOTHING_PACKED
 
 
 def build_model(

@@ -139,7 +139,7 @@ class PackedTarget:
 
     def pieces(self) -> Iterator[WeightPiece]:
         """The pieces to read."""
-        step = max(1, PIECE_BYTES // self.stored.group_bytes)
+        step = max(1, PIECE_BYTES // max(1, self.stored.group_bytes))
         count = self.stored.num_groups
         return (WeightPiece(self, start, min(step, count - start)) for start in range(0, count, step))
 

@@ -152,3 +152,14 @@ def test_gated_row_agrees_with_the_dequantised_matrices(layout: Layout, outputs:
     value = torch.nn.functional.rms_norm(x.float(), (inputs,), norm_weight.float(), 1e-6)
     gate, up = (value @ unpacked(matrix).t()).chunk(2, dim=-1)
     torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=4e-3 * inputs)
+
+
+@needs_kernels
+def test_norm_of_another_dtype_is_applied_before_the_row() -> None:
+    matrix = random_matrix(layouts.Q4, 24, 160)
+    x = torch.randn(1, 160, device=DEVICE).to(KIND)
+    norm_weight = torch.rand(160, device=DEVICE, dtype=torch.float64 if torch.float32 == KIND else torch.float32)
+    out = torch.full((1, 24), torch.nan, dtype=KIND, device=DEVICE)
+    one_row_product(x, matrix, out, None, norm_weight, 1e-6, None)
+    value = torch.nn.functional.rms_norm(x.float(), (160,), norm_weight.float(), 1e-6)
+    torch.testing.assert_close(out.float(), value @ unpacked(matrix).t(), rtol=0.02, atol=0.05)

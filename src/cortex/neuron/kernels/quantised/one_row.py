@@ -22,6 +22,7 @@ from cortex.neuron.kernels.jit import (
     tl,
     triton,
 )
+from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 
 
@@ -105,6 +106,8 @@ def _launch(
     outputs = out.shape[1]
     tiles = one_row_tiles(chunks, (2 * outputs if gated else outputs) * (pairs.num_pairs if pairs else 1))
     paired = x.dtype == torch.bfloat16
+    if norm_weight is not None and norm_weight.dtype != x.dtype:  # zero-centred norms are kept in float32
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
     rows = tiles.outputs // 2 if gated else tiles.outputs
     _one_row_kernel[(triton.cdiv(outputs, rows), pairs.num_pairs if pairs else 1)](
         x.view(torch.int32) if paired else x,

@@ -10,6 +10,8 @@ from torch import Tensor
 from cortex.neuron.kernels.quantised.layout import SCALED_COLUMNS, UNIT, Layout, padded
 from cortex.neuron.kernels.quantised.quantise import quantised
 
+COUNTED_ROWS = 64
+"""The fewest rows that a program of a split product takes."""
 _PLANE_TYPES = {0: torch.uint8, 1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -27,7 +29,7 @@ class PackedMatrix:
     scales: Tensor
     """[outputs, columns / 32 · scale words] int32, two bfloat16 numbers each"""
     counters: Tensor
-    """[outputs] int32, all 0 between products: which parts of a sum are done"""
+    """[blocks of COUNTED_ROWS rows] int32, all 0 between products: how many parts of a sum are done"""
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +79,7 @@ def empty_matrix(layout: Layout, outputs: int, inputs: int, device: torch.device
         plane(layout.low_bits),
         plane(8 if layout.low_bits == 8 else layout.high_bits),
         torch.empty(outputs, columns // SCALED_COLUMNS * layout.scale_words, dtype=torch.int32, device=device),
-        torch.zeros(outputs, dtype=torch.int32, device=device),
+        torch.zeros(-(-outputs // COUNTED_ROWS), dtype=torch.int32, device=device),
     )
 
 

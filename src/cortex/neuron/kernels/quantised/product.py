@@ -28,7 +28,7 @@ from cortex.neuron.kernels.jit import (
     triton,
 )
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import PackedMatrix, unpacked
+from cortex.neuron.kernels.quantised.packing import COUNTED_ROWS, PackedMatrix, unpacked
 from cortex.neuron.kernels.quantised.unpack import unpack_ptx, unpack_units
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
@@ -166,7 +166,7 @@ def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int, sha
     if rows > 32 and outputs >= 128 * processors:
         block_out, stages, split = 128, 4, 1
     else:
-        block_out, stages, split = 64, 5, 1
+        block_out, stages, split = COUNTED_ROWS, 5, 1
         programs = -(-outputs // block_out)
         while programs * split < 4 * processors and split < 8 and chunks % (2 * split) == 0 and chunks // split > 4:
             split *= 2

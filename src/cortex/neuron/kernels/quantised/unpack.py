@@ -2,7 +2,8 @@
 
 A code of up to seven bits OR-ed into the mantissa of bfloat16's 128.0 is 128 + code, for two columns at a time.
 Subtracting 128 is exact, and scaling rounds once. Triton has no operation for this, so it is written in PTX; under the
-interpreter the same arithmetic runs in Triton's own operations.
+interpreter the same arithmetic runs in Triton's own operations. Sums and products of pairs are multiply-adds, because
+cards before Hopper have no other instruction for pairs of bfloat16.
 """
 
 from __future__ import annotations
@@ -31,12 +32,10 @@ def unpack_ptx(layout: Layout) -> str:
     Operands: $0–$7 the weights of slots 0, 4, 1, 5, 2, 6, 3, 7; $8 the low plane's word, $9 the high plane's,
     $10 and $11 the words of scales.
     """
-    lines = [f"mov.b32 magic, {_MAGIC:#x};"]
+    lines = [f"mov.b32 magic, {_MAGIC:#x};", f"mov.b32 unit, {bfloat16_pair(1.0):#x};", "mov.b32 none, 0x80008000;"]
     lines += _low(layout) + _high(layout) + _scaled(layout)
     lines += [f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, p{j};" for j in range(4)]
-    names = ", ".join(
-        ["magic", "offset", "spread", "moved", "high", "s0", "s1", "m0", "m1", *(f"p{j}" for j in range(4))]
-    )
+    names = "magic, unit, none, offset, spread, moved, high, s0, s1, m0, m1, p0, p1, p2, p3"
     return "{\n .reg .b32 " + names + ";\n " + "\n ".join(lines) + "\n}\n"
 
 
@@ -64,8 +63,8 @@ def _bytes() -> list[str]:
             f"lop3.b32 p{j}, moved, 0x000F000F, magic, 0xEA;",
             f"shr.b32 moved, {source}, {shift + 4};",
             "lop3.b32 high, moved, 0x000F000F, magic, 0xEA;",
-            "add.bf16x2 high, high, offset;",
-            f"add.bf16x2 p{j}, p{j}, offset;",
+            "fma.rn.bf16x2 high, high, unit, offset;",
+            f"fma.rn.bf16x2 p{j}, p{j}, unit, offset;",
             f"fma.rn.bf16x2 p{j}, high, s0, p{j};",
         ]
     return lines
@@ -92,11 +91,11 @@ def _scaled(layout: Layout) -> list[str]:
     lines = []
     if layout.low_bits != 8:
         lines.append(f"mov.b32 offset, {bfloat16_pair(-128.0 - (layout.zero or 0)):#x};")
-        lines += [f"add.bf16x2 p{j}, p{j}, offset;" for j in range(4)]
+        lines += [f"fma.rn.bf16x2 p{j}, p{j}, unit, offset;" for j in range(4)]
     low, high = "0x1010", "0x3232"
     if layout.zero is not None:
         lines += [f"prmt.b32 s0, $10, $10, {low};", f"prmt.b32 s1, $10, $10, {high};"]
-        return lines + [f"mul.bf16x2 p{j}, p{j}, s{j // 2};" for j in range(4)]
+        return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s{j // 2}, none;" for j in range(4)]
     lines += [f"prmt.b32 s0, $10, $10, {low};", f"prmt.b32 m0, $10, $10, {high};"]
     if layout.group == 32:
         return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s0, m0;" for j in range(4)]

@@ -36,10 +36,23 @@ from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.grouped import contract_grouped, expand_grouped, tiling
 from cortex.neuron.kernels.moe.routing import PairLists
 from cortex.neuron.kernels.products.matvec import gated_matvec, matvec
+from cortex.neuron.kernels.quantised.experts import PackedExperts, contract_packed_grouped, expand_packed_grouped
+from cortex.neuron.kernels.quantised.layout import Q2, Q3, Q4, Q5, Q6, Q8, Layout
+from cortex.neuron.kernels.quantised.one_row import gated_one_row_product, one_row_product
+from cortex.neuron.kernels.quantised.packing import empty_matrix
+from cortex.neuron.kernels.quantised.product import small_batch_product
 from cortex.neuron.kernels.shared_memory import SharedMemory
 
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-FITTED = ("attention.decode", "attention.prefill", "products.matvec", "moe.grouped", "delta.chunks")
+FITTED = (
+    "attention.decode",
+    "attention.prefill",
+    "products.matvec",
+    "moe.grouped",
+    "delta.chunks",
+    "quantised.product",
+    "quantised.experts",
+)
 KIND = torch.bfloat16
 
 
@@ -130,6 +143,24 @@ def experts(tokens: int) -> None:
     contract_grouped(inner, lists, all_experts, tile)
 
 
+def packed(layout: Layout, rows: int) -> None:
+    matrix = empty_matrix(layout, 4096, 4096, torch.device("cpu"))
+    x, out = empty(rows, 4096), empty(rows, 4096)
+    if rows == 1:
+        one_row_product(x, matrix, out, None, empty(4096), 1e-6, None)
+        gated_one_row_product(x, matrix, empty(1, 2048), empty(4096), 1e-6)
+    else:
+        small_batch_product(x, matrix, out, None, out)
+
+
+def packed_experts(tokens: int) -> None:
+    device = torch.device("cpu")
+    gate_up, down = empty_matrix(Q4, 128 * 1536, 2048, device), empty_matrix(Q6, 128 * 2048, 768, device)
+    stack = PackedExperts(empty(128, 2048), gate_up, down, 8, True)
+    lists = PairLists(empty(tokens, 8), empty(128, kind=torch.int32), empty(128, tokens, kind=torch.int32))
+    contract_packed_grouped(expand_packed_grouped(empty(tokens, 2048), lists, stack), lists, stack)
+
+
 def gated_delta(dim: int) -> None:
     channels = (2 * 16 + 32) * dim
     decay = empty(32, kind=torch.float32)
@@ -153,6 +184,11 @@ def cases() -> Iterator[tuple[str, Any]]:
         yield f"gated 4096 to 12288, {rows} rows", lambda count=rows: gated(count)
     for tokens in (64, 512, 2048):
         yield f"experts, {tokens} tokens", lambda count=tokens: experts(count)
+    for layout in (Q2, Q3, Q4, Q5, Q6, Q8):
+        for rows in (1, 16, 64):
+            yield f"{layout.bits} bits, {rows} rows", lambda s=(layout, rows): packed(*s)
+    for tokens in (16, 512):
+        yield f"packed experts, {tokens} tokens", lambda count=tokens: packed_experts(count)
     yield "gated delta net 128", lambda: gated_delta(128)
 
 

@@ -63,7 +63,7 @@ def packed_product(
     if not has_kernels(x):
         out.copy_(packed_product_reference(x, matrix, bias, residual))
     elif len(x) <= MAX_SMALL_ROWS:
-        _small_batch(x, matrix, out, bias, residual)
+        small_batch_product(x, matrix, out, bias, residual)
     else:
         _large_batch(x, matrix, out, bias, residual)
 
@@ -123,7 +123,10 @@ def _large_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | No
         out.add_(bias)
 
 
-def _small_batch(x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+def small_batch_product(
+    x: Tensor, matrix: PackedMatrix, out: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    """`packed_product` for at most MAX_SMALL_ROWS rows."""
     rows, inputs = x.shape
     shared = shared_memory(x.device)
     tiles = small_batch_tiles(rows, matrix.low.shape[1] // 16, matrix.outputs, num_processors(x.device), shared)
@@ -174,9 +177,13 @@ def small_batch_tiles(rows: int, chunks: int, outputs: int, processors: int, sha
 
 
 def fitting_stages(matrix_rows: int, columns: int, stages: int, shared: SharedMemory) -> int:
-    """How many chunks may be on their way at once: the words of `matrix_rows` rows and `columns` columns of x each."""
+    """How many chunks may be on their way at once: the words of `matrix_rows` rows and `columns` columns of x each.
+
+    Before Hopper the unpacked weights may take the way through shared memory after all.
+    """
     chunk_bytes = matrix_rows * 16 * (4 + 4 + 4 + 4) + triton.next_power_of_2(columns) * 128 * 2
-    while stages > 2 and not shared.holds(chunk_bytes * (stages - 2 + shared.copies)):
+    unpacked_bytes = matrix_rows * 128 * 2 if shared.copies == 1 else 0
+    while stages > 2 and not shared.holds(chunk_bytes * (stages - 2 + shared.copies) + unpacked_bytes):
         stages -= 1
     return stages
 

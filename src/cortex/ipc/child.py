@@ -40,7 +40,7 @@ async def start_child(
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", module),
+                *("-P", "-m", module),
                 *("--control", str(theirs.fileno())),
                 *("--parent", str(os.getpid())),
                 *("--log-format", log_format),

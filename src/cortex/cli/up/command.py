@@ -116,7 +116,7 @@ def supervise(console: Console, plan: UpPlan) -> None:
     with ProcessSupervisor(STOP_GRACE_S) as supervisor:
         try:
             for name, config in (("neuron", plan.folder / "neuron.toml"), ("gateway", plan.config)):
-                command = [sys.executable, "-m", f"cortex.{name}", "--config", str(config)]
+                command = [sys.executable, "-P", "-m", f"cortex.{name}", "--config", str(config)]
                 log = None if is_verbose() else plan.folder / f"{name}.log"
                 supervisor.start(name, command, log, plan.environment)
             if wait_until_loaded(console, plan, supervisor):

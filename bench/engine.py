@@ -25,6 +25,8 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.quantised.experts import PackedExperts
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
@@ -151,24 +153,28 @@ class Bench:
 
     def _idle_expert_bytes(self, rows: int) -> float:
         """The experts of all layers that a batch of `rows` does not select under uniform routing."""
-        blocks = (getattr(layer, "mlp", None) for layer in self.engine.model.layers)
-        mixtures = [block.experts for block in blocks if isinstance(block, MoE)]
         idle = 0.0
-        for experts in mixtures:
+        for experts in self._mixtures():
             expert_bytes = (_num_bytes(experts.gate_up) + _num_bytes(experts.down)) / experts.num_experts
             idle += (1 - experts.top_k / experts.num_routed) ** rows * experts.num_routed * expert_bytes
         return idle
+
+    def _mixtures(self) -> list[Experts | PackedExperts]:
+        blocks = (layer.mlp for layer in self.engine.model.layers)
+        return [block.experts for block in blocks if isinstance(block, MoE)]
 
     def prefill(self, tokens: int, limit_flops: float) -> dict[str, float]:
         seconds = self.workloads.prefill_s(tokens)
         model = self.engine.model
         config = model.config
         matrices = {id(binding.matrix): binding.matrix for binding in model.parameters.packed_bindings}.values()
-        packed_bytes = sum(matrix.layout.num_bytes(matrix.outputs, matrix.inputs) for matrix in matrices)
-        dense_bytes = self.engine.info.weight_bytes - self._idle_expert_bytes(1) - self._unread_form_bytes(tokens)
-        ends = config.vocab * config.hidden * (1 if config.tied else 2)
-        dense = (dense_bytes - packed_bytes) / model.parameters.dtype.itemsize - ends
-        dense += sum(matrix.outputs * matrix.inputs for matrix in matrices)
+        dense_bytes = self.engine.info.weight_bytes - self._unread_form_bytes(tokens) - sum(map(_num_bytes, matrices))
+        dense = dense_bytes / model.parameters.dtype.itemsize
+        dense += sum(_num_weights(matrix) for matrix in matrices)
+        dense -= config.vocab * config.hidden * (1 if config.tied else 2)  # embedding and head
+        for experts in self._mixtures():
+            idle = 1 - experts.top_k / experts.num_routed
+            dense -= idle * (_num_weights(experts.gate_up) + _num_weights(experts.down))
         attention = 2 * tokens * config.heads * config.head_dim * len(model.attentions)
         flops = tokens * (2 * dense + attention)
         return {
@@ -187,6 +193,10 @@ class Bench:
 
 def _num_bytes(matrix: torch.Tensor | PackedMatrix) -> int:
     return sum(tensor.nbytes for tensor in matrix.tensors) if isinstance(matrix, PackedMatrix) else matrix.nbytes
+
+
+def _num_weights(matrix: torch.Tensor | PackedMatrix) -> int:
+    return matrix.outputs * matrix.inputs if isinstance(matrix, PackedMatrix) else matrix.numel()
 
 
 def timed(function: Callable[[], object], repeats: int = 20) -> float:

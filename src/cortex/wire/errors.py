@@ -98,7 +98,7 @@ class ContextLengthExceeded(_InvalidRequest):
 def prompt_too_long(
     num_tokens: int, context_tokens: int, max_prompt_tokens: int | None = None
 ) -> ContextLengthExceeded:
-    """The error for a prompt of `num_tokens`, or at least so many, where the response needs one token of the context.
+    """The error for a prompt of at least `num_tokens` tokens, where the response needs one token of the context.
 
     Clients recognise an overflow by its words as well as by its code, and shorten the conversation. OpenAI's clients
     look for "maximum context length is", Anthropic's for "prompt is too long". The message passes through streams and

@@ -24,6 +24,7 @@ from cortex.neuron.kernels.jit import (
 )
 from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.kernels.quantised.packing import PackedMatrix
+from cortex.neuron.kernels.quantised.unpack import high_half, low_half
 
 
 class OneRowTiles(NamedTuple):
@@ -243,14 +244,14 @@ def _one_row_kernel(
         sum_first = (a0 + b0 + a1 + b1)[None, :]
         sum_second = (a2 + b2 + a3 + b3)[None, :]
         if ZERO >= 0:
-            total += _low_half(scale_0) * (first * 32768.0 - sum_first * ZERO)
-            total += _high_half(scale_0) * (second * 32768.0 - sum_second * ZERO)
+            total += low_half(scale_0) * (first * 32768.0 - sum_first * ZERO)
+            total += high_half(scale_0) * (second * 32768.0 - sum_second * ZERO)
         elif GROUP == 32:
-            total += _low_half(scale_0) * ((first + second) * 32768.0)
-            total += _high_half(scale_0) * (sum_first + sum_second)
+            total += low_half(scale_0) * ((first + second) * 32768.0)
+            total += high_half(scale_0) * (sum_first + sum_second)
         else:
-            total += _low_half(scale_0) * (first * 32768.0) + _high_half(scale_0) * sum_first
-            total += _low_half(scale_1) * (second * 32768.0) + _high_half(scale_1) * sum_second
+            total += low_half(scale_0) * (first * 32768.0) + high_half(scale_0) * sum_first
+            total += low_half(scale_1) * (second * 32768.0) + high_half(scale_1) * sum_second
         if start + BLOCK_CHUNKS < CHUNKS:
             word, above, scale_0, scale_1 = next_word, next_above, next_0, next_1
     y = tl.sum(total, 1)
@@ -306,8 +307,8 @@ def _values(x, start, INPUTS: tl.constexpr, PAIRED: tl.constexpr, BLOCK_CHUNKS: 
     pair = start * 64 + tl.arange(0, BLOCK_CHUNKS * 64)
     if PAIRED:
         p0, p1, p2, p3 = _by_slot(tl.load(x + pair, mask=pair * 2 < INPUTS, other=0), BLOCK_CHUNKS)
-        a0, a1, a2, a3 = _low_half(p0), _low_half(p1), _low_half(p2), _low_half(p3)
-        b0, b1, b2, b3 = _high_half(p0), _high_half(p1), _high_half(p2), _high_half(p3)
+        a0, a1, a2, a3 = low_half(p0), low_half(p1), low_half(p2), low_half(p3)
+        b0, b1, b2, b3 = high_half(p0), high_half(p1), high_half(p2), high_half(p3)
     else:
         inside = pair * 2 < INPUTS
         a0, a1, a2, a3 = _by_slot(tl.load(x + pair * 2, mask=inside, other=0.0).to(tl.float32), BLOCK_CHUNKS)
@@ -360,13 +361,3 @@ def _code(codes, one, BYTE: tl.constexpr, PTX: tl.constexpr):
         asm: tl.constexpr = _CODE_0 if BYTE == 0 else _CODE_1 if BYTE == 1 else _CODE_2 if BYTE == 2 else _CODE_3
         return tl.inline_asm_elementwise(asm, "=r,r,r", [codes, one], dtype=tl.float32, is_pure=True, pack=1)
     return ((((codes >> (BYTE * 8)) & 0xFF) << 8) | one).to(tl.float32, bitcast=True)
-
-
-@jit
-def _low_half(words):
-    return (words << 16).to(tl.float32, bitcast=True)
-
-
-@jit
-def _high_half(words):
-    return (words & -65536).to(tl.float32, bitcast=True)

@@ -161,21 +161,23 @@ def _slots(
         code_a |= ((high >> (HIGH_BITS * J)) & high_mask) << LOW_BITS
         code_b |= ((high >> (HIGH_BITS * (J + 4))) & high_mask) << LOW_BITS
     if ZERO >= 0:
-        scale = _low_half(scale_0) if J < 2 else _high_half(scale_0)
+        scale = low_half(scale_0) if J < 2 else high_half(scale_0)
         a = (code_a - ZERO).to(tl.float32) * scale
         b = (code_b - ZERO).to(tl.float32) * scale
     else:
         words = scale_0 if GROUP == 32 or J < 2 else scale_1
-        a = code_a.to(tl.float32) * _low_half(words) + _high_half(words)
-        b = code_b.to(tl.float32) * _low_half(words) + _high_half(words)
+        a = code_a.to(tl.float32) * low_half(words) + high_half(words)
+        b = code_b.to(tl.float32) * low_half(words) + high_half(words)
     return a.to(tl.bfloat16), b.to(tl.bfloat16)
 
 
 @jit
-def _low_half(words):
+def low_half(words):
+    """The bfloat16 in the low half of each word, as float32."""
     return (words << 16).to(tl.float32, bitcast=True)
 
 
 @jit
-def _high_half(words):
+def high_half(words):
+    """The bfloat16 in the high half of each word, as float32."""
     return (words & -65536).to(tl.float32, bitcast=True)

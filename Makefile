@@ -10,11 +10,13 @@ ARGS   ?=
 BIN      := .venv/bin
 RUNNABLE := .venv/.runnable
 TESTABLE := .venv/.testable
+CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made node_modules/.made)
 SOURCES  := src tests bench
+ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py
 PARALLEL := --numprocesses auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels format bench docs clean
+.PHONY: help setup up test lint types suite kernels hostile clients format bench docs locks clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10 | sed 's/^/  make /'
@@ -39,6 +41,12 @@ suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
 kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) --dist worksteal tests/neuron/kernels
 
+hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` does it with small ones
+	HOSTILE=full $(BIN)/python -m pytest $(ATTACKS) $(ARGS)
+
+clients: $(TESTABLE) $(CLIENTS) ## Run SDKs, frameworks and coding agents, unmodified, against gateway and node (needs Node)
+	$(BIN)/python -m pytest tests/clients $(ARGS)
+
 format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
@@ -46,11 +54,15 @@ format: $(TESTABLE) ## Rewrite the sources in house format
 bench: $(TESTABLE) ## List the benchmarks; each prints its own --help
 	@ls bench/*.py bench/*/*.py 2>/dev/null | sed 's|^|  $(BIN)/python |'
 
-docs: $(TESTABLE) ## Regenerate the configuration reference from the types
+docs: $(TESTABLE) ## Regenerate the references of configuration and request fields
 	$(BIN)/python -m cortex.cli.reference docs/configuration.md
+	$(BIN)/python -m cortex.wire.field_tables.page docs/fields.md
+
+locks: $(TESTABLE) ## Pin what the container images install, with hashes: the versions that are tested (needs uv)
+	$(BIN)/python packaging/lock.py
 
 clean: ## Remove .venv and everything the tools left behind
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv tests/clients/.venv tests/clients/node_modules build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
@@ -71,4 +83,16 @@ $(RUNNABLE): pyproject.toml | .venv/bin/python
 $(TESTABLE): pyproject.toml | $(RUNNABLE)
 	@echo "adding the development tools to .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[neuron,dev]"
+	@touch $@
+
+# Every client has the versions that it was tested with. aider needs other versions than the frameworks.
+tests/clients/.venv/%/.made: tests/clients/requirements-%.txt
+	@echo "setting up the clients in tests/clients/.venv/$* (once)"
+	@$(PYTHON) -m venv tests/clients/.venv/$*
+	@tests/clients/.venv/$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+tests/clients/node_modules/.made: tests/clients/package.json
+	@echo "setting up the clients in tests/clients/node_modules (once)"
+	@cd tests/clients && npm install --silent --no-fund --no-audit
 	@touch $@

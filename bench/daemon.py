@@ -55,7 +55,7 @@ def running_neuron() -> Iterator[tuple[Neuron, int]]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "neuron.toml"
-        config.write_text(f'listen = "127.0.0.1:{port}"\nlog_level = "warning"\ndrain_s = 1.0\n')
+        config.write_text(f'listen = "127.0.0.1:{port}"\nlog_level = "warning"\ndrain_s = 1.0\nmodel_roots = ["/"]\n')
         process = subprocess.Popen([sys.executable, "-m", "cortex.neuron", "--config", str(config)])
         try:
             yield _wait_for(process, f"http://127.0.0.1:{port}"), process.pid

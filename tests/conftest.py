@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
+    from .certificates import Authority
     from .telemetry.otlp_collector import Collector
 
 BUDGET_S = 20.0
@@ -49,6 +51,16 @@ def collector() -> Iterator[Collector]:
 
     with Collector() as listening:
         yield listening
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """A certificate authority."""
+    from .certificates import Authority
+
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make certificates")
+    return Authority.create(tmp_path_factory.mktemp("authority"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

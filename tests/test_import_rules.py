@@ -25,13 +25,25 @@ ENGINE = {"neuron.engine", *MODELS}
 WORKER = {"neuron.worker", "ipc", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights"}
 NODE = {"neuron.node", "neuron.config", *TOKENIZER, *WORKER}
-API = {"neuron.api", "http", "settings", *NODE}
+API = {"neuron.api", "build", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
-LEDGER = {"gateway.ledger", "gateway.config", "http", "tasks", "wire", "settings"}
-DISPATCH = {"gateway.dispatch", "gateway.config", "gateway.metrics", "fleet", "http", "tasks", "wire"}
-PROXY = {"gateway.proxy", "telemetry", *DISPATCH, *LEDGER}
-GATEWAY_API = {"gateway.api", *PROXY}
-GATEWAY = {"gateway", "exits", *GATEWAY_API}
+LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
+DISPATCH = {
+    "gateway.dispatch",
+    "gateway.database",
+    "gateway.config",
+    "gateway.metrics",
+    "fleet",
+    "http",
+    "tasks",
+    "tls",
+    "wire",
+}
+PROXY = {"gateway.proxy", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
+GATEWAY_API = {"gateway.api", "build", *PROXY}
+GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
+RESPONSES = {"gateway.responses", *PROXY}
+GATEWAY = {"gateway", "exits", *GATEWAY_API, *GATEWAY_PAGE, *RESPONSES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +58,28 @@ class Rule:
 
 RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
+    "build": Rule({"cortex"}, frozenset()),
     "exits": Rule(set(), frozenset()),
     "tasks": Rule(set(), frozenset()),
+    "tls": Rule({"settings"}, frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
     "wire": Rule({"wire"}, frozenset({"msgspec"})),
     "fleet": Rule({"fleet", "wire", "settings"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
-    "gateway.config": Rule({"fleet", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})),
+    "parsing": Rule({"parsing", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
+    "gateway.config": Rule(
+        {"fleet", "gateway.database", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})
+    ),
+    "gateway.database": Rule(set(), frozenset(), frozenset({"psycopg"})),
     "gateway.metrics": Rule({"fleet", "wire"}),
     "gateway.ledger": Rule(LEDGER),
     "gateway.dispatch": Rule(DISPATCH),
     "gateway.proxy": Rule(PROXY),
     "gateway.api": Rule(GATEWAY_API),
+    "gateway.page": Rule(GATEWAY_PAGE),
+    "gateway.responses": Rule(RESPONSES),
     "gateway": Rule(GATEWAY),
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),

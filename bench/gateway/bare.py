@@ -10,7 +10,8 @@ import sys
 
 import uvloop
 
-from cortex.http.relay import Keepalive, Outcome, Relay
+from cortex.http.observer import Keepalive, ObservedRelay, Outcome
+from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response, Server
@@ -23,22 +24,22 @@ from cortex.wire.errors import CortexError
 class PassiveObserver:
     """Passes everything on."""
 
-    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:  # noqa: ARG002
+    def on_head(self, relay: ObservedRelay, status: int, headers: Headers) -> bool:  # noqa: ARG002
         return True
 
-    def on_first_data(self, relay: Relay) -> None:
+    def on_first_data(self, relay: ObservedRelay) -> None:
         pass
 
-    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:
+    def on_fault(self, relay: ObservedRelay, fault: UpstreamFault) -> None:
         relay.reject(502, (), str(fault).encode(), b"")
 
-    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+    def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         return body
 
-    def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
+    def interruption(self, relay: ObservedRelay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
         return b"data: interrupted\n\n"
 
-    def on_done(self, relay: Relay, outcome: Outcome) -> None:
+    def on_done(self, relay: ObservedRelay, outcome: Outcome) -> None:
         pass
 
 

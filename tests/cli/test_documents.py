@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import configparser
+import importlib.metadata
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from cortex.cli.cortex import cortex
 from cortex.cli.neuron import neuron
@@ -15,7 +19,6 @@ from cortex.cli.reference import configuration_page
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.node.loading.loader import MAX_DEVICES_PER_MODEL
 from cortex.settings import Section, load
 
 ROOT = Path(__file__).parents[2]
@@ -41,11 +44,6 @@ def test_pinned_nodes_of_the_example_catalogue_exist_in_the_example_fleet() -> N
     fleet = load(Config, ROOT / "examples" / "cortex.toml", env_prefix="EXAMPLE_", env={})
     pinned = {node for model in catalogue.models for node in model.pinned_on}
     assert pinned <= {node.name for node in fleet.neurons}
-
-
-def test_no_example_model_spans_more_devices_than_a_neuron_supports() -> None:
-    catalogue = load(Catalogue, ROOT / "examples" / "models.toml", env_prefix="EXAMPLE_", env={})
-    assert max(model.min_devices for model in catalogue.models) <= MAX_DEVICES_PER_MODEL
 
 
 def test_configuration_page_matches_the_types() -> None:
@@ -110,3 +108,73 @@ def test_links_in_the_documents_exist() -> None:
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def locked(name: str) -> dict[str, tuple[Requirement, int]]:
+    """The requirements of a lock file by name, and the number of their hashes."""
+    text = (ROOT / "packaging" / f"requirements-{name}.lock").read_text().replace(" \\\n", " ")
+    found: dict[str, tuple[Requirement, int]] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            requirement = Requirement(line.partition(" --hash")[0])
+            found[canonicalize_name(requirement.name)] = (requirement, line.count("--hash=sha256:"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "absent"),
+    [("build", ()), ("gateway", ()), ("neuron", ()), ("neuron-cpu", ("torch",))],
+)
+def test_lock_has_every_dependency_in_an_allowed_version_with_hashes(name: str, absent: tuple[str, ...]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = list(project["project"]["dependencies"])
+    if name == "build":
+        wanted = project["build-system"]["requires"]
+    else:
+        extras = ["neuron", "telemetry"] if name.startswith("neuron") else ["postgres", "telemetry"]
+        wanted += [each for extra in extras for each in project["project"]["optional-dependencies"][extra]]
+    lock = locked(name)
+    assert all(num_hashes for _, num_hashes in lock.values())
+    for requirement in map(Requirement, wanted):
+        if requirement.name in absent:
+            assert requirement.name not in lock
+            continue
+        (pin,) = lock[canonicalize_name(requirement.name)][0].specifier
+        assert pin.operator == "=="
+        assert requirement.specifier.contains(pin.version), f"{requirement} is locked to {pin}; run `make locks`"
+
+
+@pytest.mark.parametrize("name", ["gateway", "neuron-cpu"])
+def test_lock_has_the_dependencies_of_its_packages(name: str) -> None:
+    lock = locked(name)
+    for package in lock:
+        try:
+            needed = importlib.metadata.requires(package) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform
+        for requirement in map(Requirement, needed):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                assert canonicalize_name(requirement.name) in lock, f"{package} needs {requirement}; run `make locks`"
+
+
+@pytest.mark.parametrize("name", ["Containerfile.cortex", "Containerfile.neuron"])
+def test_containerfile_installs_nothing_that_is_not_locked(name: str) -> None:
+    text = (ROOT / "packaging" / "container" / name).read_text()
+    installs = re.findall(r"pip install (.*)", text)
+    assert installs
+    assert all("--require-hashes" in line or "--no-deps" in line for line in installs)
+
+
+def test_build_context_has_what_the_containerfiles_copy() -> None:
+    kept = [line[1:] for line in (ROOT / ".containerignore").read_text().splitlines() if line.startswith("!")]
+    for file in (ROOT / "packaging" / "container").iterdir():
+        for line in re.findall(r"^COPY (?!--from)(.*) \S+$", file.read_text(), re.M):
+            assert all(path.split("/")[0] in kept for path in line.split()), line
+
+
+@pytest.mark.parametrize("name", ["cortex.service", "neuron.service"])
+def test_systemd_unit_bounds_memory_and_system_calls(name: str) -> None:
+    service = unit(name)["Service"]
+    assert service["MemoryMax"]
+    assert service["SystemCallFilter"]
+    assert service["NoNewPrivileges"] == "yes"

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 
-MARK = "CORTEX_TEST_RUN"
+MARK = "E2E_TEST_RUN"
 READY_TIMEOUT_S = 180.0
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -171,7 +171,7 @@ def test_messages_with_tools_in_a_loop(messages: anthropic.Anthropic, model: str
     again = messages.messages.create(messages=turns, max_tokens=8, **options)
     assert again.usage.output_tokens > 0
     if model == FOREIGN:
-        assert [block.type for block in said.content] == ["thinking", "text", "tool_use"]
+        assert [block.type for block in said.content] == ["text", "tool_use"]  # this server thinks all the same
         assert again.content[-1].text == "The tool said: sunny"
         assert (again.usage.input_tokens, again.usage.cache_read_input_tokens) == (3, 4)
 

@@ -72,6 +72,24 @@ def test_explain_says_it_is_ready(up: Run) -> None:
     assert "ready" in cortex(up, "explain", SMOLLM2.id).stdout
 
 
+def test_model_is_pinned_unloaded_loaded_and_its_requests_are_listed(up: Run) -> None:
+    assert cortex(up, "pin", SMOLLM2.id).returncode == 0
+    rejected = cortex(up, "unload", SMOLLM2.id)
+    assert rejected.returncode == 1
+    assert "--yes" in rejected.stderr
+    assert cortex(up, "unload", SMOLLM2.id, "--yes").stdout.endswith(f"{SMOLLM2.id} unloaded: local\n")
+    assert "no model is in memory" in cortex(up, "ps").stdout
+    assert "load" in cortex(up, "load", SMOLLM2.id, "--dry-run").stdout
+    loaded = cortex(up, "load", SMOLLM2.id)
+    assert loaded.stdout.splitlines()[-1] == f"{SMOLLM2.id} is ready on local", loaded.stderr
+    assert re.search(rf"{re.escape(SMOLLM2.id)}\s+local\s+ready", cortex(up, "ps").stdout)
+    kinds = [job["kind"] for job in json.loads(cortex(up, "jobs", "--json").stdout)]
+    assert kinds[:3] == ["load", "unload", "pin"]
+    cortex(up, "chat", SMOLLM2.id, "Hi", "-n", "4")
+    latest = json.loads(cortex(up, "logs", "--json", "-n", "1").stdout)[0]
+    assert (latest["model"], latest["status"], latest["completion_tokens"]) == (SMOLLM2.id, 200, 4)
+
+
 def test_an_unknown_model_has_its_own_exit_code_and_a_near_miss(up: Run) -> None:
     refused = cortex(up, "load", "smollm2-135m-instrukt")
     assert refused.returncode == 5

@@ -7,7 +7,8 @@ import pytest
 
 from cortex.fleet.explain import as_json, outcome, rejection, rows, text
 from cortex.fleet.placement import place
-from cortex.wire.errors import Family, envelope
+from cortex.wire.error_encoding import envelope
+from cortex.wire.errors import Family
 from cortex.wire.node import ModelState
 
 NOW = 10_000.0
@@ -32,7 +33,7 @@ def test_table_shows_need_have_and_reason_for_every_device(model: Make, node: Ma
 def test_json_has_the_numbers_and_reasons(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     snapshot = fleet(node("n", [24], model("old", 20, pinned=True)), specs=[spec("m", 10)])
     data = as_json(place("m", snapshot, NOW))
-    assert (data["action"], data["node"]) == ("refuse", None)
+    assert (data["action"], data["node"]) == ("reject", None)
     assert data["nodes"][0]["devices"][0]["have_bytes"] == 4 * 1024**3
     assert data["nodes"][0]["occupants"] == [
         {"model": "old", "bytes": 20 * 1024**3, "may_leave": False, "reason": "pinned on n"}

@@ -9,6 +9,7 @@ import pytest
 from cortex.fleet.decision import Verdict
 from cortex.fleet.explain import rejection
 from cortex.fleet.placement import place, unmet_pins
+from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node import ModelState
 
@@ -49,7 +50,7 @@ def test_verdicts_rank_from_resident_to_too_small(model: Make, node: Make, fleet
         assert decision.assessments[0].node == nodes[0].name
         actions.append(decision.action)
         nodes.pop(0)
-    assert actions == ["route", "join", "wake", "load", "load", "wait", "refuse"]
+    assert actions == ["route", "join", "wake", "load", "load", "wait", "reject"]
 
 
 def test_sleeping_model_wakes_on_its_device(model: Make, node: Make, fleet: Make, spec: Make) -> None:
@@ -89,6 +90,28 @@ def test_tightest_fit_keeps_large_devices_free(node: Make, fleet: Make, spec: Ma
     assert (decision.node, decision.devices) == ("tight", (1,))
 
 
+def test_spread_uses_the_device_with_most_free_memory(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    nodes = [node("full", [24], model("old", 4)), node("empty", [20, 24])]
+    packed = fleet(*nodes, specs=[spec("m", 9)])
+    spread = msgspec.structs.replace(packed, placement=PlacementRules(strategy="spread"))
+    assert [(place("m", each, NOW).node, place("m", each, NOW).devices) for each in (packed, spread)] == [
+        ("empty", (0,)),
+        ("empty", (1,)),
+    ]
+    halved = msgspec.structs.replace(spread, nodes=(nodes[0], node("small", [12])))
+    assert place("m", halved, NOW).node == "full", "20 GiB are free there, 12 on the other"
+
+
+def test_model_is_loaded_only_where_the_catalogue_allows_it(node: Make, fleet: Make, spec: Make) -> None:
+    snapshot = fleet(node("a", [24]), node("b", [80]), specs=[spec("m", only_on=("b",))])
+    decision = place("m", snapshot, NOW, origin="operator")
+    assert (decision.node, verdicts(decision)) == ("b", {"b": "fits", "a": "excluded"})
+    nowhere = place("m", fleet(node("a", [24]), specs=[spec("m", only_on=("b",))]), NOW)
+    assert "a: loaded only on b" in rejection(nowhere).message
+    with pytest.raises(ValueError, match="pinned on a, which `only_on` excludes"):
+        spec("m", only_on=("b",), pinned_on=("a", "b"))
+
+
 @pytest.mark.parametrize(
     ("size", "min_devices", "devices", "expected"),
     [
@@ -110,7 +133,25 @@ def test_spreads_over_the_fewest_devices_that_can_hold_the_model(
     decision = place("m", fleet(host, specs=[spec("m", size, min_devices=min_devices)]), NOW)
     assert decision.devices == expected
     if not expected:
-        assert decision.action == "refuse"
+        assert decision.action == "reject"
+
+
+def test_device_with_the_least_room_decides_the_share_of_all(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    cold = model("m", state=ModelState.COLD, devices=(), estimate=40, least=10)
+    host = node("n", [24, 12], cold, max_devices_per_model=2)
+    decision = place("m", fleet(host, specs=[spec("m", None, min_devices=2)]), NOW)
+    assert (decision.action, decision.devices) == ("load", (0, 1))
+    assert "device 1 with 12.0 GiB free decides the share of each" in decision.assessments[0].reason
+    assert decision.assessments[0].takes_bytes == 24 * GIB
+
+
+def test_takes_as_many_devices_as_the_node_has_configured_for_the_model(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    cold = model("m", state=ModelState.COLD, devices=(), estimate=8)
+    cold = msgspec.structs.replace(cold, status=msgspec.structs.replace(cold.status, num_devices=2))
+    decision = place("m", fleet(node("n", [24, 24], cold, max_devices_per_model=2), specs=[spec("m")]), NOW)
+    assert decision.devices == (0, 1)
 
 
 def test_never_spreads_a_model_over_more_devices_than_its_node_supports(
@@ -119,7 +160,7 @@ def test_never_spreads_a_model_over_more_devices_than_its_node_supports(
     """Without the limit, `m` would evict `old` for two devices that the node then rejects."""
     held = model("old", 20)
     decision = place("m", fleet(node("n", [24, 24], held), specs=[spec("m", 40)]), NOW)
-    assert (decision.action, decision.victims) == ("refuse", ())
+    assert (decision.action, decision.victims) == ("reject", ())
     assert decision.assessments[0].verdict is Verdict.TOO_SMALL
     assert "the node runs a model on one device" in decision.assessments[0].reason
     wide = place("m", fleet(node("n", [24, 24], held, max_devices_per_model=2), specs=[spec("m", 40)]), NOW)
@@ -129,7 +170,7 @@ def test_never_spreads_a_model_over_more_devices_than_its_node_supports(
 def test_rejects_min_devices_beyond_what_any_node_supports(node: Make, fleet: Make, spec: Make) -> None:
     hosts = node("a", [24, 24]), node("b", [24, 24, 24, 24], max_devices_per_model=2)
     decision = place("m", fleet(*hosts, specs=[spec("m", 8, min_devices=4)]), NOW)
-    assert decision.action == "refuse"
+    assert decision.action == "reject"
     assert verdicts(decision) == {"a": "cannot_span", "b": "cannot_span"}
     error = rejection(decision)
     assert error.code == "insufficient_capacity"
@@ -197,7 +238,7 @@ def test_background_request_evicts_nothing(model: Make, node: Make, fleet: Make,
     snapshot = fleet(node("n", [24], model("main", 20)), specs=[spec("chores", 10)])
     assert place("chores", snapshot, NOW).victims == ("main",)
     decision = place("chores", snapshot, NOW, origin="background")
-    assert (decision.action, verdicts(decision)) == ("refuse", {"n": "held"})
+    assert (decision.action, verdicts(decision)) == ("reject", {"n": "held"})
 
 
 @pytest.mark.parametrize(
@@ -208,6 +249,7 @@ def test_background_request_evicts_nothing(model: Make, node: Make, fleet: Make,
         ({"has_lifecycle": False}, {}, "not_listed"),
         ({"harnesses": ("llama.cpp",)}, {}, "wrong_harness"),
         ({}, {"load": "manual"}, "manual"),
+        ({}, {"only_on": ("other",)}, "excluded"),
         ({"max_devices_per_model": 2}, {"min_devices": 2}, "too_few_devices"),
         ({}, {"size": 25}, "too_small"),
         ({"foreign": 18}, {}, "crowded"),
@@ -258,7 +300,7 @@ def test_out_of_memory_raises_the_need(model: Make, node: Make, fleet: Make, spe
 def test_measured_bytes_replace_the_estimate(node: Make, fleet: Make, spec: Make) -> None:
     snapshot = fleet(node("n", [24]), specs=[spec("m", 8)])
     snapshot = msgspec.structs.replace(snapshot, measured={("m", None, None): 30 * GIB})
-    assert place("m", snapshot, NOW).action == "refuse"
+    assert place("m", snapshot, NOW).action == "reject"
 
 
 def test_model_of_unknown_size_goes_where_most_is_free(node: Make, fleet: Make, spec: Make) -> None:
@@ -288,7 +330,7 @@ def test_load_of_an_unloading_model_evicts_nothing_for_it(model: Make, node: Mak
 
 def test_empty_fleet_rejects(fleet: Make) -> None:
     decision = place("m", fleet(), NOW)
-    assert (decision.action, decision.node, decision.assessments) == ("refuse", None, ())
+    assert (decision.action, decision.node, decision.assessments) == ("reject", None, ())
 
 
 def test_unmet_pins_lists_pinned_models_that_are_not_loaded(model: Make, node: Make, fleet: Make, spec: Make) -> None:
@@ -312,7 +354,7 @@ def test_kept_free_bytes_are_not_available(node: Make, fleet: Make, spec: Make) 
     row = roomy.assessments[0].rows[0]
     assert (row.available_bytes, row.kept_free_bytes) == (22 * GIB, 2 * GIB)
     tight = place("m", fleet(node("n", [24], kept=2), specs=[spec("m", 23)]), NOW)
-    assert (tight.action, tight.assessments[0].verdict) == ("refuse", Verdict.TOO_SMALL)
+    assert (tight.action, tight.assessments[0].verdict) == ("reject", Verdict.TOO_SMALL)
     assert "the largest has 22.0 GiB" in tight.assessments[0].reason
 
 
@@ -348,7 +390,7 @@ def test_model_with_reducible_cache_takes_what_is_available(model: Make, node: M
     assert decide(model("large", 12)) == ("load", ("large",), 11, 20)
     assert decide(model("large", 12, pinned=True)) == ("load", (), 8, 10)
     assert decide(size=13) == ("load", (), 11, 11)
-    assert decide(model("large", 15, pinned=True))[0] == "refuse"
+    assert decide(model("large", 15, pinned=True))[0] == "reject"
 
 
 def test_measured_size_beyond_capacity_is_reduced_not_rejected(model: Make, node: Make, fleet: Make) -> None:

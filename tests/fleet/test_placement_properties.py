@@ -168,7 +168,7 @@ def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet
     assert len(rows(decision)) == sum(len(node.devices) for node in fleet.nodes)
     assert text(decision)
     assert msgspec.json.decode(msgspec.json.encode(as_json(decision)))["model"] == name
-    if decision.action in ("refuse", "wait"):
+    if decision.action in ("reject", "wait"):
         assert name in rejection(decision).message
 
 
@@ -181,7 +181,7 @@ def test_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: object)
 
 
 # A load into free memory comes before a wake that has to evict for it: as actions, they are equally good.
-RANK = {"route": 0, "join": 1, "wake": 2, "load": 2, "wait": 3, "refuse": 4}
+RANK = {"route": 0, "join": 1, "wake": 2, "load": 2, "wait": 3, "reject": 4}
 
 
 @settings(max_examples=200, deadline=None)

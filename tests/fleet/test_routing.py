@@ -1,56 +1,57 @@
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.fleet.routing import BLOCK_BYTES, MAX_BLOCKS, Affinity, Replica, choose, leading_blocks, score
+from cortex.fleet.prefixes import PrefixRecord, leading_blocks
+from cortex.fleet.routing import Replica, choose, expected_s
 
 LONG = bytes(range(256)) * 400
+"""25,600 tokens: 6.4 s at the rate that is assumed."""
 
 
-def test_blocks_of_a_longer_prompt_begin_with_those_of_the_shorter() -> None:
-    assert leading_blocks(b"short") == ()
-    shorter, longer = leading_blocks(LONG[: 5 * BLOCK_BYTES]), leading_blocks(LONG[: 9 * BLOCK_BYTES + 7])
-    assert len(shorter) == 5
-    assert longer[:5] == shorter
-    assert len(leading_blocks(b"x" * BLOCK_BYTES * (MAX_BLOCKS + 9))) == MAX_BLOCKS
+def recorded_at(*nodes: str) -> PrefixRecord:
+    prefixes = PrefixRecord()
+    for node in nodes:
+        prefixes.record(leading_blocks(LONG), node)
+    return prefixes
 
 
-def test_difference_at_the_start_changes_every_block() -> None:
-    assert not set(leading_blocks(LONG)) & set(leading_blocks(b"!" + LONG[1:]))
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        pytest.param({}, {}, "b", id="cached prefix"),
+        pytest.param({}, {"running": 1}, "b", id="one running request costs less than a long prompt"),
+        pytest.param({}, {"running": 30}, "b", id="a batch costs less than a long prompt"),
+        pytest.param({}, {"running": 4, "waiting": 8}, "a", id="a queue costs more"),
+        pytest.param({}, {"running": 4, "waiting": 8, "request_s": 0.5}, "b", id="a fast queue costs less"),
+        pytest.param({}, {"backlog_s": 9.0}, "a", id="prompts ahead cost more"),
+        pytest.param({}, {"backlog_s": 2.0}, "b", id="prompts ahead cost less"),
+        pytest.param({}, {"running": 1, "kv_used_fraction": 0.97}, "a", id="full cache"),
+        pytest.param({}, {"kv_used_fraction": 0.97}, "b", id="full cache that nobody uses"),
+        pytest.param({"prefill_tokens_per_s": 1e6}, {"running": 2}, "a", id="computed faster than it waits"),
+    ],
+)
+def test_weighs_a_cached_prefix_in_seconds(a: dict[str, float], b: dict[str, float], expected: str) -> None:
+    replicas = [msgspec.convert({"node": "a", **a}, Replica), msgspec.convert({"node": "b", **b}, Replica)]
+    assert choose(replicas, LONG + b"more", recorded_at("b")).replica.node == expected
 
 
-def test_routes_a_conversation_to_the_replica_with_its_prefix() -> None:
-    affinity = Affinity()
-    first = choose([Replica(node="a", in_flight=1), Replica(node="b")], LONG, affinity)
-    assert first.node == "b"
-    assert choose([Replica(node="a"), Replica(node="b")], LONG + b"more", affinity).node == "b"
-    affinity.forget("b")
-    assert choose([Replica(node="a"), Replica(node="b")], LONG + b"more", affinity).node == "a"
-
-
-def test_cached_prefix_does_not_outweigh_a_long_queue() -> None:
-    affinity = Affinity()
-    affinity.record(leading_blocks(LONG), "b")
-    assert choose([Replica(node="a"), Replica(node="b", running=30)], LONG, affinity).node == "a"
+def test_records_the_chosen_replica_and_expects_less_work_the_next_time() -> None:
+    prefixes = PrefixRecord()
+    replicas = [Replica(node="a", running=1), Replica(node="b")]
+    first = choose(replicas, LONG, prefixes)
+    second = choose([Replica(node="a"), Replica(node="b")], LONG + b"more", prefixes)
+    assert first.replica.node == second.replica.node == "b"
+    assert first.prefill_s == pytest.approx(6.4)
+    assert second.prefill_s < 0.2
 
 
 def test_routes_to_the_least_busy_replica_without_a_prefix() -> None:
-    replicas = [Replica(node="a", running=2), Replica(node="b", running=1), Replica(node="c", in_flight=3)]
-    assert choose(replicas, b"hi", Affinity()).node == "b"
-
-
-def test_own_requests_count_although_the_node_reports_none() -> None:
-    assert choose([Replica(node="a", in_flight=5), Replica(node="b", running=1)], b"hi", Affinity()).node == "b"
-
-
-def test_affinity_is_bounded_and_keeps_recent_prefixes() -> None:
-    affinity = Affinity(max_blocks=100)
-    for number in range(50):
-        affinity.record(leading_blocks(bytes([number]) * 10 * BLOCK_BYTES), "a")
-    assert len(affinity) == 100
-    assert affinity.num_cached_blocks(leading_blocks(bytes([49]) * 10 * BLOCK_BYTES), "a") == 10
-    assert affinity.num_cached_blocks(leading_blocks(bytes([0]) * 10 * BLOCK_BYTES), "a") == 0
+    replicas = [Replica(node="a", running=2), Replica(node="b", running=1), Replica(node="c", waiting=2, running=1)]
+    assert choose(replicas, b"hi", PrefixRecord()).replica.node == "b"
 
 
 replicas = st.builds(
@@ -59,28 +60,26 @@ replicas = st.builds(
     running=st.integers(0, 20),
     waiting=st.integers(0, 5),
     kv_used_fraction=st.floats(0, 1),
-    in_flight=st.integers(0, 20),
+    backlog_s=st.floats(0, 100),
+    prefill_tokens_per_s=st.floats(10, 1e5),
+    request_s=st.floats(0.01, 100),
 )
 
 
 @given(st.lists(replicas, min_size=2, max_size=6, unique_by=lambda replica: replica.node), st.data())
 def test_affinity_never_overrides_saturation(candidates: list[Replica], data: st.DataObject) -> None:
-    affinity = Affinity()
+    prefixes = PrefixRecord()
     for replica in candidates:
-        affinity.record(leading_blocks(LONG[: data.draw(st.integers(0, len(LONG)))]), replica.node)
-    chosen = choose(candidates, LONG, affinity)
+        prefixes.record(leading_blocks(LONG[: data.draw(st.integers(0, len(LONG)))]), replica.node)
+    chosen = choose(candidates, LONG, prefixes).replica
     assert not chosen.is_saturated or all(replica.is_saturated for replica in candidates)
 
 
 @given(replicas, st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10))
 def test_more_work_never_scores_better(replica: Replica, prompt: int, cached: int, extra: int) -> None:
-    busier = Replica(
-        node=replica.node,
-        running=replica.running + extra,
-        waiting=replica.waiting,
-        kv_used_fraction=replica.kv_used_fraction,
-        in_flight=replica.in_flight,
-    )
-    assert score(busier, prompt, cached) >= score(replica, prompt, cached)
-    assert score(replica, prompt + extra, cached) >= score(replica, prompt, cached)
-    assert score(replica, prompt, cached + extra) <= score(replica, prompt, cached)
+    queued = msgspec.structs.replace(replica, waiting=replica.waiting + extra)
+    behind = msgspec.structs.replace(replica, backlog_s=replica.backlog_s + extra)
+    assert expected_s(queued, prompt, cached) >= expected_s(replica, prompt, cached)
+    assert expected_s(behind, prompt, cached) >= expected_s(replica, prompt, cached)
+    assert expected_s(replica, prompt + extra, cached) >= expected_s(replica, prompt, cached)
+    assert expected_s(replica, prompt, cached + extra) <= expected_s(replica, prompt, cached)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from aiohttp import ClientSession, ClientTimeout
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
-from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.gateway.config import ActivitySection, Config, GatewaySection, NeuronSection, ResponsesSection
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
@@ -23,6 +23,9 @@ from cortex.telemetry import TelemetrySection
 sys.path.insert(0, str(Path(__file__).parent))  # tests are not packages; this lets them share the fake node
 
 from fake_neuron import JSON, Client, FakeNeuron, Process, free_port, until
+from postgres_server import postgres_url
+
+__all__ = ["postgres_url"]
 
 
 @pytest.fixture
@@ -38,10 +41,16 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable
             rules: EvictionRules | None = None,
             keys: tuple[KeySection, ...] = (),
             key_env: str | None = None,
+            node_keys: Mapping[str, str] | None = None,
             telemetry: TelemetrySection | None = None,
+            responses: ResponsesSection | None = None,
+            activity: ActivitySection | None = None,
             **gateway: Any,
         ) -> Client:
-            sections = [NeuronSection(name=node.name, endpoint=node.endpoint) for node in nodes]
+            sections = [
+                NeuronSection(name=node.name, endpoint=node.endpoint, key_env=(node_keys or {}).get(node.name))
+                for node in nodes
+            ]
             sections += [
                 NeuronSection(name=node.name, endpoint=node.endpoint, kind="openai", key_env=key_env)
                 for node in foreign
@@ -57,6 +66,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable
                 keys=keys,
                 eviction=rules or EvictionRules(min_residency_s=0),
                 telemetry=telemetry or TelemetrySection(),
+                responses=responses or ResponsesSection(),
+                activity=activity or ActivitySection(),
             )
             started = Gateway(config, catalogue or Catalogue(), tmp_path)
             _, port = await started.start()

@@ -125,7 +125,7 @@ class FakeFleet:
         got: list[Lease | CortexError] = []
         resolution = self.dispatcher.resolve(name)
         origin = "background" if resolution.background else "request"
-        self.dispatcher.ask(PendingRequest(resolution.model_id, bytes, got.append, self.now, origin=origin))
+        self.dispatcher.request_lease(PendingRequest(resolution.model_id, bytes, got.append, self.now, origin=origin))
         return got
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -20,14 +21,19 @@ from cortex.wire.events import Usage
 from cortex.wire.headers import PRINCIPAL
 from cortex.wire.node import (
     Capabilities,
+    DeletedFiles,
     Device,
     DeviceHealth,
     Discovery,
+    DiskUse,
+    FilesRequest,
     Health,
     LoadRequest,
     ModelLoad,
     ModelState,
     ModelStatus,
+    Progress,
+    PullStatus,
     UnloadRequest,
 )
 
@@ -63,9 +69,11 @@ class FakeNeuron:
     estimates: dict[str, int] = field(default_factory=dict)
     """Estimated bytes before the first load; `sizes` where absent."""
     total_bytes: int = 24 * GB
+    free_disk_bytes: int = 500
     states: dict[str, ModelState] = field(default_factory=dict)
     load_gate: asyncio.Event | None = None
     """Loads wait for it."""
+    unload_gate: asyncio.Event | None = None
     parks: bool = False
     """Whether it has host memory for sleeping models."""
     load_faults: list[tuple[int, str, str]] = field(default_factory=list)
@@ -78,8 +86,17 @@ class FakeNeuron:
     seen: list[Seen] = field(default_factory=list)
     load_requests: list[LoadRequest] = field(default_factory=list)
     unload_requests: list[UnloadRequest] = field(default_factory=list)
+    pull_requests: list[FilesRequest] = field(default_factory=list)
+    pull: PullStatus | None = None
+    """The latest download; a test ends it by replacing it."""
     costs: dict[str, Usage] = field(default_factory=dict)
     """Usage of requests whose clients disconnected, by request id."""
+    tls: ssl.SSLContext | None = None
+    """Speaks HTTPS with it."""
+    reason: str | None = None
+    """Reported for failed models."""
+    key: str | None = None
+    """The key that callers must send."""
     num_recycles: int = 0
     polls: int = 0
     port: int = 0
@@ -88,7 +105,7 @@ class FakeNeuron:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}" if self.tls is None else f"https://localhost:{self.port}"
 
     def used_bytes(self) -> int:
         gone = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
@@ -107,6 +124,7 @@ class FakeNeuron:
             max_output_tokens=8192,
             capabilities=Capabilities(tools=True, reasoning=True),
             load=self.loads.get(model, ModelLoad()),
+            reason=self.reason if state is ModelState.FAILED else None,
             state_age_s=1000.0,
             idle_s=1000.0,
         )
@@ -118,25 +136,42 @@ class FakeNeuron:
             uptime_s=time.monotonic() - self.started,
             devices=(DeviceHealth(index=0, total_bytes=self.total_bytes, free_bytes=free, worker="running"),),
             models=tuple(self.status(model) for model in self.sizes),
+            disk=DiskUse(total_bytes=1000, free_bytes=self.free_disk_bytes, models_bytes=100),
+            pulls=() if self.pull is None else (self.pull,),
         )
 
     def discovery(self) -> Discovery:
         device = Device(index=0, kind="cuda", name="Fake 3090", total_bytes=self.total_bytes)
         return Discovery(host=self.name, os="linux", version="0.1.0", devices=(device,), dialects=self.dialects)
 
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        is_open = request.path == "/health" and "authorization" not in request.headers
+        if self.key is not None and is_open:
+            return web.json_response({"status": "ok"})
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            error = {"message": "This node needs a key.", "code": "invalid_api_key"}
+            return web.json_response({"error": error}, status=401)
+        response: web.StreamResponse = await handler(request)
+        return response
+
     async def start(self, port: int = 0) -> None:
-        app = web.Application(client_max_size=1 << 27)
+        app = web.Application(client_max_size=1 << 27, middlewares=[self._check_key])
         app.router.add_get("/discovery", self._discovery)
         app.router.add_get("/health", self._health)
         app.router.add_post("/models/load", self._load)
         app.router.add_post("/models/unload", self._unload)
+        app.router.add_post("/files/pull", self._pull)
+        app.router.add_get("/files/pulls/{id:.+}", self._pull_status)
+        app.router.add_post("/files/cancel", self._cancel_pull)
+        app.router.add_post("/files/delete", self._delete_files)
         app.router.add_post("/devices/{index}/recycle", self._recycle)
         app.router.add_get("/requests/{id:.+}/usage", self._usage)
         app.router.add_get("/v1/models", self._foreign_models)
         app.router.add_post("/{path:v1/.*}", self._inference)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=self.tls)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -167,6 +202,8 @@ class FakeNeuron:
         self.states[wanted.model_id] = ModelState.LOADING
         if self.load_gate is not None:
             await self.load_gate.wait()
+        if self.states.get(wanted.model_id) is not ModelState.LOADING:
+            return _json({"error": {"message": "unloaded while it was being loaded", "code": "load_failed"}}, 502)
         if self.load_faults:
             status, code, message = self.load_faults.pop(0)
             self.states[wanted.model_id] = ModelState.FAILED
@@ -177,9 +214,34 @@ class FakeNeuron:
     async def _unload(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=UnloadRequest)
         self.unload_requests.append(wanted)
+        if self.unload_gate is not None:
+            await self.unload_gate.wait()
         is_parked = wanted.sleep and self.parks and self.states.get(wanted.model_id) is not None
         self.states[wanted.model_id] = ModelState.ASLEEP if is_parked else ModelState.COLD
         return _json(self.status(wanted.model_id))
+
+    async def _pull(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=FilesRequest)
+        self.pull_requests.append(wanted)
+        progress = Progress(stage="download", done_bytes=30, total_bytes=100, eta_s=7.0)
+        self.pull = PullStatus(model_id=wanted.model_id, quant=wanted.quant, state="running", progress=progress)
+        return _json(self.pull, 202)
+
+    async def _pull_status(self, request: web.Request) -> web.Response:
+        if self.pull is None or self.pull.model_id != request.match_info["id"]:
+            return _json({"error": {"message": "no download", "code": "model_not_found"}}, 404)
+        return _json(self.pull)
+
+    async def _cancel_pull(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=FilesRequest)
+        self.pull = PullStatus(model_id=wanted.model_id, state="cancelled")
+        return _json(self.pull)
+
+    async def _delete_files(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=FilesRequest)
+        if self.states.get(wanted.model_id) is ModelState.READY:
+            return _json({"error": {"message": f"{wanted.model_id} is in memory", "code": "model_in_use"}}, 409)
+        return _json(DeletedFiles(model_id=wanted.model_id, freed_bytes=1234))
 
     async def _usage(self, request: web.Request) -> web.Response:
         cost = self.costs.get(request.match_info["id"])
@@ -325,11 +387,11 @@ class Process:
         self.process = process
         self.port = port
         self.metrics_port = metrics_port
-        self._log = log
+        self.log_file = log
 
     @property
     def log(self) -> str:
-        return self._log.read_text()
+        return self.log_file.read_text()
 
     async def get(self, path: str, port: int | None = None) -> bytes:
         url = f"http://127.0.0.1:{port or self.port}{path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -65,3 +66,21 @@ async def test_gateway_that_never_had_keys_stays_open(start_gateway, tmp_path: P
 async def test_gateway_without_keys_creates_no_database(start_gateway, tmp_path: Path) -> None:
     await start_gateway()
     assert not (tmp_path / "cortex-spend.db").exists()
+
+
+@pytest.mark.parametrize("path", ["/fleet/events", "/fleet/activity/events"])
+@pytest.mark.parametrize("is_revoked", [True, False])
+async def test_stream_ends_when_its_key_is_revoked_or_demoted(start_gateway, path, is_revoked) -> None:
+    key, other = generate("anna", operator=True), generate("olga", operator=True)
+    client = await start_gateway(keys=(key.section, other.section))
+    gateway = client.gateway
+    demoted = msgspec.structs.replace(gateway.config, keys=(msgspec.structs.replace(key.section, operator=False),))
+    async with (
+        client.session.get(client.url + path, headers=bearer(key)) as stream,
+        client.session.get(client.url + path, headers=bearer(other)) as unaffected,
+    ):
+        await stream.content.readuntil(b"\n\n")
+        keys = (other.section,) if is_revoked else (other.section, *demoted.keys)
+        await gateway.reconfigure(msgspec.structs.replace(gateway.config, keys=keys), Catalogue())
+        await asyncio.wait_for(stream.content.read(), 20)
+        assert not unaffected.content.at_eof()

@@ -86,7 +86,7 @@ async def test_counters_and_histograms_of_requests(measured):
     assert value(found, "cortex_time_to_first_token_seconds_count", MODEL) == 2, "one stream in each dialect"
     assert value(found, "cortex_time_to_first_token_seconds_bucket", MODEL | {"le": "300.0"}) == 2
     assert value(found, "cortex_tokens_per_second_count", MODEL) == 2
-    assert 0 < value(found, "cortex_tokens_per_second_sum", MODEL) / 2 < 2 / 0.05
+    assert 0 < value(found, "cortex_tokens_per_second_sum", MODEL) / 2 < 2 / 0.04, "0.05 s, on a clock that is inexact"
     assert value(found, "cortex_prompt_tokens_total", SPEND) == 4 * REPORTED.prompt_tokens
     assert value(found, "cortex_completion_tokens_total", SPEND) == 4 * REPORTED.completion_tokens
     assert value(found, "cortex_cached_prompt_tokens_total", SPEND) == 4 * REPORTED.cached_tokens

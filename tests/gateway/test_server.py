@@ -47,7 +47,7 @@ async def test_serves_reloads_and_drains_on_sigterm(neurons, spawn, tmp_path):
     (tmp_path / "models.toml").write_text('[[models]]\nid = "new"\nvram_mb = 1024\n')
     config.write_text(good)
     gateway.process.send_signal(signal.SIGHUP)
-    await until(lambda: "reloaded: 1 nodes" in gateway.log)
+    await until(lambda: "reloaded, nodes: 1" in gateway.log)
     assert b'"id":"new"' in await gateway.get("/v1/models")
 
     gateway.process.send_signal(signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,14 +14,16 @@ import pytest
 import uvloop
 
 from cortex.http.limits import ClientLimits, UpstreamLimits
-from cortex.http.relay import Keepalive, Outcome, Relay
+from cortex.http.observer import Keepalive, Outcome
+from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import AdmitHead, Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
-from cortex.wire.errors import CortexError, Family, envelope
+from cortex.wire.error_encoding import envelope
+from cortex.wire.errors import CortexError, Family
 
 TICK_S = 0.02
 WAIT_S = 30.0
@@ -199,8 +202,8 @@ class Harness:
         node = await self.node(script)
         return node
 
-    def pool(self, origin: str, **limits: float) -> Pool:
-        pool = Pool(origin, self.ticker, UpstreamLimits(**limits))  # type: ignore[arg-type]
+    def pool(self, origin: str, *, tls: ssl.SSLContext | None = None, **limits: float) -> Pool:
+        pool = Pool(origin, self.ticker, UpstreamLimits(**limits), tls=tls)  # type: ignore[arg-type]
         self.pools.append(pool)
         return pool
 

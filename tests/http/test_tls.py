@@ -6,41 +6,32 @@ import asyncio
 import shutil
 import ssl
 import subprocess
+from dataclasses import astuple
 
 import pytest
 
+from cortex.http.limits import ClientLimits
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Server
 from cortex.http.upstream.faults import ConnectFailed
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+from cortex.settings import SettingsError
+from cortex.tls import ServerCertificate, client_context
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-nodes", "-days", "1", "-keyout", "key.pem", "-out", "cert.pem"),
-            *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
-        ],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
-    return folder
+def certificate(authority):
+    return authority.issue("server", "DNS:localhost")
 
 
-async def listen(harness, certificate, handler) -> int:
-    server = Server(handler, lambda error, path: (error.status, (), b""), harness.ticker)
+async def listen(harness, certificate, handler, **limits) -> int:
+    limits = ClientLimits(**limits)
+    server = Server(handler, lambda error, path: (error.status, (), b""), harness.ticker, limits)
     harness.servers.append(server)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
-    return (await server.listen("127.0.0.1", 0, tls=context))[1]
+    shown = certificate if isinstance(certificate, ServerCertificate) else ServerCertificate(*astuple(certificate))
+    return (await server.listen("127.0.0.1", 0, tls=shown.context))[1]
 
 
-async def test_relays_from_a_tls_node_and_checks_its_certificate(harness, certificate, monkeypatch):
+async def test_relays_from_a_tls_node_and_checks_its_certificate(harness, certificate, authority):
     bodies = []
 
     def node(exchange: Exchange) -> None:
@@ -52,8 +43,10 @@ async def test_relays_from_a_tls_node_and_checks_its_certificate(harness, certif
     tls_port = await listen(harness, certificate, node)
     with pytest.raises(ConnectFailed, match="certificate"):
         await harness.pool(f"https://localhost:{tls_port}").fetch(b"GET", b"/", timeout_s=30)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
-    pool = harness.pool(f"https://localhost:{tls_port}")
+    trust = ssl.create_default_context(cafile=authority.own.cert)
+    with pytest.raises(ConnectFailed, match="mismatch"):
+        await harness.pool(f"https://127.0.0.1:{tls_port}", tls=trust).fetch(b"GET", b"/", timeout_s=30)
+    pool = harness.pool(f"https://localhost:{tls_port}", tls=trust)
     _, port = await harness.relaying(pool)
     body = bytes(2_000_000)
     reader, writer = await harness.client(port)
@@ -64,11 +57,10 @@ async def test_relays_from_a_tls_node_and_checks_its_certificate(harness, certif
     assert len(pool.connections) == 1
 
 
-async def test_notices_a_tls_client_that_disconnects_or_misbehaves(harness, certificate, monkeypatch):
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
+async def test_notices_a_tls_client_that_disconnects_or_misbehaves(harness, certificate, authority):
     exchanges: list[Exchange] = []
     port = await listen(harness, certificate, exchanges.append)
-    context = ssl.create_default_context()
+    context = ssl.create_default_context(cafile=authority.own.cert)
     _, writer = await asyncio.open_connection("localhost", port, ssl=context)
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await harness.eventually(lambda: len(exchanges) == 1)
@@ -78,3 +70,120 @@ async def test_notices_a_tls_client_that_disconnects_or_misbehaves(harness, cert
     writer.write(b"GET / HTTP/1.1\r\n\r\n")
     assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
     writer.close()
+
+
+def respond(exchange: Exchange) -> None:
+    exchange.respond(200, (), b"hello")
+
+
+async def get(port: int, context: ssl.SSLContext) -> bytes:
+    reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    response = await reader.read()
+    writer.close()
+    return response
+
+
+async def test_unfinished_handshakes_count_as_connections_and_end_after_the_time_for_heads(
+    harness, certificate, authority
+):
+    port = await listen(harness, certificate, respond, num_connections_per_client=3, head_s=2.0)
+    context = ssl.create_default_context(cafile=authority.own.cert)
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    with pytest.raises((ConnectionError, ssl.SSLError)):
+        await get(port, context)
+    assert [await reader.read() for reader, _ in silent] == [b"", b"", b""], "they are closed in the end"
+    assert (await get(port, context)).endswith(b"hello")
+    for _, writer in silent:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\xff\xff" + bytes(500),
+        b"\x80\x2e\x01\x00\x02",
+        bytes(70_000),
+    ],
+)
+async def test_closes_what_is_not_tls_and_goes_on(harness, certificate, authority, caplog, junk):
+    port = await listen(harness, certificate, respond, head_s=1.0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(junk)
+    try:
+        assert b"HTTP" not in await reader.read()
+    except ConnectionError:
+        pass
+    writer.close()
+    context = ssl.create_default_context(cafile=authority.own.cert)
+    assert (await get(port, context)).endswith(b"hello")
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
+async def test_rejects_versions_before_1_2(harness, certificate, authority):
+    port = await listen(harness, certificate, respond)
+    context = ssl.create_default_context(cafile=authority.own.cert)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.raises((ConnectionError, ssl.SSLError)):
+        await get(port, context)
+
+
+async def serial(port: int, context: ssl.SSLContext) -> str:
+    """The serial number of the certificate that a new connection gets."""
+    _, writer = await asyncio.open_connection("localhost", port, ssl=context)
+    found = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
+    writer.close()
+    return str(found)
+
+
+async def test_new_connections_get_the_renewed_certificate_and_open_ones_go_on(harness, authority, tmp_path, caplog):
+    def install(made) -> None:
+        shutil.copy(made.cert, tmp_path / "cert.pem")
+        shutil.copy(made.key, tmp_path / "key.pem")
+
+    install(authority.issue("first"))
+    shown = ServerCertificate(tmp_path / "cert.pem", tmp_path / "key.pem")
+    port = await listen(harness, shown, respond)
+    context = client_context(authority.own.cert)
+    before = await serial(port, context)
+    reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
+
+    (tmp_path / "key.pem").write_bytes(authority.own.key.read_bytes())
+    shown.reload_if_changed()
+    assert "belong together" in (shown.stale_reason or "")
+    assert "old one stays in force" in caplog.text
+    assert await serial(port, context) == before, "a pair that does not match is not used"
+
+    install(authority.issue("second"))
+    shown.reload_if_changed()
+    assert shown.stale_reason is None
+    assert await serial(port, context) != before
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await harness.read_message(reader))[1] == b"hello", "the connection from before is still open"
+    writer.close()
+
+
+@pytest.mark.parametrize("broken", ["missing", "empty", "wrong key", "encrypted key"])
+def test_rejects_a_pair_that_cannot_be_used(authority, tmp_path, broken):
+    made = authority.issue("broken")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.write_bytes(made.cert.read_bytes())
+    if broken == "empty":
+        key.write_bytes(b"")
+    elif broken == "wrong key":
+        key.write_bytes(authority.own.key.read_bytes())
+    elif broken == "encrypted key":
+        subprocess.run(["openssl", "ec", "-in", made.key, "-aes128", "-passout", "pass:x", "-out", key], check=True)
+    with pytest.raises(SettingsError, match="tls_key"):
+        ServerCertificate(cert, key)
+
+
+@pytest.mark.parametrize("text", [None, "", "no certificate"])
+def test_rejects_a_ca_file_without_certificates(tmp_path, text):
+    if text is not None:
+        (tmp_path / "ca.pem").write_text(text)
+    with pytest.raises(SettingsError, match="ca_file"):
+        client_context(tmp_path / "ca.pem")

@@ -73,3 +73,23 @@ def test_accepts_the_former_name_of_sleep_mb_with_a_warning(tmp_path, caplog):
     assert "limits.parked_mb" in caplog.text
     with pytest.raises(SettingsError, match="keep only `sleep_mb`"):
         load(write(tmp_path, "[limits]\nparked_mb = 64\nsleep_mb = 64"), {})
+
+
+def test_former_names_work_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "neuron.toml"
+    path.write_text("[harness.candle]\nhf_cache = '/srv/hub'\n[[harnesses]]\nname = 'candle'\n")
+    former = {
+        "NEURON_PREFILL_CHUNK_TOKENS": "256",
+        "NEURON_MAX_PROMPT_TOKENS": "4096",
+        "NEURON_MIN_FREE_VRAM_MB": "1024",
+    }
+    config = load(path, former)
+    assert config.harness.torch.hf_cache == Path("/srv/hub")
+    limits = config.limits
+    assert (limits.prefill_chunk_tokens, limits.max_prompt_tokens, limits.min_free_vram_mb) == (256, 4096, 1024)
+    assert all(name in caplog.text for name in ("harness.candle", *former))
+
+
+def test_rejects_unknown_environment_variable() -> None:
+    with pytest.raises(SettingsError, match="NEURON_LIMITS_MAX_QUEUE: did you mean NEURON_LIMITS__MAX_QUEUE"):
+        load(None, {"NEURON_LIMITS_MAX_QUEUE": "3"})

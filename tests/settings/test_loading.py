@@ -47,8 +47,14 @@ class Config(Section, frozen=True):
     eviction: Eviction = Eviction()
     neurons: tuple[Neuron, ...] = ()
     aliases: dict[str, str] = msgspec.field(default_factory=dict)
+    renamed: ClassVar = {"patience_s": "timeouts.idle_s"}
+
     level: int = 0
     timeouts: Timeouts = Timeouts()
+
+    @property
+    def other_variables(self) -> frozenset[str]:
+        return frozenset({"CORTEX_URL"})
 
     def __post_init__(self) -> None:
         if self.level == 13:
@@ -256,6 +262,58 @@ def test_renamed_key_works_and_warns(
     config = loads(Config, text, file=Path("cortex.toml"), env_prefix="CORTEX_", env=env)
     assert config.timeouts.idle_s == 5.0
     assert [record.getMessage() for record in caplog.records] == [f"{location} is now called `idle_s`: rename it"]
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "location"),
+    [
+        ("patience_s = 5\n[timeouts]\nlabel = 'a'", {}, "patience_s in cortex.toml line 1"),
+        ("[timeouts]\nlabel = 'a'", {"CORTEX_PATIENCE_S": "5"}, "patience_s in environment variable CORTEX_PATIENCE_S"),
+    ],
+)
+def test_key_that_moved_into_a_table_works_and_warns(
+    text: str, env: dict[str, str], location: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = loads(Config, text, file=Path("cortex.toml"), env_prefix="CORTEX_", env=env)
+    assert config.timeouts == Timeouts(idle_s=5.0, label="a")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{location} is now called `timeouts.idle_s`: rename it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("patience_s = 0", "invalid value for patience_s in cortex.toml line 1: expected number > 0, got 0"),
+        (
+            "patience_s = 1\n[timeouts]\nidle_s = 2",
+            "two names for one key: patience_s in cortex.toml line 1: keep only `timeouts.idle_s`, its new name",
+        ),
+        (
+            "patience_s = 1\ntimeouts = 3",
+            "invalid value for timeouts in cortex.toml line 2: expected table, got 3",
+        ),
+    ],
+)
+def test_error_of_a_key_that_moved_names_it_as_written(text: str, message: str) -> None:
+    assert load_error(text).message == message
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("CORTEX_GATEWAY_LISTEN", "did you mean CORTEX_GATEWAY__LISTEN?"),
+        ("CORTEX_LEVL", "did you mean CORTEX_LEVEL?"),
+        ("CORTEX_URI", "did you mean CORTEX_URL?"),
+        ("CORTEX_QQQQQQQQQQQQ", "variables that begin with CORTEX_ are keys; rename it"),
+    ],
+)
+def test_rejects_unknown_environment_variable_with_the_prefix(variable: str, advice: str) -> None:
+    assert load_error("", {variable: "1"}).message == f"unknown environment variable {variable}: {advice}"
+
+
+def test_accepts_environment_variables_that_are_no_keys() -> None:
+    assert loads(Config, "", env_prefix="CORTEX_", env={"CORTEX_URL": "x", "OTHER": "y"}) == Config()
 
 
 def test_renamed_key_in_environment_keeps_its_type() -> None:

@@ -34,6 +34,24 @@ def test_json_line_has_the_extra_fields_of_the_event() -> None:
     assert (line["node"], line["request_id"]) == ("beast", "req_1")
 
 
+def test_client_text_cannot_forge_a_log_line() -> None:
+    forged = "x\n2026-01-01 00:00:00 INFO    forged\x1b[2J\u2028\x85"
+    problem = ValueError(forged)
+    event = logging.makeLogRecord({"msg": "GET %s", "args": (forged,), "field": forged})
+    event.exc_info = (ValueError, problem, None)
+    first, *rest = TextFormatter().format(event).splitlines()
+    assert "forged\\x1b[2J\\u2028\\x85" in first
+    assert first.count("forged") == 2
+    assert all(line.startswith("    ") for line in rest)
+    assert "\n" not in JsonFormatter().format(event)
+
+
+def test_bytes_that_are_not_text_do_not_stop_the_log() -> None:
+    event = logging.makeLogRecord({"msg": "GET %s", "args": ("/\udcff",), "field": "\udc80", "count": 3})
+    assert json.loads(JsonFormatter().format(event))["message"] == r"GET /\udcff"
+    assert TextFormatter().format(event).encode()
+
+
 def test_text_line_has_date_time_level_message_and_fields() -> None:
     line = TextFormatter().format(record(node="beast"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    loaded a/b  node=beast", line)

@@ -54,7 +54,6 @@ def test_parses_a_conversation_with_every_kind_of_block() -> None:
                     {"type": "redacted_thinking", "data": "?"},
                     {"type": "text", "text": "I call"},
                     {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ulm"}},
-                    {"type": "server_tool_use", "id": "t9", "name": "web_search", "input": {}},
                 ],
             },
             {
@@ -92,7 +91,6 @@ def test_parses_a_conversation_with_every_kind_of_block() -> None:
         Message(role="user", parts=(Text(text="and now?"),)),
         Message(role="system", parts=(Text(text="a reminder"),)),
     )
-    assert request.dropped_tools == ("server_tool_use",)
 
 
 def test_parsing_keeps_the_billing_line() -> None:
@@ -119,10 +117,11 @@ def test_parses_tools_and_tool_choice() -> None:
 @pytest.mark.parametrize(
     ("fields", "thinking"),
     [
+        ({}, Thinking(shown=False, off_by_default=True)),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, Thinking(enabled=True, budget_tokens=2000)),
-        ({"thinking": {"type": "disabled"}}, Thinking(enabled=False)),
+        ({"thinking": {"type": "disabled"}}, Thinking(enabled=False, shown=False)),
         ({"thinking": {"type": "adaptive"}}, Thinking()),
-        ({"output_config": {"effort": "high"}}, Thinking(effort="high")),
+        ({"output_config": {"effort": "high"}}, Thinking(effort="high", shown=False, off_by_default=True)),
     ],
 )
 def test_parses_thinking(fields: dict[str, Any], thinking: Thinking) -> None:
@@ -155,6 +154,22 @@ def test_rejects_invalid_value_and_names_its_field(fields: dict[str, Any], param
     with pytest.raises(InvalidValue) as caught:
         read(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("kind", ["server_tool_use", "web_search_tool_result", "container_upload", "mcp_tool_use"])
+def test_rejects_blocks_that_the_model_would_not_see(kind: str) -> None:
+    blocks = [{"type": "text", "text": "x"}, {"type": kind, "id": "t9"}]
+    with pytest.raises(InvalidValue, match=kind) as caught:
+        read(messages=[*HELLO, {"role": "assistant", "content": blocks}])
+    assert caught.value.param == "messages[1].content[1].type"
+
+
+@pytest.mark.parametrize("choice", [None, {"type": "any"}, {"type": "tool", "name": "web_search"}])
+def test_rejects_a_request_whose_only_tools_run_on_a_server(choice: Any) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    with pytest.raises(InvalidValue, match="web_search_20250305 do not run here"):
+        read(tools=[search], tool_choice=choice)
+    assert read(tools=[search], tool_choice={"type": "none"}).dropped_tools == ("web_search_20250305",)
 
 
 def test_rejects_pdf_instead_of_dropping_it() -> None:

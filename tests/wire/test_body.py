@@ -1,3 +1,5 @@
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from cortex.wire.body import parse, without_lone_surrogates
 from cortex.wire.dialects import DIALECTS
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel
+from cortex.wire.node import Dialect
 
 
 @pytest.mark.parametrize(
@@ -164,3 +167,47 @@ def test_arbitrary_body_gives_a_request_or_one_of_our_errors(body: dict[str, obj
             dialect.parse(encoded)
         except CortexError as error:
             assert error.status == 400  # noqa: PT017
+
+
+TURN = {"role": "user", "content": "x"}
+FUNCTION = {"name": "f", "input_schema": {}, "type": "function", "function": {"name": "f"}}
+COLLECTIONS = [
+    ("openai_chat", "messages", [TURN]),
+    ("openai_chat", "tools", [FUNCTION]),
+    ("openai_chat", "guided_choice", ["a"]),
+    ("openai_chat", "stop", ["a"]),
+    ("openai_chat", "stop_token_ids", [1]),
+    ("openai_chat", "messages[0].content", [{"type": "text", "text": "x"}]),
+    ("openai_chat", "messages[0].tool_calls", [{"id": "c", "function": {"name": "f"}}]),
+    ("openai_completions", "prompt", ["a"]),
+    ("openai_completions", "stop", ["a"]),
+    ("openai_responses", "input", [TURN]),
+    ("openai_responses", "tools", [FUNCTION]),
+    ("anthropic_messages", "messages", [TURN]),
+    ("anthropic_messages", "messages[0].content", [{"type": "text", "text": "x"}]),
+    ("anthropic_messages", "system", [{"type": "text", "text": "x"}]),
+    ("anthropic_messages", "stop_sequences", ["a"]),
+    ("anthropic_messages", "tools", [FUNCTION]),
+]
+
+
+@pytest.mark.parametrize(("dialect", "field", "item"), COLLECTIONS, ids=lambda value: value if value else None)
+def test_rejects_collections_beyond_their_limit_by_name(dialect: Dialect, field: str, item: list[object]) -> None:
+    turn: dict[str, Any] = {"role": "assistant", "content": "x"}
+    body: dict[str, Any] = {"model": "m", "messages": [turn], "input": "x", "max_tokens": 9}
+    if dialect == "openai_completions":
+        body["prompt"] = "x"
+    holder = turn if "." in field else body
+    holder[field.rpartition(".")[2]] = item * 20_000
+    with pytest.raises(InvalidValue, match="at most") as rejected:
+        DIALECTS[dialect].parse(msgspec.json.encode(body))
+    assert rejected.value.param == field
+
+
+def test_rejects_more_logit_biases_than_a_step_should_apply() -> None:
+    body: dict[str, Any] = {"model": "m", "messages": [TURN], "logit_bias": {str(token): 1 for token in range(1025)}}
+    with pytest.raises(InvalidValue, match="1025 entries, at most 1024") as rejected:
+        DIALECTS["openai_chat"].parse(msgspec.json.encode(body))
+    assert rejected.value.param == "logit_bias"
+    del body["logit_bias"]["0"]
+    assert len(DIALECTS["openai_chat"].parse(msgspec.json.encode(body)).sampling.logit_bias) == 1024

@@ -5,12 +5,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.wire import errors, headers
+from cortex.wire import error_encoding, errors, headers
 from cortex.wire.dialects import DIALECTS
 from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, shorten
 from cortex.wire.node import Dialect
 
 LONG = "z" * 50_000
+
+
+def test_message_with_bytes_that_are_not_text_can_be_encoded() -> None:
+    error = InvalidValue("no \udcff here: é", param="a\udc80")
+    assert (error.message, error.param) == ("no ? here: é", "a?")
+    for family in Family:
+        assert msgspec.json.encode(error_encoding.envelope(error, family))
 
 
 def test_shortens_only_long_text() -> None:
@@ -20,7 +27,7 @@ def test_shortens_only_long_text() -> None:
 
 @pytest.mark.parametrize("family", Family)
 def test_message_is_never_longer_than_the_limit(family: Family) -> None:
-    body = errors.envelope(InvalidValue(LONG, param=LONG), family)
+    body = error_encoding.envelope(InvalidValue(LONG, param=LONG), family)
     assert len(body["error"]["message"]) == MAX_MESSAGE
     assert len(body["error"].get("param") or "") <= MAX_ECHO
 
@@ -79,5 +86,5 @@ def test_header_repeats_little_of_the_request() -> None:
 @pytest.mark.parametrize("code", ["unsupported_modality", "template_render_failed", "context_length_exceeded"])
 def test_what_a_model_cannot_do_is_a_bad_request(family: Family, code: str) -> None:
     error = errors.from_code(code, "no images")
-    assert errors.status(error, family) == 400
-    assert errors.envelope(error, family)["error"]["type"] == "invalid_request_error"
+    assert error_encoding.status(error, family) == 400
+    assert error_encoding.envelope(error, family)["error"]["type"] == "invalid_request_error"

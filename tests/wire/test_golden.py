@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from cortex.wire.dialects import DIALECTS, ROUTES
-from cortex.wire.errors import BY_CODE, Family, InvalidValue, Overloaded, Recovering, envelope, headers, status
+from cortex.wire.error_encoding import envelope, headers, status
+from cortex.wire.errors import BY_CODE, Family, InvalidValue, Overloaded, Recovering
 from cortex.wire.events import (
     AnyEvent,
     Failure,

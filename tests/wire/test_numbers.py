@@ -24,7 +24,7 @@ SHARED = {
     "top_p": (0, 1),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
-    "repetition_window": (0, LARGEST_COUNT),
+    "repetition_window": (-1, LARGEST_COUNT),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "seed": (-LARGEST_INTEGER, LARGEST_INTEGER),
@@ -38,7 +38,7 @@ RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
     "openai_responses": {
         "temperature": (0, 100),
         "top_p": (0, 1),
-        "top_k": (0, LARGEST_COUNT),
+        "top_k": (-1, LARGEST_COUNT),
         "min_p": (0, 1),
         "presence_penalty": (-2, 2),
         "frequency_penalty": (-2, 2),

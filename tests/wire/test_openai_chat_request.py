@@ -18,6 +18,7 @@ from cortex.wire.requests import (
     ToolChoice,
     ToolResult,
 )
+from cortex.wire.tools import MAX_TOOLS
 
 HELLO = [{"role": "user", "content": "hello"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -224,7 +225,8 @@ def test_parses_tool_choices() -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     assert read(tools=[WEATHER], tool_choice=named).tool_choice == ToolChoice(mode="named", name="weather")
     assert read(tools=[WEATHER], parallel_tool_calls=False).tool_choice.parallel is False
-    assert read(tools=[{"type": "web_search"}], tool_choice="required").tool_choice == ToolChoice()
+    with pytest.raises(InvalidValue, match="web_search do not run here"):
+        read(tools=[{"type": "web_search"}], tool_choice="required")
 
 
 def allowed_tools(mode: str, *names: str, **fields: Any) -> dict[str, Any]:
@@ -298,3 +300,16 @@ def test_parses_a_message_to_continue() -> None:
     request = read(continue_final_message=True, add_generation_prompt=False)
     assert request.template_args == {"continue_final_message": True, "add_generation_prompt": False}
     assert parse(build(request)) == request
+
+
+def test_rejects_more_tools_than_a_model_can_choose_from() -> None:
+    functions = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(MAX_TOOLS + 1)]
+    assert len(read(tools=functions[:-1]).tools) == MAX_TOOLS
+    with pytest.raises(InvalidValue, match=f"at most {MAX_TOOLS}") as rejected:
+        read(tools=functions)
+    assert rejected.value.param == "tools"
+
+
+def test_repeated_allowed_tool_counts_once() -> None:
+    request = read(tools=[WEATHER], tool_choice=allowed_tools("auto", "weather", "weather"))
+    assert request.tool_choice.allowed == ("weather",)

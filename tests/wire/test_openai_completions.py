@@ -39,7 +39,8 @@ def test_rejects_more_choices_than_one_request_may_have() -> None:
 
 def test_accepts_no_tokens_only_for_an_echo() -> None:
     assert read(prompt="a", max_tokens=0, echo=True).sampling.max_tokens == 0
-    for fields, name in (({"echo": False}, "max_tokens"), ({"echo": True, "logprobs": 1}, "logprobs")):
+    assert read(prompt="a", max_tokens=0, echo=True, logprobs=1).sampling.top_logprobs == 1
+    for fields, name in (({"echo": False}, "max_tokens"),):
         with pytest.raises(InvalidValue) as caught:
             read(prompt="a", max_tokens=0, **fields)
         assert caught.value.param == name
@@ -105,3 +106,34 @@ def test_offsets_count_the_echoed_prompt() -> None:
     assert [chunk["logprobs"]["text_offset"] for chunk in chunks if chunk["logprobs"]] == [[3]]
     (whole,) = msgspec.json.decode(fold(events, request, id="cmpl-1", created=1, model="m"))["choices"]
     assert (whole["text"], whole["logprobs"]["text_offset"]) == ("xyzab", [3])
+
+
+def test_echo_with_logprobs_scores_the_prompt_from_its_second_token_on() -> None:
+    """A control token before the text has a score and no characters."""
+    request = read(prompt="xy", logprobs=1, echo=True)
+    likeliest = TokenLogprob("q", 4, -0.1, (113,))
+    prompt = (
+        TokenLogprob("<s>", 0, None, ()),
+        TokenLogprob("x", 1, -2.0, (120,), (likeliest,), rank=7),
+        TokenLogprob("y", 2, -0.3, (121,), (TokenLogprob("y", 2, -0.3, (121,)),), rank=1),
+    )
+    events: list[AnyEvent] = [
+        Start(id="i", model="m", created=1),
+        Logprobs(tokens=prompt),
+        TextDelta(text="xy"),
+        Logprobs(tokens=(TokenLogprob("z", 3, -0.5, (122,), (TokenLogprob("z", 3, -0.5, (122,)),)),)),
+        TextDelta(text="z"),
+        Finish(reason="length", usage=Usage()),
+    ]
+    (whole,) = msgspec.json.decode(fold(events, request, id="cmpl-1", created=1, model="m"))["choices"]
+    assert whole["text"] == "xyz"
+    assert whole["logprobs"] == {
+        "tokens": ["<s>", "x", "y", "z"],
+        "token_logprobs": [None, -2.0, -0.3, -0.5],
+        "top_logprobs": [None, {"x": -2.0, "q": -0.1}, {"y": -0.3}, {"z": -0.5}],
+        "text_offset": [0, 0, 1, 2],
+    }
+    encoder = Encoder(request, id="cmpl-1", created=1, model="m")
+    frames = Parser().feed(b"".join(encoder.encode(event) for event in events))
+    logprobs = [msgspec.json.decode(frame.data)["choices"][0]["logprobs"] for frame in frames[:-1]]
+    assert [one["text_offset"] for one in logprobs if one] == [[0, 0, 1], [2]]

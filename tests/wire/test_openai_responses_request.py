@@ -74,6 +74,44 @@ def test_joins_items_of_one_assistant_turn() -> None:
     assert request.dropped_tools == ("web_search_call",)
 
 
+@pytest.mark.parametrize("kind", ["computer_call", "local_shell_call_output", "shell_call", "apply_patch_call", "new"])
+def test_rejects_items_that_the_model_would_not_see(kind: str) -> None:
+    with pytest.raises(InvalidValue, match=f"'{kind}' are not supported") as caught:
+        read(input=[{"role": "user", "content": "x"}, {"type": kind, "id": "i"}])
+    assert caught.value.param == "input[1].type"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "mcp", "server_label": "s"}])
+def test_rejects_a_choice_among_tools_that_do_not_run_here(choice: Any) -> None:
+    with pytest.raises(InvalidValue, match="mcp"):
+        read(tools=[{"type": "mcp"}], tool_choice=choice)
+
+
+def test_repeats_only_the_tools_that_are_in_force() -> None:
+    weather = {"type": "function", "name": "weather"}
+    patch = {"type": "custom", "name": "patch"}
+    request = read(tools=[weather, {"type": "shell"}, patch, {"type": "file_search"}])
+    assert request.metadata["tools"] == [weather, patch]
+    assert request.dropped_tools == ("shell", "file_search")
+
+
+def test_shows_a_custom_tool_to_the_model_as_a_function_with_one_text() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    tools = [{"type": "custom", "name": "patch", "description": "Edits.", "format": grammar}]
+    request = read(tools=tools, tool_choice={"type": "custom", "name": "patch"})
+    (tool,) = request.tools
+    assert tool.is_custom
+    assert tool.parameters["required"] == ["input"]
+    assert tool.parameters["additionalProperties"] is False
+    assert tool.description == 'Edits.\n\nThe input must match this Lark grammar:\nstart: "x"'
+    assert request.unenforced == ("tools[0].format",)
+    assert request.tool_choice == ToolChoice(mode="named", name="patch")
+    for format, param in (({"type": "json"}, "type"), ({"type": "grammar", "syntax": "ebnf"}, "syntax")):
+        with pytest.raises(InvalidValue) as caught:
+            read(tools=[{"type": "custom", "name": "patch", "format": format}])
+        assert caught.value.param == f"tools[0].format.{param}"
+
+
 def test_drops_and_lists_unsupported_tools() -> None:
     weather = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
     request = read(

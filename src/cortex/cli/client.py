@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import ssl
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import click
 import msgspec
+
+from cortex.tls import client_context
 
 from .failures import CommandError, ExitCode
 
@@ -23,6 +27,7 @@ _REMEDIES: dict[int | str, str] = {
     401: "set CORTEX_API_KEY to a key made with `cortex keys add`",
     404: "list the models with `cortex models`",
     503: "try again in a moment",
+    "model_in_use": "see `cortex ps`",
     "operator_only": "set CORTEX_API_KEY to a key made with `cortex keys add NAME --operator`",
 }
 """By the error code of the gateway, or by the HTTP status."""
@@ -31,10 +36,10 @@ _REMEDIES: dict[int | str, str] = {
 class GatewayUnreachable(CommandError):
     """There is no response from the address. `reason` says why."""
 
-    def __init__(self, url: str, reason: str) -> None:
+    def __init__(self, url: str, reason: str, remedy: str | None = None) -> None:
         super().__init__(
             f"no gateway at {url} ({reason})",
-            "start one with `cortex up`, or name another with --url or CORTEX_URL",
+            remedy or "start one with `cortex up`, or name another with --url or CORTEX_URL",
             ExitCode.UNREACHABLE,
         )
         self.reason = reason
@@ -53,12 +58,16 @@ class GatewayRejected(CommandError):
 class GatewayClient:
     """One gateway by its base URL. Opens a connection per call. Not thread-safe."""
 
-    def __init__(self, url: str, api_key: str | None, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, timeout_s: float = 30.0, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`tls` verifies the certificate of an https gateway; absent: against the authorities of the system."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise CommandError(f"{url} is not a gateway address", f"write it like {DEFAULT_URL}", ExitCode.USAGE)
         self.url = f"{parts.scheme}://{parts.netloc}"
-        self._secure = parts.scheme == "https"
+        self._is_secure = parts.scheme == "https"
+        self._tls = tls
         self._host, self._port = parts.hostname, parts.port
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
@@ -66,7 +75,7 @@ class GatewayClient:
 
     def at(self, url: str) -> GatewayClient:
         """Another gateway, with the same key."""
-        return GatewayClient(url, self._api_key, self._timeout_s)
+        return GatewayClient(url, self._api_key, self._timeout_s, tls=self._tls)
 
     def get(self, path: str) -> Any:
         """The decoded JSON of `GET path`."""
@@ -75,9 +84,14 @@ class GatewayClient:
 
     def post(self, path: str, body: Any = None) -> Any:
         """The decoded JSON of `POST path`, or None for an empty response."""
-        with self._exchange("POST", path, body) as response:
+        with self._exchange("POST", path, {} if body is None else body) as response:
             content = response.read()
         return self._decode(content) if content else None
+
+    def delete(self, path: str) -> Any:
+        """The decoded JSON of `DELETE path`."""
+        with self._exchange("DELETE", path, None) as response:
+            return self._decode(response.read())
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
@@ -98,9 +112,7 @@ class GatewayClient:
 
     @contextlib.contextmanager
     def _exchange(self, method: str, path: str, body: Any) -> Iterator[http.client.HTTPResponse]:
-        connect = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = connect(self._host, self._port, timeout=self._timeout_s)
-        with contextlib.closing(connection):
+        with contextlib.closing(self._connection()) as connection:
             content = None if body is None else msgspec.json.encode(body)
             headers = {**self._headers, **({"content-type": "application/json"} if content else {})}
             try:
@@ -109,11 +121,19 @@ class GatewayClient:
                 rejection = response.read() if response.status >= 400 else None
             except TimeoutError as error:
                 raise GatewayUnreachable(self.url, f"no response within {self._timeout_s:g} s") from error
+            except ssl.SSLCertVerificationError as error:
+                remedy = "name the authority of its certificate with --ca-file or CORTEX_CA_FILE"
+                raise GatewayUnreachable(self.url, f"certificate: {error.verify_message}", remedy) from error
             except (OSError, http.client.HTTPException) as error:
                 raise GatewayUnreachable(self.url, getattr(error, "strerror", None) or str(error)) from error
             if rejection is not None:
                 raise _rejection(response.status, self._decode(rejection))
             yield response
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._is_secure:
+            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=self._tls)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
 
     def _decode(self, content: bytes) -> Any:
         try:
@@ -139,12 +159,29 @@ def model_path(model_id: str, action: str) -> str:
 
 
 def gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--url` and `--api-key`, passed on as one `gateway` argument."""
+    """Give a command `--url`, `--api-key` and `--ca-file`, passed on as one `gateway` argument."""
 
-    @click.option("--url", envvar="CORTEX_URL", default=DEFAULT_URL, show_default=True, help="Gateway, or CORTEX_URL.")
+    @click.option(
+        "-e",
+        "--url",
+        "--endpoint",
+        "url",
+        envvar="CORTEX_URL",
+        default=DEFAULT_URL,
+        show_default=True,
+        help="Gateway, or CORTEX_URL.",
+    )
     @click.option("--api-key", envvar="CORTEX_API_KEY", default=None, help="Key to send, or CORTEX_API_KEY.")
+    @click.option(
+        "--ca-file",
+        envvar="CORTEX_CA_FILE",
+        type=click.Path(path_type=Path),
+        default=None,
+        help="Certificates to trust for an https gateway, or CORTEX_CA_FILE.",
+    )
     @functools.wraps(function)
-    def command(url: str, api_key: str | None, **arguments: Any) -> Any:
-        return function(gateway=GatewayClient(url, api_key), **arguments)
+    def command(url: str, api_key: str | None, ca_file: Path | None, **arguments: Any) -> Any:
+        tls = client_context(ca_file) if ca_file is not None else None
+        return function(gateway=GatewayClient(url, api_key, tls=tls), **arguments)
 
     return command

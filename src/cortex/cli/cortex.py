@@ -8,9 +8,13 @@ from cortex import __version__
 from cortex.cli.commands.chat import chat
 from cortex.cli.commands.doctor import doctor
 from cortex.cli.commands.explain import explain
+from cortex.cli.commands.files import pull, rm
 from cortex.cli.commands.keys import keys
-from cortex.cli.commands.load import load, pin, unload, unpin
+from cortex.cli.commands.load import load, move, pin, unload, unpin
+from cortex.cli.commands.logs import logs
 from cortex.cli.commands.models import models
+from cortex.cli.commands.nodes import drain, jobs, ps, undrain
+from cortex.cli.commands.run import run as run_model
 from cortex.cli.commands.serve import serve
 from cortex.cli.commands.status import status
 from cortex.cli.commands.usage import usage
@@ -24,7 +28,11 @@ def cortex() -> None:
     """One OpenAI + Anthropic endpoint over a handful of mismatched GPU boxes."""
 
 
-for command in (up, status, models, chat, load, unload, pin, unpin, explain, doctor, keys, usage, serve):
+_LOOK = (status, ps, models, logs, jobs, explain, doctor)
+_USE = (run_model, chat)
+_CONTROL = (load, unload, pin, unpin, move, pull, rm, drain, undrain)
+
+for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve):
     cortex.add_command(command)
 
 

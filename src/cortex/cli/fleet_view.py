@@ -31,10 +31,13 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     kind: str
     up: bool
     draining: bool = False
+    drained: bool = False
     problem: str | None = None
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
     cold_models: tuple[str, ...] = ()
+    files: dict[str, int] = msgspec.field(default_factory=dict)
+    """Bytes on disk, by model."""
 
 
 class FleetView(NodeValue, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ Each command imports the engine's packages only after checking that they are ins
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,18 +14,20 @@ from typing import TYPE_CHECKING
 import click
 
 from cortex import __version__
-from cortex.cli.commands import checks
+from cortex.cli.commands import checks, tp_smoke
 from cortex.cli.commands.checks import Finding, Severity
 from cortex.cli.commands.doctor import report
 from cortex.cli.failures import EXIT_CODES_HELP, CommandError, ExitCode, Group, run
-from cortex.cli.output import bar, console, json_option, print_json, size, table
+from cortex.cli.output import bar, console, file_here, json_option, print_json, size, table
 from cortex.cli.up.preflight import require_engine
 from cortex.settings import SettingsError
 
 if TYPE_CHECKING:
     from cortex.neuron.config import NeuronConfig
 
-config_option = click.option("--config", type=click.Path(path_type=Path), help="A neuron.toml; defaults without one.")
+config_option = click.option(
+    "-c", "--config", type=click.Path(path_type=Path), help="A neuron.toml. [default: ./neuron.toml if there is one]"
+)
 
 
 @click.group(cls=Group, name="neuron", epilog=EXIT_CODES_HELP)
@@ -35,8 +38,11 @@ def neuron() -> None:
 
 @neuron.command()
 @config_option
-@click.option("--port", type=click.IntRange(1, 65535), help="Listen here instead of where the configuration says.")
-def serve(config: Path | None, port: int | None) -> None:
+@click.option(
+    "-p", "--port", type=click.IntRange(1, 65535), help="Listen here instead of where the configuration says."
+)
+@click.option("--insecure", is_flag=True, help="Let other machines use this node without a key.")
+def serve(config: Path | None, port: int | None, insecure: bool) -> None:
     """Run the node daemon until SIGTERM or Ctrl-C."""
     require_engine()
     import uvloop
@@ -44,11 +50,19 @@ def serve(config: Path | None, port: int | None) -> None:
     from cortex.neuron.api.server import CannotListen
     from cortex.neuron.api.server import serve as serve_node
 
+    config = config or file_here("neuron.toml")
     try:
-        uvloop.run(serve_node(_load(config, {"NEURON_PORT": str(port)} if port else {})))
+        settings = _load(config, {"NEURON_PORT": str(port)} if port else {})
+        uvloop.run(serve_node(settings, config, insecure=insecure))
     except CannotListen as error:
         what, _, remedy = str(error).partition("; ")
         raise CommandError(what, remedy, ExitCode.NO_ROOM) from error
+
+
+@neuron.command()
+def key() -> None:
+    """Print a new random key for `key_file`, which gateways send."""
+    click.echo(f"nk-{secrets.token_urlsafe(32)}")
 
 
 @neuron.command()
@@ -82,13 +96,28 @@ def discover(as_json: bool) -> None:
         console().print(f"problem: {inventory.driver_problem}")
 
 
+@neuron.command("tp-smoke")
+@click.option("--devices", default="0,1", show_default=True, help="Two or more devices, as `discover` numbers them.")
+@json_option
+def tp_smoke_command(devices: str, as_json: bool) -> None:
+    """Measure the link between devices, and say whether a model should be divided among them."""
+    require_engine()
+    try:
+        indices = [int(part) for part in devices.split(",")]
+    except ValueError as error:
+        raise CommandError(
+            f"{devices!r} is not a list of devices", "name them: --devices 0,1", ExitCode.USAGE
+        ) from error
+    tp_smoke.run(indices, as_json=as_json)
+
+
 @neuron.command()
 @config_option
 @json_option
 def doctor(config: Path | None, as_json: bool) -> int:
     """Check the usual problems of a node and say how to fix them."""
     require_engine()
-    return report(_findings(config), as_json)
+    return report(_findings(config or file_here("neuron.toml")), as_json)
 
 
 def _findings(path: Path | None) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,6 +30,15 @@ def console() -> Console:
     """Standard output; wide when it is not a terminal, so that pipes get whole lines."""
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=200)
+
+
+def file_here(name: str) -> Path | None:
+    """The configuration in the working directory, if there is one. Says so, since nobody named it."""
+    path = Path(name)
+    if not path.is_file():
+        return None
+    click.echo(f"using {path.resolve()}; name another one with --config", err=True)
+    return path
 
 
 def print_json(value: Any) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from cortex.settings import Section
 from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import ModelNotFound, shorten
+from cortex.wire.node import KVDtype
 
 MEBIBYTE = 1024 * 1024
 
@@ -31,6 +32,11 @@ class Cost(Section, frozen=True):
     input: Price = 0.0
     cached_input: Price = 0.0
     output: Price = 0.0
+
+    def of(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> float:
+        """What these tokens cost; `cached_tokens` are part of the prompt."""
+        fresh = prompt_tokens - cached_tokens
+        return (fresh * self.input + cached_tokens * self.cached_input + completion_tokens * self.output) / 1e6
 
 
 class ModelSpec(Section, frozen=True):
@@ -49,11 +55,13 @@ class ModelSpec(Section, frozen=True):
     """Expected size over all devices; the node's own estimate when absent. Measured bytes replace it after a load."""
     min_devices: Count = 1
     """Fewest devices to spread over; more are used where one share would not fit. Nodes limit the devices per model:
-    a neuron supports one (`max_devices_per_model` in its `/discovery`)."""
+    a neuron supports as many as it has (`max_devices_per_model` in its `/discovery`)."""
     min_device_vram_mb: Amount = 0
     """Devices smaller than this are not considered."""
     pinned_on: tuple[str, ...] = ()
     """Nodes that always keep it; they are preferred, and never evict it."""
+    only_on: tuple[str, ...] = ()
+    """It is loaded on these nodes and no others. Empty: on every node."""
     load: LoadPolicy | None = None
     """`on_demand`: loaded by the first request. `pinned`: loaded at start, and kept. `manual`: loaded only by the
     operator. When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
@@ -64,9 +72,19 @@ class ModelSpec(Section, frozen=True):
     no host memory for that, it is unloaded at once. When absent, it stays until its room is needed."""
     context: Count | None = None
     """Context length to load with, in tokens; the maximum that the model and memory allow when absent."""
+    kv_dtype: KVDtype | None = None
+    """`fp8`: the KV cache takes one byte a number, for about twice the context in the same memory. As the node is
+    configured when absent."""
+    control_tokens_in_messages: bool = False
+    """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
+    the next load on. By default they are only text, so that clients cannot forge turns."""
     cost: Cost = Cost()
     capabilities: tuple[Capability, ...] = ()
     """Shown to clients; as the node reports when empty."""
+
+    def __post_init__(self) -> None:
+        if self.only_on and (excluded := [name for name in self.pinned_on if name not in self.only_on]):
+            raise ValueError(f"`{self.id}` is pinned on {', '.join(excluded)}, which `only_on` excludes")
 
     @property
     def policy(self) -> LoadPolicy:

@@ -14,9 +14,9 @@ from .eviction import Occupant
 Origin = Literal["request", "background", "operator"]
 """A client, a client through a background alias (never evicts), or the operator (may load `manual` models)."""
 
-Action = Literal["route", "join", "wake", "load", "wait", "refuse"]
+Action = Literal["route", "join", "wake", "load", "wait", "reject"]
 """`route`: ready there. `join`: starting there, wait for it. `wake`, `load`: start it there, victims first.
-`wait`: it will fit once current requests end. `refuse`: waiting would not help."""
+`wait`: it will fit once current requests end. `reject`: waiting would not help."""
 
 
 class Verdict(StrEnum):
@@ -45,6 +45,8 @@ class Verdict(StrEnum):
     WRONG_HARNESS = "wrong_harness"
     MANUAL = "manual"
     """Only the operator loads it."""
+    EXCLUDED = "excluded"
+    """The catalogue keeps the model on other nodes (`only_on`)."""
     NOT_LISTED = "not_listed"
     """The node does not list the model."""
 
@@ -101,7 +103,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chosen(self) -> Assessment | None:
-        """The node to use; `None` when the action is `wait` or `refuse`."""
+        """The node to use; `None` when the action is `wait` or `reject`."""
         return self.assessments[0] if self.action in ("route", "join", "wake", "load") else None
 
     @property

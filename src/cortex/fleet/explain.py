@@ -50,7 +50,7 @@ def outcome(decision: Decision) -> str:
         case "wait":
             first = decision.assessments[0]
             return f"{model_id} waits for room on {first.node}: {first.reason}."
-        case "refuse":
+        case "reject":
             return rejection(decision).message
 
 
@@ -70,7 +70,7 @@ def as_json(decision: Decision) -> dict[str, Any]:
 
 
 def rejection(decision: Decision) -> CortexError:
-    """The error for a request whose decision is `refuse`, or `wait` for an operator's order."""
+    """The error for a request whose decision is `reject`, or `wait` for an operator's order."""
     error = _ERRORS.get(_decisive(decision), InsufficientCapacity)
     background = any(
         occupant.protection is Protection.BACKGROUND
@@ -91,6 +91,7 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
     Verdict.UNHEALTHY: UpstreamUnavailable,
     Verdict.FAILED: LoadFailed,
     Verdict.MANUAL: UpstreamUnavailable,
+    Verdict.EXCLUDED: UpstreamUnavailable,
     Verdict.NOT_LISTED: ModelNotFound,
 }
 

@@ -13,6 +13,7 @@ from .catalogue import MEBIBYTE, ModelSpec
 from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection, choose, occupies, protection
 from .memory import DeviceLedger, Need, ledger
+from .rules import PlacementRules
 from .topology import Fleet, Node
 from .units import gib
 
@@ -31,10 +32,12 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
     where they cannot be, its minimum footprint will do. A model that is asleep wakes on its previous devices at its
     previous size; where those have no room, all devices are considered.
     """
+    held = node.residencies.get(spec.id)
+    if held is not None and held.status.num_devices > spec.min_devices:
+        spec = msgspec.structs.replace(spec, min_devices=held.status.num_devices)
     devices = ledger(node)
     occupants = _occupants(spec, node, devices, fleet, now, origin)
     eligible = _eligible(spec, devices)
-    held = node.residencies.get(spec.id)
 
     def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
         count = _device_count(spec, candidates, size, limit=node.max_devices_per_model)
@@ -83,14 +86,15 @@ def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow,
 
 
 def _taken(wanted_bytes: int, sure_bytes: int, room: _Room) -> int:
-    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded."""
-    usable_bytes = sum(
+    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded. All devices of
+    a model get the same share, so the one with the least room decides."""
+    usable_bytes = [
         device.usable_bytes(
             device.balance_bytes + sum(victim.device_bytes.get(device.index, 0) for victim in room.victims)
         )
         for device in room.devices
-    )
-    return max(sure_bytes, min(wanted_bytes, usable_bytes))
+    ]
+    return max(sure_bytes, min(wanted_bytes, len(usable_bytes) * min(usable_bytes, default=0)))
 
 
 def _find_room(
@@ -119,8 +123,8 @@ def _find_room(
     if share is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
         return Verdict.FITS, "size unknown; the node checks it at load", _Room(tuple(emptiest))
-    if devices := _tightest(eligible, count, share):
-        return Verdict.FITS, f"needs {gib(share)} per device, which is free", _Room(devices)
+    if devices := _roomy(eligible, count, share, fleet.placement):
+        return Verdict.FITS, f"needs {gib(share)} per device, which is free{_smallest_share(devices)}", _Room(devices)
 
     wide_enough = [device for device in eligible if device.capacity_bytes >= share]
     sets = list(combinations(wide_enough, count))
@@ -190,13 +194,22 @@ def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int |
     return None
 
 
-def _tightest(eligible: Sequence[DeviceLedger], count: int, share: int) -> tuple[DeviceLedger, ...]:
-    """The `count` fullest devices that still have room for `share`; empty when there are fewer."""
+def _roomy(eligible: Sequence[DeviceLedger], count: int, share: int, rules: PlacementRules) -> tuple[DeviceLedger, ...]:
+    """`count` devices with room for `share`: the fullest, or to spread the emptiest. Empty when there are fewer."""
+    sign = -1 if rules.strategy == "spread" else 1
     roomy = sorted(
         (device for device in eligible if device.available_bytes >= share),
-        key=lambda device: (device.available_bytes, device.index),
+        key=lambda device: (sign * device.available_bytes, device.index),
     )
     return tuple(roomy[:count]) if len(roomy) >= count else ()
+
+
+def _smallest_share(devices: Sequence[DeviceLedger]) -> str:
+    """Which of a model's devices decides how much each of them takes, if they differ."""
+    least, *others = sorted(devices, key=lambda device: device.available_bytes)
+    if not others or gib(least.available_bytes) == gib(others[-1].available_bytes):
+        return ""
+    return f"; device {least.index} with {gib(least.available_bytes)} free decides the share of each"
 
 
 def _rooms(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
+
+import msgspec
 
 from cortex.wire.node import ModelState
 
 from .catalogue import ModelSpec
 from .decision import Action, Assessment, Decision, Origin, Verdict
+from .eviction import occupies
 from .fitting import fit, need_and_have
 from .memory import Need, need_of
+from .rules import PlacementRules
 from .topology import STARTING, Fleet, Node, Residency
 
 _ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
@@ -42,8 +47,8 @@ def place(
     assessments = [
         assess(spec, node, fleet, now, origin=origin) for node in fleet.nodes if only_on in (None, node.name)
     ]
-    assessments.sort(key=_preference)
-    action = _action(assessments[0]) if assessments else "refuse"
+    assessments.sort(key=partial(_preference, rules=fleet.placement))
+    action = _action(assessments[0]) if assessments else "reject"
     return Decision(model_id=model_id, at=now, origin=origin, action=action, assessments=tuple(assessments))
 
 
@@ -70,10 +75,30 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     )
 
 
-def feasible_nodes(model_id: str, fleet: Fleet, now: float) -> tuple[str, ...]:
-    """The nodes that could serve the model, now or after making room, if the operator loads it."""
-    decision = place(model_id, fleet, now, origin="operator")
-    return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
+class Feasibility:
+    """Which nodes could serve a model, now or after making room, if the operator loads it. Of one snapshot.
+
+    For the whole catalogue of a large fleet: of the many models that a node lists, only those that hold memory matter
+    for another one, and they are found once.
+    """
+
+    def __init__(self, fleet: Fleet, now: float) -> None:
+        self._fleet = fleet
+        self._now = now
+        self._occupying = [
+            {model_id: held for model_id, held in node.residencies.items() if occupies(held)} for node in fleet.nodes
+        ]
+
+    def nodes(self, model_id: str) -> tuple[str, ...]:
+        """The names of the nodes."""
+        nodes = tuple(
+            msgspec.structs.replace(node, residencies={**occupying, model_id: node.residencies[model_id]})
+            if model_id in node.residencies
+            else msgspec.structs.replace(node, residencies=occupying)
+            for node, occupying in zip(self._fleet.nodes, self._occupying, strict=True)
+        )
+        decision = place(model_id, msgspec.structs.replace(self._fleet, nodes=nodes), self._now, origin="operator")
+        return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
 
 
 def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
@@ -119,9 +144,9 @@ def _without_memory(
     if not node.healthy:
         return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     if node.draining:
-        return Verdict.DRAINING, "shutting down"
+        return Verdict.DRAINING, "drained by the operator: run `cortex undrain`" if node.drained else "shutting down"
     if held is not None and held.state is ModelState.READY:
-        return Verdict.RESIDENT, f"ready, with {_load(held):.0f} requests"
+        return Verdict.RESIDENT, f"ready, requests in progress: {_load(held):.0f}"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):
@@ -134,6 +159,8 @@ def _without_memory(
         return Verdict.NOT_LISTED, "does not list this model, and neither does the catalogue"
     if spec.policy == "manual" and origin != "operator":
         return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
+    if spec.only_on and node.name not in spec.only_on:
+        return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.only_on)} (`only_on` in models.toml)"
     if spec.harness not in node.harnesses:
         return Verdict.WRONG_HARNESS, f"has no harness `{spec.harness}`, only {', '.join(node.harnesses) or 'none'}"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
@@ -150,11 +177,11 @@ def _load(held: Residency) -> float:
 
 
 def _action(assessment: Assessment) -> Action:
-    action = _ACTIONS.get(assessment.verdict, "refuse")
+    action = _ACTIONS.get(assessment.verdict, "reject")
     return "wake" if action == "load" and assessment.asleep else action
 
 
-def _preference(assessment: Assessment) -> tuple[float | str, ...]:
+def _preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | str, ...]:
     chosen = [row for row in assessment.rows if row.chosen]
     left_over = sum(row.available_bytes - (row.need_bytes or 0) for row in chosen)
     size_known = assessment.need_bytes is not None
@@ -168,7 +195,7 @@ def _preference(assessment: Assessment) -> tuple[float | str, ...]:
         max((victim.priority for victim in assessment.victims), default=0),
         not size_known,
         assessment.is_cut,
-        # The tightest fit keeps large devices for large models. A model of unknown size goes where most is free.
-        left_over if size_known else -left_over,
+        # A model of unknown size goes where most is free.
+        left_over if size_known and rules.strategy == "pack" else -left_over,
         assessment.node,
     )

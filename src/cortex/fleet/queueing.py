@@ -58,7 +58,7 @@ def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
             if is_overdue(group, fleet, now):
                 fleet, closing = _close_for(group, fleet, now)
                 closed |= closing
-        elif decision.action == "refuse":
+        elif decision.action == "reject":
             rejections.append(decision)
     return Plan(starts=tuple(starts), waits=tuple(waits), rejections=tuple(rejections), closed=frozenset(closed))
 

@@ -1,31 +1,27 @@
-"""Which replica serves a request: the one with the least work, where a cached prefix is work saved.
+"""Which replica serves a request: the one where its first token is expected first.
 
-The unit is prompt tokens still to be computed; queue and cache pressure are converted into it. A saturated replica
-comes after every other one whatever it has cached: routing by cache alone overloads one node while another is idle.
+Everything is weighed in seconds: computing what is not cached of the prompt, the prompts ahead of it, the queue, and
+the requests that share the device. A replica whose KV cache is full comes after every other one whatever it has cached:
+routing by cache alone overloads one node while another is idle.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 
-from .topology import Node, Residency
+from .prefixes import BYTES_PER_TOKEN, PrefixRecord, leading_blocks
 
-BLOCK_BYTES = 2048
-MAX_BLOCKS = 128
-"""Longer prefixes are indistinguishable here; sessions differ long before."""
-BYTES_PER_TOKEN = 4
-
-QUEUED_TOKENS = 1500
-"""A request ahead of ours costs about as much as computing this many prompt tokens."""
-FULL_CACHE_TOKENS = 4000
-"""What a full KV cache costs: requests are preempted, and cached prefixes are lost."""
+PREFILL_TOKENS_PER_S = 4000.0
+REQUEST_S = 5.0
+"""Assumed until a request was measured."""
+SHARING_S = 0.05
+"""A running request delays the first token by about one step, and slows the later ones by a few per cent."""
+SCARCE_KV_FRACTION = 0.7
+PREEMPTION_S = 2.0
+"""What a nearly full KV cache costs: requests are preempted, and cached prefixes are lost."""
 SATURATED_KV_FRACTION = 0.95
-
-Blocks = tuple[int, ...]
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,107 +30,57 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     running: int = 0
     waiting: int = 0
+    """Requests in the node's queue."""
     kv_used_fraction: float = 0.0
-    in_flight: int = 0
-    """This gateway's own requests there now; unlike the others, never stale."""
-
-    @classmethod
-    def of(cls, node: Node, held: Residency, in_flight: int) -> Replica:
-        load = held.status.load
-        return cls(
-            node=node.name,
-            running=load.running,
-            waiting=load.waiting,
-            kv_used_fraction=load.kv_used_fraction,
-            in_flight=in_flight,
-        )
-
-    @property
-    def num_requests(self) -> int:
-        """The node's report, or our own count where that is higher."""
-        return max(self.running + self.waiting, self.in_flight)
+    backlog_s: float = 0.0
+    """Until the prompts that this gateway has sent there are computed."""
+    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
+    request_s: float = REQUEST_S
+    """How long a request takes there, on average."""
 
     @property
     def is_saturated(self) -> bool:
-        """A further request would wait there: others already queue, or the cache is full."""
-        return self.waiting > 0 or self.kv_used_fraction >= SATURATED_KV_FRACTION
+        """A further request would cost running ones their memory."""
+        return self.running + self.waiting > 0 and self.kv_used_fraction >= SATURATED_KV_FRACTION
+
+    @property
+    def delay_s(self) -> float:
+        """What a request waits for there before its own prompt is computed."""
+        queue_s = self.waiting * self.request_s / self.running if self.running else self.waiting * SHARING_S
+        scarcity = max(0.0, self.kv_used_fraction - SCARCE_KV_FRACTION) / (1 - SCARCE_KV_FRACTION)
+        return self.backlog_s + queue_s + self.running * SHARING_S + scarcity * PREEMPTION_S
 
 
-def leading_blocks(prompt: bytes) -> Blocks:
-    """Chained fingerprints of the leading full blocks of a prompt. Equal fingerprints mean an equal prefix, with a
-    certainty that is enough for a preference."""
-    fingerprints = []
-    fingerprint = 0
-    last = min(len(prompt) // BLOCK_BYTES, MAX_BLOCKS)
-    view = memoryview(prompt)
-    for number in range(last):
-        fingerprint = zlib.crc32(view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES], fingerprint)
-        fingerprints.append(fingerprint << 16 | number)
-    return tuple(fingerprints)
+class Choice(msgspec.Struct, frozen=True):
+    """The replica for a request."""
+
+    replica: Replica
+    prefill_s: float
+    """How long it is expected to compute what it has not cached of the prompt."""
 
 
-class Affinity:
-    """Which replicas of one model have computed which prefixes. Bounded; the least recently used are dropped.
+def expected_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
+    """The expected time to the first token on `replica`; less is better."""
+    return _prefill_s(replica, num_prompt_tokens, num_cached_tokens) + replica.delay_s
 
-    Mutable; owned by the gateway's loop. It records where prompts went, not what nodes still cache: a preference, not a
-    guarantee.
+
+def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> Choice:
+    """The replica for `prompt` (any bytes that share a prefix when prompts do), recorded in `prefixes`.
+
+    `replicas` is not empty.
     """
-
-    def __init__(self, max_blocks: int = 65536) -> None:
-        self._max_blocks = max_blocks
-        self._nodes: OrderedDict[int, tuple[str, ...]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def record(self, blocks: Blocks, node: str) -> None:
-        """`node` is about to compute the prompt that begins with `blocks`."""
-        for block in blocks:
-            nodes = self._nodes.pop(block, ())
-            self._nodes[block] = nodes if node in nodes else (*nodes, node)
-        while len(self._nodes) > self._max_blocks:
-            self._nodes.popitem(last=False)
-
-    def num_cached_blocks(self, blocks: Blocks, node: str) -> int:
-        """How many leading blocks `node` has seen without a gap."""
-        count = 0
-        for block in blocks:
-            if node not in self._nodes.get(block, ()):
-                break
-            count += 1
-        return count
-
-    def forget(self, node: str) -> None:
-        """`node` unloaded the model or restarted: its cache is empty."""
-        kept = {block: tuple(name for name in nodes if name != node) for block, nodes in self._nodes.items()}
-        self._nodes = OrderedDict((block, nodes) for block, nodes in kept.items() if nodes)
-
-
-def score(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
-    """The work between a request and its first token on `replica`, in prompt tokens; less is better."""
-    return (
-        max(0, num_prompt_tokens - num_cached_tokens)
-        + QUEUED_TOKENS * replica.num_requests
-        + FULL_CACHE_TOKENS * replica.kv_used_fraction
-    )
-
-
-def choose(replicas: Sequence[Replica], prompt: bytes, affinity: Affinity) -> Replica:
-    """The replica for `prompt` (any bytes that share a prefix when prompts do), recorded in `affinity`.
-
-    `replicas` is not empty. With a single one nothing is computed.
-    """
-    if len(replicas) == 1:
-        return replicas[0]
     blocks = leading_blocks(prompt)
     num_prompt_tokens = len(prompt) // BYTES_PER_TOKEN
 
     def rank(replica: Replica) -> tuple[bool, float, str]:
-        if replica.is_saturated:
-            return True, score(replica, num_prompt_tokens, 0), replica.node
-        num_cached_tokens = affinity.num_cached_blocks(blocks, replica.node) * BLOCK_BYTES // BYTES_PER_TOKEN
-        return False, score(replica, num_prompt_tokens, num_cached_tokens), replica.node
+        num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.node)
+        return replica.is_saturated, expected_s(replica, num_prompt_tokens, num_cached_tokens), replica.node
 
     best = min(replicas, key=rank)
-    affinity.record(blocks, best.node)
-    return best
+    prefill_s = _prefill_s(best, num_prompt_tokens, prefixes.num_cached_tokens(blocks, best.node))
+    prefixes.record(blocks, best.node)
+    return Choice(best, prefill_s)
+
+
+def _prefill_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
+    return max(0, num_prompt_tokens - num_cached_tokens) / replica.prefill_tokens_per_s

@@ -1,4 +1,4 @@
-"""The operator's rules for eviction: the `[eviction]` table."""
+"""The operator's rules for placement and eviction: the tables `[placement]` and `[eviction]`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import msgspec
 from cortex.settings import Section
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class PlacementRules(Section, frozen=True):
+    """Where a model is loaded when several nodes or devices have room."""
+
+    strategy: Literal["pack", "spread"] = "pack"
+    """`pack`: where the least is left free, which keeps large devices for large models. `spread`: where the most is
+    free, so that models share a device late."""
 
 
 class EvictionRules(Section, frozen=True):

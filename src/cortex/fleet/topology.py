@@ -12,10 +12,21 @@ from typing import NamedTuple
 import msgspec
 
 from cortex.wire.node import Device as WireDevice
-from cortex.wire.node import DeviceHealth, DeviceKind, Dialect, Discovery, Health, ModelLoad, ModelState, ModelStatus
+from cortex.wire.node import (
+    DeviceHealth,
+    DeviceKind,
+    Dialect,
+    Discovery,
+    DiskUse,
+    Health,
+    ModelLoad,
+    ModelState,
+    ModelStatus,
+    PullStatus,
+)
 
 from .catalogue import Catalogue
-from .rules import EvictionRules
+from .rules import EvictionRules, PlacementRules
 
 ON_DEVICE = frozenset(
     {ModelState.DOWNLOADING, ModelState.LOADING, ModelState.READY, ModelState.UNLOADING, ModelState.RECOVERING}
@@ -111,6 +122,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     dialects: tuple[Dialect, ...] = ("openai_chat",)
     healthy: bool = False
     draining: bool = False
+    """It gets no new requests and loads: it shuts down, or is drained."""
+    drained: bool = False
+    """By the operator."""
     last_seen: float | None = None
     missed_polls: int = 0
     problem: str | None = None
@@ -118,6 +132,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     reservations: tuple[MemoryReservation, ...] = ()
     num_loads: int = 0
     """Loads since its workers were last recycled."""
+    disk: DiskUse | None = None
+    pulls: tuple[PullStatus, ...] = ()
+    """Downloads without a load."""
     raised_needs: dict[str, int] = {}
     """By model: the minimum bytes that it needs here, raised after a load ran out of memory."""
 
@@ -136,6 +153,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[Node, ...] = ()
     catalogue: Catalogue = Catalogue()
     rules: EvictionRules = EvictionRules()
+    placement: PlacementRules = PlacementRules()
     measured: dict[tuple[str, str | None, int | None], int] = msgspec.field(default_factory=dict)
     """Measured bytes of models, by id, quant and context; kept by the gateway across restarts."""
 
@@ -183,6 +201,8 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         last_seen=now,
         missed_polls=0,
         problem=discovery.driver_problem,
+        disk=health.disk,
+        pulls=health.pulls,
     )
 
 

@@ -11,8 +11,9 @@ import uvloop
 
 from cortex.exits import ExitCode
 from cortex.gateway import config as configuration
-from cortex.gateway.ledger.store import StoreError
-from cortex.gateway.server import CannotListen, serve
+from cortex.gateway.database import StoreError
+from cortex.gateway.listening import CannotListen
+from cortex.gateway.process import serve
 from cortex.settings import SettingsError
 
 

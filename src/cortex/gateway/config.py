@@ -6,6 +6,7 @@ variables override: `CORTEX_SECTION__KEY`, such as `CORTEX_GATEWAY__LISTEN`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +15,8 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from cortex import settings
-from cortex.fleet.rules import EvictionRules
+from cortex.fleet.rules import EvictionRules, PlacementRules
+from cortex.gateway.database import is_url
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.settings import Listen, Section
@@ -22,11 +24,16 @@ from cortex.telemetry import TelemetrySection
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
+COMMAND_VARIABLES = frozenset(
+    {"CORTEX_URL", "CORTEX_API_KEY", "CORTEX_CA_FILE", "CORTEX_CACHE", "CORTEX_NODE_KEY", "CORTEX_LOCAL_NODE_KEY"}
+)
+"""Variables that are no keys of the file: commands read them, or they usually hold the keys of nodes."""
 
 
 class GatewaySection(Section, frozen=True):
     """Addresses, timeouts and queues of the gateway."""
 
+    renamed: ClassVar = {"models_config": "models"}
     removed: ClassVar = {
         "workers": "a gateway is one process; to use more cores, run several gateways behind a load balancer"
     }
@@ -38,6 +45,19 @@ class GatewaySection(Section, frozen=True):
     open: bool = False
     """Admit every request without a key, even if keys were configured before. Has no effect while there are
     `[[keys]]`. A gateway that never had keys is open without it."""
+    tls_cert: Path | None = None
+    """A certificate with its chain, in PEM, relative to this file: API and metrics are then HTTPS only. A renewed file
+    is used at once."""
+    tls_key: Path | None = None
+    """The private key of `tls_cert`, in PEM, relative to this file."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Public DNS names of this gateway, such as `llm.example.com`. Without keys, control routes reject requests to
+    other public names, and on a loopback address all routes do: a web page could send them. Addresses, names without a
+    dot and private suffixes are always accepted."""
+    node_key_env: str | None = None
+    """The environment variable that holds the key of every neuron without a `key_env` of its own."""
+    node_ca_file: Path | None = None
+    """The `ca_file` of every node without one of its own."""
     models: Path = Path("models.toml")
     """The catalogue, relative to this file. Optional: nodes list their own models."""
     state: Path = Path(".")
@@ -76,6 +96,8 @@ class GatewaySection(Section, frozen=True):
     """The lowest level that is logged."""
 
     def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together; set both or neither")
         for origin in self.cors_origins:
             parts = urlsplit(origin)
             if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
@@ -104,6 +126,47 @@ class LimitsSection(Section, frozen=True):
     """A request body must arrive at this rate on average, after a first `body_timeout_s`, or is rejected with 408."""
 
 
+class ResponsesSection(Section, frozen=True):
+    """Stored responses of the Responses API: `store`, `previous_response_id`, `background`."""
+
+    store: bool = True
+    """Store every response of `/v1/responses`, unless its request says `"store": false`. With `false` nothing is
+    stored, and requests that refer to a stored response are rejected."""
+    database: str | None = None
+    """A SQLite file in `gateway.state`, or `postgresql://user@host/name`. Not set: the PostgreSQL database of the
+    `ledger`, or else the file `cortex-responses.db`. Changes need a restart."""
+    retention_s: Seconds = 2592000.0
+    """A response is deleted this long after it was made, or after the last response that continues it."""
+    max_entry_mb: Count = 8
+    """A larger response, with the input of its request, is not stored."""
+    max_total_mb: Count = 2048
+    """Size of all stored responses. Beyond it the oldest ones of the key that takes the most are deleted."""
+    max_background: Count = 64
+    """Background responses that run at once on this gateway; a further one is rejected with 503."""
+
+
+class ActivitySection(Section, frozen=True):
+    """The latest requests, kept in memory for `cortex logs` and the Activity page."""
+
+    requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 1000
+    """How many of the latest requests are kept; 0 keeps none."""
+    capture: bool = False
+    """Also keep the start of every request body and the end of every response. Prompts are private: nothing of them is
+    kept without this."""
+    capture_kb: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """The most that is kept of one request body."""
+    redact: tuple[str, ...] = ()
+    """Regular expressions; text that one of them matches is replaced before a capture is kept. The ends of streamed
+    responses are not kept then: their text is divided among events, where an expression would not match it."""
+
+    def __post_init__(self) -> None:
+        for pattern in self.redact:
+            try:
+                re.compile(pattern.encode())
+            except re.error as problem:
+                raise ValueError(f"redact has `{pattern}`, which is not a regular expression: {problem}") from problem
+
+
 class NeuronSection(Section, frozen=True):
     """A node of the fleet."""
 
@@ -114,7 +177,10 @@ class NeuronSection(Section, frozen=True):
     kind: Literal["neuron", "openai"] = "neuron"
     """`openai`: any OpenAI-compatible server; it is never asked to load or unload."""
     key_env: str | None = None
-    """The environment variable that holds the node's bearer key."""
+    """The environment variable that holds the node's bearer key: one of the `keys` of a neuron."""
+    ca_file: Path | None = None
+    """The certificates, in PEM, of the authorities that may sign the certificate of an `https://` endpoint, relative to
+    this file. Absent: those that the system trusts. The host name is verified in either case."""
 
     def __post_init__(self) -> None:
         try:
@@ -127,15 +193,33 @@ class NeuronSection(Section, frozen=True):
             raise ValueError(f"endpoint must look like `http://beast.internal:13131`, got `{self.endpoint}`")
 
 
+class DiscoverySection(Section, frozen=True):
+    """Nodes that are found by DNS, beside `[[neurons]]`."""
+
+    dns: Annotated[str, Meta(min_length=1)] | None = None
+    """A name such as `neurons.cortex.svc`: every address that it resolves to is a neuron, called like its address.
+    Nodes join and leave as the name changes."""
+    port: Annotated[int, Meta(ge=1, le=65535)] = 13131
+    """The port of these neurons."""
+    interval_s: Seconds = 5.0
+    """How often the name is resolved."""
+
+
 class Config(Section, frozen=True):
     """`cortex.toml`."""
 
+    renamed: ClassVar = {"models_config": "gateway.models"}
+
     gateway: GatewaySection = GatewaySection()
     limits: LimitsSection = LimitsSection()
+    placement: PlacementRules = PlacementRules()
     eviction: EvictionRules = EvictionRules()
     neurons: tuple[NeuronSection, ...] = ()
+    discovery: DiscoverySection = DiscoverySection()
     keys: tuple[KeySection, ...] = ()
     ledger: LedgerSection = LedgerSection()
+    responses: ResponsesSection = ResponsesSection()
+    activity: ActivitySection = ActivitySection()
     telemetry: TelemetrySection = TelemetrySection()
 
     def __post_init__(self) -> None:
@@ -150,13 +234,36 @@ class Config(Section, frozen=True):
             if names.count(name) > 1:
                 raise ValueError(f"two neurons are called `{name}`; give each its own name")
 
+    @property
+    def other_variables(self) -> frozenset[str]:
+        """Those of the commands, and those that hold the keys of nodes."""
+        keys = {variable for neuron in self.neurons if (variable := neuron.key_env)}
+        return COMMAND_VARIABLES | keys | ({self.gateway.node_key_env} if self.gateway.node_key_env else set())
+
+    def key_variable(self, neuron: NeuronSection) -> str | None:
+        """The environment variable that holds the key of a node; None: it gets none. A foreign server gets only a key
+        of its own."""
+        return neuron.key_env or (self.gateway.node_key_env if neuron.kind == "neuron" else None)
+
+    def ca_file(self, neuron: NeuronSection, directory: Path) -> Path | None:
+        """The authorities of a node. Relative paths start at `directory`."""
+        file = neuron.ca_file or self.gateway.node_ca_file
+        return None if file is None else directory / file.expanduser()
+
     def state_directory(self, directory: Path) -> Path:
         """The directory of `gateway.state`; relative paths of the configuration start at `directory`."""
         return directory / self.gateway.state.expanduser()
 
     def database(self, directory: Path) -> str:
         """The usage database as an absolute path or a URL."""
-        database = self.ledger.database
+        return self._located(self.ledger.database, directory)
+
+    def responses_database(self, directory: Path) -> str:
+        """The database of stored responses as an absolute path or a URL."""
+        shared = self.ledger.database if is_url(self.ledger.database) else "cortex-responses.db"
+        return self._located(self.responses.database or shared, directory)
+
+    def _located(self, database: str, directory: Path) -> str:
         return database if "://" in database else str(self.state_directory(directory) / Path(database).expanduser())
 
 

@@ -10,8 +10,7 @@ from cortex import settings
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway import config as configuration
 from cortex.gateway.config import Config
-
-Stamp = tuple[int, ...]
+from cortex.settings import Stamp, stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class ConfigurationFiles:
 
     def stamps(self, config: Config) -> tuple[Stamp, ...]:
         """A value that changes when a file of `config` does."""
-        return tuple(_stamp(file) for file in (self.path, catalogue_path(config, self.path)) if file is not None)
+        return tuple(stamp(file) for file in (self.path, catalogue_path(config, self.path)) if file is not None)
 
 
 def load_catalogue(config: Config, path: Path | None) -> Catalogue:
@@ -46,11 +45,3 @@ def load_catalogue(config: Config, path: Path | None) -> Catalogue:
 
 def catalogue_path(config: Config, path: Path | None) -> Path:
     return (path.parent if path is not None else Path.cwd()) / config.gateway.models
-
-
-def _stamp(file: Path) -> Stamp:
-    try:
-        status = file.stat()
-    except (OSError, ValueError):  # missing, not accessible, or no valid name: the same until it can be read
-        return ()
-    return (status.st_mtime_ns, status.st_size, status.st_ino)

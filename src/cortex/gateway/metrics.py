@@ -174,7 +174,8 @@ class _RequestMetrics(Collector):
 
     def __init__(self) -> None:
         self.overhead = Distribution(OVERHEAD_BUCKETS)
-        self.traffic: defaultdict[ModelOnNode, Traffic] = defaultdict(Traffic)
+        self.traffic: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)
+        """By node and model."""
         self.spend: defaultdict[tuple[str, str], Spend] = defaultdict(Spend)
 
     def describe(self) -> list[Metric]:
@@ -257,6 +258,12 @@ class Metrics:
         self.stripped = Counter(
             "cortex_billing_headers_stripped", "Requests whose billing header block was removed.", registry=registry
         )
+        self.stored_responses = Counter(
+            "cortex_stored_responses",
+            "Responses to store: stored, too_large, without_end (the node sent no last event), or failed.",
+            ("result",),
+            registry=registry,
+        )
         self.config_reloads = Counter(
             "cortex_config_reloads",
             "Reloads of the configuration: applied, or rejected with the old one left in force.",
@@ -273,7 +280,7 @@ class Metrics:
 
     def traffic(self, model: str, node: str) -> Traffic:
         """The counters of one model on one node, for the caller to update."""
-        return self._request_metrics.traffic[ModelOnNode(node, model)]
+        return self._request_metrics.traffic[node, model]
 
     def spend(self, model: str, key: str) -> Spend:
         """The counters of one key on one model, for the caller to update."""

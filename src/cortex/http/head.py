@@ -31,6 +31,8 @@ NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date"}
 """Response headers that are not passed on; the exchange writes its own length and date."""
 
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
+_BREAKS = b"\r\n\0"
+_BYTES_PER_BREAK = len(b"\r\n")
 _ORDINARY_CONNECTION = frozenset((b"keep-alive", b"close", b"upgrade"))
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus}
@@ -53,13 +55,16 @@ def encode_head(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
 
     Raises ValueError when a part contains a line break, or when `headers` contain framing.
     """
-    if not _FRAMING.isdisjoint([name for name, _ in headers]):
-        raise ValueError(
-            "connection, content-length and transfer-encoding are written by the data path; do not pass them"
-        )
-    head = b"\r\n".join([start_line, *[b": ".join(pair) for pair in headers]])
-    num_breaks = len(headers)
-    if head.count(b"\n") != num_breaks or head.count(b"\r") != num_breaks or b"\0" in head:
+    lines = [start_line]
+    for pair in headers:
+        if pair[0] in _FRAMING:
+            raise ValueError(
+                "connection, content-length and transfer-encoding are written by the data path; do not pass them"
+            )
+        lines.append(b": ".join(pair))
+    head = b"\r\n".join(lines)
+    # One pass finds all three: exactly two bytes per line must be ours.
+    if len(head) - len(head.translate(None, _BREAKS)) != _BYTES_PER_BREAK * len(headers):
         raise ValueError("a header, method or target contains a line break or NUL byte; it was not sent")
     return b"%b\r\n%b\r\n" % (head, framing)
 

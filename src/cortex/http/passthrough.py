@@ -52,12 +52,16 @@ class ChunkPassthrough:
     them would cost a cache miss.
     """
 
-    __slots__ = ("_chunks", "_tail", "_write", "is_active")
+    __slots__ = ("_capture", "_chunks", "_tail", "_write", "is_active")
 
-    def __init__(self, write: Callable[[bytes], None], tail: BodyTail) -> None:
-        """`write` sends framed bytes to the client. `fold` adds the data that went through here to `tail`."""
+    def __init__(
+        self, write: Callable[[bytes], None], tail: BodyTail, capture: Callable[[bytes], None] | None = None
+    ) -> None:
+        """`write` sends framed bytes to the client. `fold` adds the data that went through here to `tail`, and passes
+        it to `capture`."""
         self._write = write
         self._tail = tail
+        self._capture = capture
         self._chunks: list[bytes] = []
         self.is_active = False
         """Set when a chunk was sent; cleared by the reader."""
@@ -88,5 +92,8 @@ class ChunkPassthrough:
     def fold(self) -> None:
         """Add the chunks that were sent since the last call to the tail."""
         if self._chunks:
-            self._tail.push(b"".join(map(payload, self._chunks)))
+            data = b"".join(map(payload, self._chunks))
+            self._tail.push(data)
             self._chunks.clear()
+            if self._capture is not None:
+                self._capture(data)

@@ -13,9 +13,19 @@ Headers = Sequence[tuple[bytes, bytes]]
 class Request:
     """One request with its whole body. Read-only by convention: frozen dataclasses cost a microsecond each."""
 
-    __slots__ = ("_index", "body", "client", "headers", "method", "path", "query")
+    __slots__ = ("_index", "body", "client", "headers", "is_http_10", "keeps_alive", "method", "path", "query")
 
-    def __init__(self, method: bytes, path: bytes, query: bytes, headers: Headers, body: bytes, client: str) -> None:
+    def __init__(
+        self,
+        method: bytes,
+        path: bytes,
+        query: bytes,
+        headers: Headers,
+        body: bytes,
+        client: str,
+        keeps_alive: bool = True,
+        is_http_10: bool = False,
+    ) -> None:
         self.method = method
         """Upper-case, such as `b"POST"`."""
         self.path = path
@@ -26,6 +36,9 @@ class Request:
         self.body = body
         self.client = client
         """The peer's address, for logs and limits; empty when the client disconnected before it was read."""
+        self.keeps_alive = keeps_alive
+        """The client may send another request on this connection."""
+        self.is_http_10 = is_http_10
         self._index: dict[bytes, bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:

@@ -16,11 +16,14 @@ from msgspec import Meta
 from cortex import settings
 from cortex.settings import Listen, Section
 from cortex.telemetry import TelemetrySection
+from cortex.wire.node import KVDtype
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Megabytes = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+MIN_KEY_LENGTH = 16
+"""Shorter keys can be guessed."""
 
 
 Harness = Literal["torch", "candle"]
@@ -46,6 +49,8 @@ class TorchHarness(Section, frozen=True):
 
 class HarnessSettings(Section, frozen=True):
     """Settings of the engine, under its name."""
+
+    renamed: ClassVar = {"candle": "torch"}
 
     torch: TorchHarness = TorchHarness()
 
@@ -74,6 +79,29 @@ class Limits(Section, frozen=True):
     """A load without progress for this long fails, and its worker is replaced."""
 
 
+class TextLimits(Section, frozen=True):
+    """How much work the text of requests may cause before they reach a model: templates, tokenising and grammars. Each
+    model in use has worker processes of its own for it."""
+
+    workers: Count | None = None
+    """Requests of one model that are prepared at once; half as many long ones in addition. Absent: one per core, at
+    least 2 and at most 4."""
+    timeout_s: Seconds = 60.0
+    """A request that takes longer to prepare, once it has a worker, is rejected with 400, and its worker is killed."""
+    memory_mb: Count = 2048
+    """Memory that preparing one request may take."""
+    max_prompt_mb: Count = 8
+    """Prompts of more million characters are rejected with 400 before they are tokenised."""
+    max_grammar_kb: Count = 1024
+    """Schemas, choices and grammars that need more thousand characters as a grammar are rejected with 400."""
+    max_grammar_cpu_s: Seconds = 2.0
+    """So are those that take longer to compile: the engine compiles them again, while other requests wait."""
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers or min(max(2, os.cpu_count() or 2), 4)
+
+
 class ModelEntry(Section, frozen=True):
     """A model that this node serves; models in the hub cache need no entry."""
 
@@ -88,10 +116,21 @@ class ModelEntry(Section, frozen=True):
     quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     context_tokens: Count | None = None
     """Maximum sequence length; the model's own limit when absent."""
+    kv_dtype: KVDtype = "auto"
+    """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
+    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
+    tensor_parallel: Count = 1
+    """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
+    replicas: Count = 1
+    """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
+    least work."""
     devices: tuple[int, ...] = ()
     """Indices of the devices it may use; the node chooses when absent."""
+    control_tokens_in_messages: bool = False
+    """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
+    default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
 
 
 class DefaultModel(Section, frozen=True):
@@ -106,22 +145,53 @@ class DefaultModel(Section, frozen=True):
     """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `q8`). A repository without any is
     quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     tensor_parallel: Count = 1
-    """Number of devices that the model is spread over."""
+    """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
+    replicas: Count = 1
+    """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
+    least work."""
     devices: tuple[int, ...] = ()
     """Indices of the devices it may use; the node chooses when absent."""
     context_tokens: Count | None = None
     """Maximum sequence length; the model's own limit when absent."""
+    kv_dtype: KVDtype = "auto"
+    """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
+    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
+    control_tokens_in_messages: bool = False
+    """Read control tokens in the text of messages as such; see `models`."""
 
 
 class NeuronConfig(Section, frozen=True):
     """`neuron.toml`."""
 
+    renamed: ClassVar = {
+        "prefill_chunk_tokens": "limits.prefill_chunk_tokens",
+        "max_prompt_tokens": "limits.max_prompt_tokens",
+        "min_free_vram_mb": "limits.min_free_vram_mb",
+    }
+
     listen: Listen = Listen("0.0.0.0:13131")
     """Address of the node's API."""
     port: Port | None = None
     """Overrides the port of `listen`."""
+    keys: tuple[str, ...] = ()
+    """Keys that callers must send, one of them; gateways send theirs with `key_env`. `neuron key` makes one. Without a
+    key the node listens on the loopback address only, unless it is started with `--insecure`. Changes of the file are
+    used at once."""
+    key_file: Path | None = None
+    """A file with more keys, one on each line, relative to this file. Changes of it are used at once."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Public DNS names of this node, such as `beast.example.com`. A node without keys rejects requests to other public
+    names: a web page could send them. Addresses, names without a dot and private suffixes are always accepted."""
+    tls_cert: Path | None = None
+    """A certificate with its chain, in PEM, relative to this file: the node then speaks HTTPS only. A renewed file is
+    used at once."""
+    tls_key: Path | None = None
+    """The private key of `tls_cert`, in PEM, relative to this file."""
+    model_roots: tuple[Path, ...] = ()
+    """Directories whose models load requests may name by path. The hub cache and the sources in this file need no
+    entry."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     """How long running responses may take to end after SIGTERM, and by default before an unload."""
     keepalive_s: Seconds = 2.0
@@ -136,13 +206,21 @@ class NeuronConfig(Section, frozen=True):
     log_format: Literal["text", "json"] = "text"
     """`json` for log collectors."""
     telemetry: TelemetrySection = TelemetrySection()
+    cpu_devices: Count = 1
+    """On a host without GPUs: the number of CPU devices, each with its own worker and an equal share of the host's
+    cores and memory. A model may be placed on any of them."""
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
     limits: Limits = Limits()
+    text: TextLimits = TextLimits()
     models: tuple[ModelEntry, ...] = ()
     default_models: tuple[DefaultModel, ...] = ()
 
     def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together; set both or neither")
+        for key in self.keys:
+            check_key(key)
         for name, ids in (
             ("models", [entry.id for entry in self.models]),
             ("default_models", [entry.model_id for entry in self.default_models]),
@@ -157,6 +235,15 @@ class NeuronConfig(Section, frozen=True):
             return self.listen
         host = f"[{self.listen.host}]" if ":" in self.listen.host else self.listen.host
         return Listen(f"{host}:{self.port}")
+
+
+def check_key(key: str) -> None:
+    """Raises ValueError for a key that is easy to guess or cannot be sent in a header."""
+    if len(key) < MIN_KEY_LENGTH or not (key.isascii() and key.isprintable()) or " " in key:
+        raise ValueError(
+            f"a key must have at least {MIN_KEY_LENGTH} printable ASCII characters without spaces; make one with"
+            " `neuron key`"
+        )
 
 
 def load(path: Path | None, env: Mapping[str, str] = os.environ) -> NeuronConfig:

@@ -9,5 +9,6 @@ from .listen import Listen
 from .loading import load, loads
 from .reference import reference
 from .section import Section, SettingsError
+from .stamps import Stamp, stamp
 
-__all__ = ["Listen", "Section", "SettingsError", "load", "loads", "reference"]
+__all__ = ["Listen", "Section", "SettingsError", "Stamp", "load", "loads", "reference", "stamp"]

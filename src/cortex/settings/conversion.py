@@ -76,6 +76,7 @@ def convert(expected: inspect.Type, value: Any, source: Source, path: Path = ())
 def _section(table: inspect.StructType, data: dict[str, Any], source: Source, path: Path) -> Any:
     fields = {field.name: field for field in table.fields}
     values: dict[str, Any] = {}
+    data = _moved(table, data, source, path)
     for key, value in data.items():
         here = (*path, key)
         if reason := schema.removed(table).get(key):
@@ -94,6 +95,26 @@ def _section(table: inspect.StructType, data: dict[str, Any], source: Source, pa
             here = (*path, name)
             raise source.error(f"missing key {dotted(here)}", here, f"expected {schema.describe(info.type)}")
     return table.cls(**values)
+
+
+def _moved(table: inspect.StructType, data: dict[str, Any], source: Source, path: Path) -> dict[str, Any]:
+    """`data` with former keys of this table put into the tables that have them now."""
+    for key, target in schema.renamed(table).items():
+        section, dot, name = target.partition(".")
+        wanted = schema.at(table, (section, name)) if dot and key in data else None
+        if wanted is None:
+            continue
+        here = (*path, key)
+        convert(wanted, data[key], source, here)  # an error names the key as it is written
+        inner = data.get(section, {})
+        if not isinstance(inner, dict):
+            return {section: inner}  # which is rejected
+        if name in inner:
+            raise source.error(f"two names for one key: {dotted(here)}", here, f"keep only `{target}`, its new name")
+        log.warning("%s%s is now called `%s`: rename it", dotted(here), source.location(here), target)
+        rest = {other: value for other, value in data.items() if other != key}
+        data = {**rest, section: {**inner, name: data[key]}}
+    return data
 
 
 def _suggestion(given: str, known: Iterable[object], otherwise: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,18 +50,46 @@ class Override:
 def overrides(expected: inspect.Type, prefix: str, env: Mapping[str, str]) -> list[Override]:
     """What `env` sets, whole tables before the keys inside them. `CORTEX_NEURONS__0__NAME` reaches into a list.
 
-    A variable without `__` that names no top-level key belongs to another program and is ignored.
+    A variable without `__` that names no top-level key sets nothing: see `check_unknown`.
     """
-    prefix = prefix.rstrip("_") + "_"
     found = []
-    for variable in sorted(env):
-        if not variable.startswith(prefix) or variable == prefix:
-            continue
-        path = _path(expected, variable.removeprefix(prefix))
+    for variable, path in _variables(expected, prefix, env):
         wanted = schema.at(expected, path)
         if wanted is not None or len(path) > 1:
             found.append(Override(path, _value(env[variable], wanted), variable))
     return sorted(found, key=lambda override: len(override.path))
+
+
+def check_unknown(expected: inspect.StructType, prefix: str, env: Mapping[str, str], others: frozenset[str]) -> None:
+    """Raise `SettingsError` for a variable with the prefix that is neither a key nor one of `others`."""
+    for variable, path in _variables(expected, prefix, env):
+        if len(path) > 1 or variable in others or _is_known(expected, path):
+            continue
+        names = [f"{prefix}{'__'.join(map(str, path))}".upper() for path in _keys(expected)]
+        near = difflib.get_close_matches(variable, [*names, *others], n=1)
+        advice = f"did you mean {near[0]}?" if near else f"variables that begin with {prefix} are keys; rename it"
+        raise SettingsError(f"unknown environment variable {variable}: {advice}")
+
+
+def _is_known(expected: inspect.StructType, path: Path) -> bool:
+    return schema.at(expected, path) is not None or path[0] in schema.removed(expected)
+
+
+def _keys(table: inspect.StructType, path: Path = ()) -> Iterator[Path]:
+    """The keys of `table` and of the tables below it."""
+    for field in table.fields:
+        here = (*path, field.name)
+        yield here
+        if (inner := schema.struct(field.type)) is not None:
+            yield from _keys(inner, here)
+
+
+def _variables(expected: inspect.Type, prefix: str, env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    """The variables with the prefix, and the key that each of them names."""
+    prefix = prefix.rstrip("_") + "_"
+    for variable in sorted(env):
+        if variable.startswith(prefix) and variable != prefix:
+            yield variable, _path(expected, variable.removeprefix(prefix))
 
 
 def _path(expected: inspect.Type, name: str) -> Path:

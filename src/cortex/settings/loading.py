@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec.inspect as inspect
 
 from .conversion import Source, convert
-from .environment import overrides
+from .environment import check_unknown, overrides
 from .positions import positions
 from .section import Section, SettingsError
 
@@ -28,8 +28,8 @@ def load(
     """Read `path` (or nothing), apply the overrides of `env`, and return a `cls`.
 
     `CORTEX_GATEWAY__LISTEN` overrides `gateway.listen` when `env_prefix` is `CORTEX_`. A variable with `__` in its name
-    must be a known key; a variable without is used only when it names a top-level key, since other programs share the
-    prefix. `defaults`, by section and key, replace the type's own defaults. Raises `SettingsError`.
+    must be a known key; one without must be a top-level key or one of the value's `other_variables`. `defaults`, by
+    section and key, replace the type's own defaults. Raises `SettingsError`.
     """
     text = "" if path is None else _read(path)
     return loads(cls, text, file=path, env_prefix=env_prefix, env=env, defaults=defaults)
@@ -60,6 +60,8 @@ def loads(
         if isinstance(given := data.setdefault(section, {}), dict):  # `convert` rejects anything else
             data[section] = {**values, **given}
     value: T = convert(expected, data, source)
+    if env and isinstance(expected, inspect.StructType):
+        check_unknown(expected, env_prefix, env, value.other_variables)
     return value
 
 

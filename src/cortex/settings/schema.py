@@ -75,6 +75,8 @@ def child(expected: inspect.Type, part: str | int) -> inspect.Type | None:
                 return member.item_type
         elif isinstance(member, inspect.StructType):
             name = renamed(member).get(part, part)
+            if "." in name:
+                return at(member, tuple(name.split(".")))
             return next((field.type for field in member.fields if field.name == name), None)
         elif isinstance(member, inspect.DictType):
             return member.value_type

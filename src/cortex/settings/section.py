@@ -17,9 +17,15 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Former key → present key. A former key still works, with a warning."""
+    """Former key → present key, such as `listen`, or `limits.max_queue` where it moved into a table of this one. A
+    former key still works, with a warning."""
     removed: ClassVar[Mapping[str, str]] = {}
     """Former key → why it has no effect and what to do instead. A removed key is ignored, with a warning."""
+
+    @property
+    def other_variables(self) -> frozenset[str]:
+        """Environment variables that have the prefix of this file but are no keys of it: any other one is an error."""
+        return frozenset()
 
 
 class SettingsError(Exception):

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import msgspec
 
@@ -19,6 +19,10 @@ _BUILT_IN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     return {name: value for name, value in vars(record).items() if name not in _BUILT_IN}
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class JsonFormatter(logging.Formatter):
@@ -34,11 +38,25 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except UnicodeEncodeError:  # header bytes of a client that are not UTF-8
+            line = {
+                name: value if isinstance(value, int | float) else _encodable(str(value))
+                for name, value in line.items()
+            }
+            return msgspec.json.encode(line).decode()
+
+
+_CONTROL_CHARACTERS = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+"""What ends a line, moves the cursor or reverses text in a terminal: text of clients must not forge log lines."""
 
 
 class TextFormatter(logging.Formatter):
-    """`date time level message field=value …`, for a terminal or a journal."""
+    """`date time level message field=value …`, for a terminal or a journal. One line, but for indented tracebacks."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
@@ -46,7 +64,12 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name logging gives it
         line = super().formatMessage(record)
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
-        return f"{line}  {fields}" if fields else line
+        return _encodable((f"{line}  {fields}" if fields else line).translate(_CONTROL_CHARACTERS))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the name logging gives it
+        return "\n".join(
+            f"    {line.translate(_CONTROL_CHARACTERS)}" for line in super().formatException(ei).split("\n")
+        )
 
 
 class _LineHandler(logging.StreamHandler[TextIO]):

@@ -62,6 +62,6 @@ def open_tracer(section: TelemetrySection, service: str) -> Tracer:
         from cortex.telemetry.otlp import OtlpTracer
     except ImportError as problem:
         raise SettingsError(
-            "telemetry.endpoint needs packages that are not installed: pip install 'cortex[telemetry]'"
+            "telemetry.endpoint needs packages that are not installed: pip install 'cortex-fleet[telemetry]'"
         ) from problem
     return OtlpTracer(section.endpoint, section.sample_ratio, service)

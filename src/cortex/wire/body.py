@@ -1,8 +1,8 @@
 """Reads a JSON body field by field, so that raw dicts do not travel further.
 
 A field that is absent or `null` reads as `None`. A wrong type or a value out of range raises `InvalidValue`, whose
-`param` is the path in the body (`messages[2].content[0].text`). Fields that are not read are ignored. Every number has
-a range: a value that is accepted here must be computable everywhere later.
+`param` is the path in the body (`messages[2].content[0].text`). Every number has a range: a value that is accepted here
+must be computable everywhere later.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ LARGEST_COUNT = 2**53 - 1
 """The largest integer that every JSON library reads exactly. Some clients send it for "no limit"."""
 LARGEST_TOKEN = 2**31 - 1
 """Upper bound of token ids in every vocabulary."""
+MAX_ITEMS = 16_384
+"""Items of an array, or keys of an object, that are read: messages, parts, tools, choices. Some fields allow fewer."""
 MAX_REPLACED_SURROGATES = 100_000
 """Surrogates that are read in one body, lone or paired; more of them would occupy the event loop."""
 _REPLACEMENT = rb"\ufffd"
@@ -36,31 +38,33 @@ _LARGEST_SHOWN = 10**18
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
 
 
-def check_content_type(content_type: str | None) -> None:
-    """Raises `UnsupportedMediaType` for a body that is declared as something else than JSON. Scripts in a browser can
-    send forms and plain text to any address without asking it first; JSON they cannot."""
+def check_content_type(content_type: str | None, *, required: bool = False) -> None:
+    """Raises `UnsupportedMediaType` for a body that is declared as something else than JSON, and with `required` for
+    one that is not declared. Scripts in a browser can send undeclared bodies, forms and plain text to any address
+    without asking it first; JSON they cannot."""
     kind = (content_type or "").partition(";")[0].strip().lower()
-    if kind and kind != "application/json" and not kind.endswith("+json"):
-        raise UnsupportedMediaType(
-            f"The body is declared as {shorten(kind)}, but it must be JSON; send 'content-type: application/json'."
-        )
+    if kind == "application/json" or kind.endswith("+json") or (not kind and not required):
+        return
+    declared = f"declared as {shorten(kind)}" if kind else "not declared"
+    raise UnsupportedMediaType(f"The body is {declared}, but it must be JSON; send 'content-type: application/json'.")
 
 
-def parse(body: bytes) -> Fields:
-    """The body as an object, with U+FFFD for lone surrogates. Raises `MalformedJSON`."""
+def parse(body: bytes, names: frozenset[str] | None = None) -> Fields:
+    """The body as an object, with U+FFFD for lone surrogates. With `names`, only those fields can be read. Raises
+    `MalformedJSON`."""
     try:
         values = msgspec.json.decode(body)
     except RecursionError:
         raise MalformedJSON("The body is nested too deeply; flatten it.") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
         if (readable := without_lone_surrogates(body)) != body:
-            return parse(readable)
+            return parse(readable, names)
         raise MalformedJSON(
             f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
         ) from None
     if not isinstance(values, dict):
         raise MalformedJSON('The body must be a JSON object such as {"model": …}.')
-    return Fields(values)
+    return Fields(values, names=names)
 
 
 def without_lone_surrogates(body: bytes) -> bytes:
@@ -87,14 +91,21 @@ def json_text(value: Any) -> str:
 class Fields:
     """One JSON object and the path at which the client wrote it. Read-only."""
 
-    __slots__ = ("_values", "path")
+    __slots__ = ("_names", "_values", "path")
 
-    def __init__(self, values: dict[str, Any], path: str = "") -> None:
+    def __init__(self, values: dict[str, Any], path: str = "", names: frozenset[str] | None = None) -> None:
+        """`names`: the only fields that can be read; None: any."""
         self._values = values
+        self._names = names
         self.path = path
 
     def __contains__(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self.raw(name) is not None
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The fields that the client sent and nobody can read."""
+        return tuple(name for name in self._values if self._names is not None and name not in self._names)
 
     def param(self, name: str) -> str:
         """The path of a field, as errors name it."""
@@ -102,6 +113,7 @@ class Fields:
 
     def raw(self, name: str) -> Any:
         """The decoded value, unchecked; for values that are only passed on."""
+        assert self._names is None or name in self._names, f"{name} is missing from the table of fields"
         return self._values.get(name)
 
     def invalid(self, name: str, problem: str) -> InvalidValue:
@@ -155,12 +167,15 @@ class Fields:
         self._check_range(name, value, low, high)
         return float(value)
 
-    def mapping(self, name: str) -> dict[str, Any] | None:
+    def mapping(self, name: str, *, most: int = MAX_ITEMS) -> dict[str, Any] | None:
         """An object whose contents are not checked: a JSON schema, template variables."""
         value = self.raw(name)
-        if value is None or isinstance(value, dict):
-            return value
-        raise self.invalid(name, f"expected an object, got {_describe(value)}")
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.invalid(name, f"expected an object, got {_describe(value)}")
+        self._check_size(name, value, most)
+        return value
 
     def object(self, name: str) -> Fields | None:
         value = self.mapping(name)
@@ -176,16 +191,17 @@ class Fields:
                 )
             yield Fields(value, path)
 
-    def array(self, name: str) -> list[Any]:
+    def array(self, name: str, *, most: int = MAX_ITEMS) -> list[Any]:
         value = self.raw(name)
         if value is None:
             return []
         if not isinstance(value, list):
             raise self._wrong_type(name, list)
+        self._check_size(name, value, most)
         return value
 
-    def integers(self, name: str, *, low: int, high: int) -> tuple[int, ...]:
-        values = self.array(name)
+    def integers(self, name: str, *, low: int, high: int, most: int = MAX_ITEMS) -> tuple[int, ...]:
+        values = self.array(name, most=most)
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
             raise self.invalid(name, "expected an array of integers")
         for value in values:
@@ -204,6 +220,10 @@ class Fields:
 
     def _wrong_type(self, name: str, expected: type) -> InvalidValue:
         return self.invalid(name, f"expected {_KINDS[expected]}, got {_describe(self.raw(name))}")
+
+    def _check_size(self, name: str, values: list[Any] | dict[str, Any], most: int) -> None:
+        if len(values) > most:
+            raise self.invalid(name, f"it has {len(values)} entries, at most {most} are allowed")
 
     def _check_range(self, name: str, value: float, low: float, high: float) -> None:
         if not low <= value <= high:  # NaN is in no range

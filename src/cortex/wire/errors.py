@@ -1,7 +1,7 @@
 """The error tree: every error that a client or an operator can see.
 
 A class has its status and names in each dialect; a message says what happened and what to do. Errors are raised
-anywhere and encoded once, at the boundary (`envelope`). No program sends a plain-text error.
+anywhere and encoded once, at the boundary (`error_encoding.py`). No program sends a plain-text error.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ MAX_MESSAGE = 4000
 def shorten(text: str, limit: int = MAX_ECHO) -> str:
     """`text` if it has at most `limit` characters, else its start and an ellipsis, together `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def _encodable(text: str) -> str:
+    """`text` with `?` for lone surrogates, which stand for header bytes that are not UTF-8 and cannot be encoded."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 class Family(StrEnum):
@@ -47,10 +52,10 @@ class CortexError(Exception):
         retry_after_s: float | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        # Capped here, once for the encoders of all dialects.
-        self.message = shorten(message, MAX_MESSAGE)
+        # Capped and encodable here, once for the encoders of all dialects.
+        self.message = _encodable(shorten(message, MAX_MESSAGE))
         super().__init__(self.message)
-        self.param = None if param is None else shorten(param)
+        self.param = None if param is None else _encodable(shorten(param))
         self.retry_after_s = retry_after_s if retry_after_s is not None else (1.0 if self.retryable else None)
         self.details = dict(details or {})
         """Machine-readable facts added to the OpenAI envelope, such as the per-device table."""
@@ -89,40 +94,41 @@ class InvalidValue(_InvalidRequest):
     code = "invalid_value"
 
 
+class ResponseNotFound(_InvalidRequest):
+    """There is no stored response with this id for the client's key."""
+
+    status = 404
+    code = "response_not_found"
+
+
+class ItemNotFound(ResponseNotFound):
+    """A request refers to an item that is not stored."""
+
+    code = "item_not_found"
+
+
+class PreviousResponseNotFound(_InvalidRequest):
+    """A request continues a response that is not stored."""
+
+    code = "previous_response_not_found"
+
+
 class ContextLengthExceeded(_InvalidRequest):
     """The prompt is longer than the model's context."""
 
     code = "context_length_exceeded"
 
 
-def prompt_too_long(
-    num_tokens: int, context_tokens: int, max_prompt_tokens: int | None = None
-) -> ContextLengthExceeded:
-    """The error for a prompt of at least `num_tokens` tokens, where the response needs one token of the context.
-
-    Clients recognise an overflow by its words as well as by its code, and shorten the conversation. OpenAI's clients
-    look for "maximum context length is", Anthropic's for "prompt is too long". The message passes through streams and
-    gateways, which translate between the dialects, so it has both.
-    """
-    largest = context_tokens - 1
-    limit = f"This model's maximum context length is {context_tokens} tokens, and the response needs at least one."
-    if max_prompt_tokens is not None and max_prompt_tokens < largest:
-        largest = max_prompt_tokens
-        limit = (
-            f"This model's maximum context length is {largest} tokens on this node (limits.max_prompt_tokens in "
-            "neuron.toml)."
-        )
-    return ContextLengthExceeded(
-        f"prompt is too long: {num_tokens} tokens > {largest} maximum. {limit} Shorten the conversation.",
-        details={"prompt_tokens": num_tokens, "max_prompt_tokens": largest, "context_tokens": context_tokens},
-    )
-
-
-class PromptTooLongForMemory(_InvalidRequest):
+class PromptTooLongForMemory(ContextLengthExceeded):
     """The prompt fits the model but not the memory of the node that serves it."""
 
-    status = 413
     code = "prompt_too_long_for_memory"
+
+
+class PreparationLimitExceeded(_InvalidRequest):
+    """Rendering, tokenising or compiling the grammar of this request took more time or memory than the node allows."""
+
+    code = "preparation_limit_exceeded"
 
 
 class BodyTooLarge(_InvalidRequest):
@@ -180,6 +186,15 @@ class OperatorOnly(CortexError):
     anthropic_type = "permission_error"
 
 
+class CrossSiteRequest(CortexError):
+    """A web page of another site made a browser send the request."""
+
+    status = 403
+    code = "cross_site_request"
+    openai_type = "invalid_request_error"
+    anthropic_type = "permission_error"
+
+
 class ModelNotFound(CortexError):
     """There is no model or alias of that name; the message lists similar names."""
 
@@ -187,6 +202,15 @@ class ModelNotFound(CortexError):
     code = "model_not_found"
     openai_type = "invalid_request_error"
     anthropic_type = "not_found_error"
+
+
+class ModelInUse(CortexError):
+    """The order would disturb a model that is in use: it is in memory, pinned, or changing."""
+
+    status = 409
+    code = "model_in_use"
+    openai_type = "invalid_request_error"
+    anthropic_type = "invalid_request_error"
 
 
 class RouteNotFound(CortexError):
@@ -307,36 +331,3 @@ BY_CODE: dict[str, type[CortexError]] = {
 def from_code(code: str, message: str) -> CortexError:
     """The error of a `Failure` event or of another program's envelope; an unknown code is an internal error."""
     return BY_CODE.get(code, CortexError)(message)
-
-
-def status(error: CortexError, family: Family) -> int:
-    """The HTTP status of this error for clients of `family`."""
-    if family is Family.ANTHROPIC and error.anthropic_status is not None:
-        return error.anthropic_status
-    return error.status
-
-
-def envelope(error: CortexError, family: Family) -> dict[str, Any]:
-    """The JSON body, or in-stream error payload, that clients of `family` expect."""
-    if family is Family.ANTHROPIC:
-        return {"type": "error", "error": {"type": error.anthropic_type, "message": error.message}}
-    return {
-        "error": {
-            **error.details,
-            "message": error.message,
-            "type": error.openai_type,
-            "code": error.code,
-            "param": error.param,
-        }
-    }
-
-
-def headers(error: CortexError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait. `Allow` for a method that is
-    not allowed."""
-    found: dict[str, str] = {}
-    if error.retry_after_s is not None:
-        found["retry-after"] = str(max(1, round(error.retry_after_s)))
-    if allowed_methods := error.details.get("allowed_methods"):
-        found["allow"] = ", ".join(allowed_methods)
-    return found

@@ -27,9 +27,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True):
     token: str
     token_id: int
-    logprob: float
+    logprob: float | None
+    """None for the first token of a prompt, which nothing predicts."""
     bytes: tuple[int, ...]
+    """What it adds to the text; nothing for a control token before a prompt's text."""
     top: tuple[TokenLogprob, ...] = ()
+    rank: int | None = None
+    """For a token of the prompt: 1 if it is the likeliest one."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,12 +84,26 @@ class ToolCallDelta(Event, frozen=True, tag="tool_delta"):
 
 class ToolCallStop(Event, frozen=True, tag="tool_stop"):
     call: int
+    is_complete: bool = True
+    """False for a call that the end of the response cut off."""
 
 
 class Logprobs(Event, frozen=True, tag="logprobs"):
     """Log-probabilities of the tokens whose text begins in the next delta of the choice."""
 
     tokens: tuple[TokenLogprob, ...]
+
+
+class PromptLogprobs(Event, frozen=True, tag="prompt_logprobs"):
+    """Log-probabilities of every token of the choice's prompt, after its `Start`, if the client asked for them."""
+
+    tokens: tuple[TokenLogprob, ...]
+
+
+class UsageSoFar(Event, frozen=True, tag="usage"):
+    """Usage of the choice including the next delta, if the client asked for continuous usage."""
+
+    usage: Usage
 
 
 class Finish(Event, frozen=True, tag="finish"):
@@ -106,5 +124,15 @@ class Failure(Event, frozen=True, tag="failure"):
 
 
 AnyEvent = (
-    Start | TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallStop | Logprobs | Finish | Failure
+    Start
+    | TextDelta
+    | ReasoningDelta
+    | ToolCallStart
+    | ToolCallDelta
+    | ToolCallStop
+    | Logprobs
+    | PromptLogprobs
+    | UsageSoFar
+    | Finish
+    | Failure
 )

@@ -14,6 +14,8 @@ from cortex.wire.errors import BY_CODE, UpstreamInterrupted
 _MARK = b"failed "
 _COMMENT = b"\n: " + _MARK
 _DATA = b"\ndata: "
+_DONE = b"\ndata: [DONE]\n"
+"""Ends a complete stream of OpenAI's dialects."""
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -40,17 +42,25 @@ def from_stream(tail: bytes) -> str | None:
 
     Generated text cannot pass for one: it is JSON inside an event, and JSON has no line breaks inside a string.
     """
-    _, found, rest = (b"\n" + tail).rpartition(_COMMENT)
-    if found:
-        return _known(rest.partition(b"\n")[0].decode("latin-1"))
-    _, found, rest = (b"\n" + tail).rpartition(_DATA)
+    tail = b"\n" + tail  # what begins the stream begins a line, too
+    if (at := tail.rfind(_COMMENT)) >= 0:
+        return _known(_line(tail, at + len(_COMMENT)).decode("latin-1"))
+    at = tail.rfind(_DATA)
+    if at < 0 or tail.startswith(_DONE, at):
+        return None
     try:
-        event = _decoder.decode(rest.partition(b"\n")[0]) if found else _Event()
+        event = _decoder.decode(_line(tail, at + len(_DATA)))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     if event.error is None and event.type not in ("error", "response.failed"):
         return None
     return _known(str(event.error.code) if event.error is not None else "")
+
+
+def _line(text: bytes, start: int) -> bytes:
+    """The rest of the line from `start` on."""
+    end = text.find(b"\n", start)
+    return text[start:end] if end >= 0 else text[start:]
 
 
 def _known(code: str) -> str:

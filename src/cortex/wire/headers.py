@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from cortex.wire.errors import MAX_ECHO
+from cortex.wire.requests import GenerateRequest
 
 PRINCIPAL = "x-cortex-principal"
 """The authenticated client of a request. Only a gateway sets it."""
+
+ERROR_DETAILS = "x-cortex-error-details"
+"""`none`: the client is not an operator, so that error events inside a stream must not name nodes, files and models.
+Only a gateway sets it."""
+NO_DETAILS = "none"
 
 NODE = "x-cortex-node"
 """The name of the node that served the request, from the gateway to the client."""
@@ -18,8 +25,28 @@ ANTHROPIC_REQUEST_ID = "request-id"
 DROPPED_TOOLS = "x-cortex-dropped-tools"
 """Types of tools that were removed from a request because no model here can use them."""
 
+NOT_STORED = "x-cortex-not-stored"
+"""Why a response was not stored although its request asks for it, from the gateway to the client."""
+
+IGNORED_FIELDS = "x-cortex-ignored-fields"
+"""Fields of the body that are not known here and had no effect."""
+
+UNENFORCED = "x-cortex-unenforced"
+"""Parts of schemas and formats that the output is not constrained to, because no grammar can express them."""
+
+
+def notes(request: GenerateRequest) -> dict[str, str]:
+    """The headers that report which parts of a request have no effect."""
+    parts = {
+        DROPPED_TOOLS: request.dropped_tools,
+        IGNORED_FIELDS: request.ignored_fields,
+        UNENFORCED: request.unenforced,
+    }
+    return {name: text for name, values in parts.items() if (text := listed(values))}
+
 
 def listed(values: Iterable[str]) -> str:
     """`values` as one header value, limited in length and without characters that could end the header."""
-    kept = ("".join(c for c in value if c.isascii() and c.isprintable() and c != ",") for value in values)
+    starts = (value[:MAX_ECHO] for value in islice(values, MAX_ECHO))  # no more than these can be shown
+    kept = ("".join(c for c in start if c.isascii() and c.isprintable() and c != ",") for start in starts)
     return ", ".join(dict.fromkeys(kept))[:MAX_ECHO]

@@ -18,9 +18,15 @@ from cortex.wire.body import MAX_MODEL_NAME
 log = logging.getLogger(__name__)
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+Source = Annotated[str, Meta(max_length=4096)]
+Devices = Annotated[tuple[int, ...], Meta(max_length=1024)]
 Dialect = Literal["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
 DeviceKind = Literal["cuda", "cpu"]
 Stage = Literal["resolve", "download", "read", "place", "warm"]
+
+KVDtype = Literal["auto", "fp8"]
+"""In which numbers a model's KV cache is kept; `auto`: in those that it computes in."""
 
 
 class NodeValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +44,8 @@ class ModelState(StrEnum):
     UNLOADING = "unloading"
     RECOVERING = "recovering"
     FAILED = "failed"
+    UNREACHABLE = "unreachable"
+    """Reported by a gateway only: the node is down."""
 
 
 class Device(NodeValue, frozen=True):
@@ -56,7 +64,11 @@ class Discovery(NodeValue, frozen=True):
     os: str
     version: str
     devices: tuple[Device, ...]
+    kernel: str | None = None
+    """The release of the operating system's kernel."""
     driver: str | None = None
+    cuda_version: str | None = None
+    """The latest CUDA version that the driver supports."""
     driver_problem: str | None = None
     """Why no GPU is used although one may be there, such as a driver/library mismatch."""
     max_devices_per_model: Annotated[int, Meta(ge=1)] = 1
@@ -116,6 +128,8 @@ class ModelStatus(NodeValue, frozen=True):
     id: str
     state: ModelState
     devices: tuple[int, ...] = ()
+    num_devices: Annotated[int, Meta(ge=1)] = 1
+    """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None
@@ -126,8 +140,12 @@ class ModelStatus(NodeValue, frozen=True):
     """The minimum with which the node accepts it, with a smaller KV cache. Absent: `estimate_bytes`."""
     measured_bytes: int | None = None
     """Memory on the device; of a model asleep, what it will take when it wakes."""
+    kv_bytes: int | None = None
+    """The part of `measured_bytes` that holds sequences: KV pages and recurrent states."""
     host_bytes: int = 0
     """Weights in host memory while the model is asleep, falling asleep or waking; else 0."""
+    disk_bytes: int | None = None
+    """Its repository in the node's hub cache, incomplete downloads included; absent for a model outside the cache."""
     context_tokens: int | None = None
     """Context that the loaded model accepts: the model's limit, or less if memory is the limit."""
     max_output_tokens: int | None = None
@@ -153,6 +171,31 @@ class Activation(NodeValue, frozen=True):
     in_progress: str | None = None
     completed: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    reasons: dict[str, str] = {}
+    """Why each model in `failed` failed."""
+
+
+PullState = Literal["running", "done", "failed", "cancelled"]
+
+
+class PullStatus(NodeValue, frozen=True):
+    """A download of a model's files, without a load."""
+
+    model_id: str
+    state: PullState
+    quant: str | None = None
+    progress: Progress | None = None
+    reason: str | None = None
+    """Why it failed."""
+
+
+class DiskUse(NodeValue, frozen=True):
+    """The disk of the node's hub cache."""
+
+    total_bytes: int
+    free_bytes: int
+    models_bytes: int
+    """What the cache takes."""
 
 
 class Health(NodeValue, frozen=True):
@@ -164,21 +207,28 @@ class Health(NodeValue, frozen=True):
     activation: Activation = Activation()
     failing_tasks: tuple[str, ...] = ()
     """Background tasks of the node that fail again and again; its log has the reasons."""
+    pulls: tuple[PullStatus, ...] = ()
+    """Downloads without a load: those in progress, and the latest that ended."""
+    disk: DiskUse | None = None
 
 
 class LoadRequest(NodeValue, frozen=True):
     """`POST /models/load`. Idempotent: a request for a model that is ready or loading joins it."""
 
     model_id: ModelName
-    source: str | None = None
+    source: Source | None = None
     """Hub id, directory or file; the model id itself when absent."""
-    harness: str = "torch"
-    quant: str | None = None
-    devices: tuple[int, ...] = ()
+    harness: ShortText = "torch"
+    quant: ShortText | None = None
+    devices: Devices = ()
     """Empty: the node chooses."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     context_tokens: Annotated[int, Meta(ge=2)] | None = None
     """At least one prompt token and one generated token."""
+    control_tokens_in_messages: bool = False
+    """Whether the text of control tokens in messages becomes these tokens."""
+    kv_dtype: KVDtype | None = None
+    """The dtype of the KV cache; as the node is configured when absent."""
 
 
 class SleepOption(NodeValue, frozen=True, kw_only=True):
@@ -205,6 +255,21 @@ class UnloadRequest(SleepOption, frozen=True, kw_only=True):
     model_id: ModelName
     force: bool = False
     drain_s: float | None = None
+
+
+class FilesRequest(NodeValue, frozen=True):
+    """`POST /files/pull`: download a model's files without a load; `POST /files/cancel`: stop that; `POST
+    /files/delete`: delete them, never while the model is in memory. A pull is idempotent."""
+
+    model_id: ModelName
+    source: str | None = None
+    """Hub id; the model id itself when absent."""
+    quant: str | None = None
+
+
+class DeletedFiles(NodeValue, frozen=True):
+    model_id: str
+    freed_bytes: int
 
 
 class Recycled(NodeValue, frozen=True):

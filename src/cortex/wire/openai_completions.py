@@ -8,15 +8,33 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire import body as wire_body
 from cortex.wire import errors
 from cortex.wire.body import LARGEST_TOKEN, Fields
 from cortex.wire.errors import Family
-from cortex.wire.events import AnyEvent, Failure, Finish, Logprobs, ReasoningDelta, TextDelta, TokenLogprob
-from cortex.wire.openai_chat.stream import DONE, SYSTEM_FINGERPRINT, stream_error, usage_body
+from cortex.wire.events import (
+    AnyEvent,
+    Failure,
+    Finish,
+    Logprobs,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+    UsageSoFar,
+)
+from cortex.wire.field_tables.openai_completions import FIELDS
+from cortex.wire.openai_chat.stream import DONE, SYSTEM_FINGERPRINT, prompt_logprobs_body, stream_error, usage_body
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
-from cortex.wire.response import ResponseChoice, gather, total_usage
-from cortex.wire.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, read_output_format, read_sampling
+from cortex.wire.response import ResponseChoice, gather, summed, total_usage
+from cortex.wire.sampling import (
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    read_limits,
+    read_output_format,
+    read_prompt_logprobs,
+    read_sampling,
+    read_truncation,
+)
 from cortex.wire.sse import COMMENT as KEEPALIVE
 from cortex.wire.sse import frame
 
@@ -28,38 +46,38 @@ __all__ = ["FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stre
 
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
-    fields = wire_body.parse(body)
-    model = fields.model()
-    sampling = read_sampling(fields, fewest_tokens=0)
+    fields = FIELDS.read(body)
+    max_tokens, n = read_limits(fields, fewest_tokens=0)
     top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
-    if fields.text("suffix"):
-        raise fields.invalid("suffix", "filling in the middle is not supported; send the text in 'prompt'")
-    best_of = fields.integer("best_of", low=1, high=MAX_CHOICES)
-    if best_of is not None and best_of > sampling.n:
-        raise fields.invalid("best_of", "ranking of candidates is not supported; request several with 'n'")
     echo = fields.flag("echo") or False
-    if sampling.max_tokens == 0 and not echo:
+    if max_tokens == 0 and not echo:
         raise fields.invalid("max_tokens", "a response without tokens is supported only with 'echo'; send at least 1")
-    if sampling.max_tokens == 0 and top_logprobs is not None:
-        raise fields.invalid(
-            "logprobs", "prompt tokens have no logprobs here; omit it or set 'max_tokens' to 1 or more"
-        )
     prompt, *more_prompts = _read_prompts(fields)
-    if (num_choices := sampling.n * (1 + len(more_prompts))) > MAX_CHOICES:
+    if (num_choices := n * (1 + len(more_prompts))) > MAX_CHOICES:
         raise fields.invalid(
             "prompt", f"{num_choices} choices in one request, at most {MAX_CHOICES}; send fewer prompts"
         )
     stream_options = fields.object("stream_options")
     return GenerateRequest(
-        model=model,
+        model=fields.model(),
         prompt=prompt,
         more_prompts=tuple(more_prompts),
         echo=echo,
-        output=read_output_format(fields),
-        sampling=msgspec.structs.replace(sampling, logprobs=top_logprobs is not None, top_logprobs=top_logprobs or 0),
+        truncate_prompt_tokens=read_truncation(fields),
+        output=read_output_format(fields, fields.object("response_format")),
+        sampling=msgspec.structs.replace(
+            read_sampling(fields),
+            max_tokens=max_tokens,
+            n=n,
+            logprobs=top_logprobs is not None,
+            top_logprobs=top_logprobs or 0,
+            prompt_logprobs=read_prompt_logprobs(fields),
+        ),
         stream=fields.flag("stream") or False,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
+        continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         user=fields.text("user"),
+        ignored_fields=fields.unknown,
     )
 
 
@@ -98,6 +116,8 @@ class Encoder:
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
         self._include_usage = request.include_usage
+        self._continuous: dict[int, Usage] = {}
+        """The latest usage of each choice, for clients that want it in every chunk."""
         self._open_choices = request.num_choices
         self._finishes: list[Finish] = []
         self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
@@ -112,6 +132,9 @@ class Encoder:
             case Logprobs(tokens=tokens):
                 self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
                 return b""
+            case UsageSoFar(usage=usage):
+                self._continuous[event.index] = usage
+                return b""
             case Finish():
                 return self._finish(event)
             case Failure(code=code, message=message):
@@ -124,7 +147,7 @@ class Encoder:
         offset = self._offsets.get(index, 0)
         if tokens is not None:
             self._counting.add(index)
-            self._offsets[index] = offset + sum(len(token.token) for token in tokens)
+            self._offsets[index] = offset + sum(map(_num_characters, tokens))
         elif index not in self._counting:
             self._offsets[index] = offset + len(text)
         logprobs = None if tokens is None else _logprobs_body(tokens, offset)
@@ -134,6 +157,8 @@ class Encoder:
         chunk: dict[str, Any] = {**self._head, "choices": choices}
         if self._include_usage:
             chunk["usage"] = usage
+        if self._continuous and usage is None:
+            chunk["usage"] = usage_body(summed(self._continuous.values()))
         return frame(msgspec.json.encode(chunk))
 
     def _finish(self, event: Finish) -> bytes:
@@ -148,7 +173,6 @@ class Encoder:
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
     """The whole response as one body. Raises the error of a `Failure`."""
-    del request  # the events have everything that this dialect sends
     received = list(events)
     choices = gather(received)
     return msgspec.json.encode(
@@ -158,7 +182,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
             "created": created,
             "model": model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": [_choice_body(choice, _num_echoed(received, choice.index)) for choice in choices],
+            "choices": [_choice_body(choice, _num_echoed(received, choice.index), request) for choice in choices],
             "usage": usage_body(total_usage(choice.finish for choice in choices)),
         }
     )
@@ -171,13 +195,16 @@ def _num_echoed(events: Sequence[AnyEvent], index: int) -> int:
     return sum(len(event.text) for event in before if isinstance(event, TextDelta | ReasoningDelta))
 
 
-def _choice_body(choice: ResponseChoice, echoed: int) -> dict[str, Any]:
-    return {
+def _choice_body(choice: ResponseChoice, echoed: int, request: GenerateRequest) -> dict[str, Any]:
+    body: dict[str, Any] = {
         "index": choice.index,
         "text": "".join(block.text for block in choice.blocks if isinstance(block, Text | Reasoning)),
         "logprobs": _logprobs_body(choice.logprobs, echoed) if choice.logprobs else None,
         **_finish_body(choice.finish),
     }
+    if request.sampling.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs_body(choice.prompt_logprobs)
+    return body
 
 
 def _finish_body(finish: Finish) -> dict[str, str | None]:
@@ -191,7 +218,7 @@ def _logprobs_body(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{other.token: other.logprob for other in token.top} for token in tokens],
+        "top_logprobs": [_top_body(token) for token in tokens],
         "text_offset": list(_offsets(tokens, offset)),
     }
 
@@ -199,4 +226,16 @@ def _logprobs_body(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any
 def _offsets(tokens: Sequence[TokenLogprob], offset: int) -> Iterator[int]:
     for token in tokens:
         yield offset
-        offset += len(token.token)
+        offset += _num_characters(token)
+
+
+def _num_characters(token: TokenLogprob) -> int:
+    return len(token.token) if token.bytes else 0
+
+
+def _top_body(token: TokenLogprob) -> dict[str, float | None] | None:
+    """The likeliest tokens; for a token of the prompt also itself."""
+    if token.logprob is None:
+        return None
+    own = {} if token.rank is None else {token.token: token.logprob}
+    return {**own, **{other.token: other.logprob for other in token.top}}

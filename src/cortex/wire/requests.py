@@ -44,10 +44,18 @@ class ToolCall(Value, frozen=True, tag="tool_call"):
     arguments: str
 
 
+TOOL_ERROR = "The tool reported an error:"
+
+
 class ToolResult(Value, frozen=True, tag="tool_result"):
     call_id: str
     parts: tuple[Text | Image, ...] = ()
     is_error: bool = False
+
+    @property
+    def marked_parts(self) -> tuple[Text | Image, ...]:
+        """The parts, with a line before those of an error: prompts have no other place to say it."""
+        return (Text(text=TOOL_ERROR), *self.parts) if self.is_error else self.parts
 
 
 Part = Text | Image | Reasoning | ToolCall | ToolResult
@@ -63,13 +71,16 @@ class Message(Value, frozen=True):
 
 
 class Tool(Value, frozen=True):
-    """A function that the model may call. Codecs drop tools of unsupported types and do not reject the request."""
+    """A function that the model may call."""
 
     name: str
     parameters: dict[str, Any]
     """A JSON schema; `{}` when the client gave none."""
     description: str | None = None
     strict: bool = False
+    is_custom: bool = False
+    """Whether the client expects free text instead of JSON arguments. To the model it is a function with the one text
+    parameter `input`; the codecs translate its calls."""
 
 
 class ToolChoice(Value, frozen=True):
@@ -89,12 +100,32 @@ class OutputFormat(Value, frozen=True):
     choices: tuple[str, ...] = ()
 
 
+EFFORT_TOKENS = {"minimal": 512, "low": 1024, "medium": 8192}
+"""Most tokens of reasoning at an effort, for models without efforts of their own. Higher efforts have no limit."""
+
+
+def effort_of(budget_tokens: int | None) -> str | None:
+    """The effort for a budget of reasoning; None without one."""
+    if budget_tokens is None:
+        return None
+    return next((effort for effort, tokens in EFFORT_TOKENS.items() if budget_tokens <= tokens), "high")
+
+
 class Thinking(Value, frozen=True):
-    """With `enabled=None` the model's template decides."""
+    """With `enabled=None` the model's template decides, unless `off_by_default`."""
 
     enabled: bool | None = None
     effort: str | None = None
     budget_tokens: int | None = None
+    shown: bool = True
+    """Whether reasoning is part of the response."""
+    off_by_default: bool = False
+    """Whether a request that says nothing about reasoning gets none from a model that can do without."""
+
+    @property
+    def switch(self) -> bool | None:
+        """The value for the template's switch; None: the template decides."""
+        return False if self.enabled is None and self.off_by_default else self.enabled
 
 
 class Sampling(Value, frozen=True):
@@ -109,6 +140,8 @@ class Sampling(Value, frozen=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; empty: all."""
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -118,6 +151,8 @@ class Sampling(Value, frozen=True):
     n: int = 1
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens with this many of the likeliest ones; None: not of the prompt."""
 
 
 class GenerateRequest(Value, frozen=True):
@@ -133,21 +168,33 @@ class GenerateRequest(Value, frozen=True):
     """Completions only: further prompts. Each prompt gets its own `n` choices, in the order of the prompts."""
     echo: bool = False
     """Completions only: return the prompt before the continuation."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens at the end of the prompt; -1: as many as fit into the context."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
+    as_functions: bool = False
+    """Chat only: the client sent `functions` and expects one `function_call` instead of `tool_calls`."""
     output: OutputFormat | None = None
     thinking: Thinking = Thinking()
     sampling: Sampling = Sampling()
     stream: bool = False
     include_usage: bool = False
     """Whether a stream reports usage: OpenAI `stream_options.include_usage`; True in dialects that always do."""
+    continuous_usage: bool = False
+    """Whether every chunk of a stream reports the usage so far."""
     template_args: dict[str, Any] = {}
     """`chat_template_kwargs`: extra variables for the model's own template."""
     user: str | None = None
     metadata: dict[str, Any] = {}
     """Request fields that the response repeats (Responses API)."""
+    truncate: bool = False
+    """Whether the oldest messages may be dropped to make the prompt fit: `truncation: "auto"` (Responses API)."""
     dropped_tools: tuple[str, ...] = ()
     """Types of tools that the codec dropped because no local model can run them; reported in a header."""
+    unenforced: tuple[str, ...] = ()
+    """Paths of formats in the body that the codec cannot constrain the output to; reported in a header."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of the body that the codec does not know; reported in a header."""
 
     @property
     def one_per_prompt(self) -> tuple[GenerateRequest, ...]:
@@ -165,5 +212,12 @@ class GenerateRequest(Value, frozen=True):
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that the response may call."""
-        allowed = self.tool_choice.allowed
-        return self.tools if allowed is None else tuple(tool for tool in self.tools if tool.name in allowed)
+        if self.tool_choice.allowed is None:
+            return self.tools
+        allowed = frozenset(self.tool_choice.allowed)
+        return tuple(tool for tool in self.tools if tool.name in allowed)
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of the tools whose calls are free text to the client."""
+        return frozenset(tool.name for tool in self.tools if tool.is_custom)

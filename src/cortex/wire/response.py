@@ -11,6 +11,7 @@ from cortex.wire.events import (
     Failure,
     Finish,
     Logprobs,
+    PromptLogprobs,
     ReasoningDelta,
     Start,
     TextDelta,
@@ -19,6 +20,7 @@ from cortex.wire.events import (
     ToolCallStart,
     ToolCallStop,
     Usage,
+    UsageSoFar,
 )
 from cortex.wire.requests import Reasoning, Text, ToolCall
 
@@ -33,6 +35,7 @@ class ResponseChoice:
     blocks: tuple[Block, ...]
     finish: Finish
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:
@@ -53,6 +56,7 @@ class _Gathering:
 
     blocks: list[tuple[ToolCallStart | type[Text] | type[Reasoning], list[str]]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
 
     def add_text(self, kind: type[Text] | type[Reasoning], text: str) -> None:
@@ -63,7 +67,8 @@ class _Gathering:
     def done(self, index: int) -> ResponseChoice:
         if self.finish is None:
             raise UpstreamInterrupted("The response ended before it was complete; try again.")
-        return ResponseChoice(index, tuple(map(_block, self.blocks)), self.finish, tuple(self.logprobs))
+        blocks = tuple(map(_block, self.blocks))
+        return ResponseChoice(index, blocks, self.finish, tuple(self.logprobs), self.prompt_logprobs)
 
 
 def _block(gathered: tuple[ToolCallStart | type[Text] | type[Reasoning], list[str]]) -> Block:
@@ -79,8 +84,10 @@ def gather(events: Iterable[AnyEvent]) -> tuple[ResponseChoice, ...]:
     for event in events:
         choice = gathering.setdefault(event.index, _Gathering())
         match event:
-            case Start() | ToolCallStop():
+            case Start() | ToolCallStop() | UsageSoFar():
                 pass
+            case PromptLogprobs(tokens=tokens):
+                choice.prompt_logprobs = tokens
             case TextDelta(text=text):
                 choice.add_text(Text, text)
             case ReasoningDelta(text=text):

@@ -11,6 +11,9 @@ from cortex.wire.requests import OutputFormat, Sampling, Thinking
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
+MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIASES = 1024
+"""Every step of the batch applies all of them."""
 MAX_TEMPERATURE = 100
 """At about this temperature sampling is uniform."""
 MIN_REPETITION_PENALTY = 0.01
@@ -18,28 +21,65 @@ MAX_REPETITION_PENALTY = 100
 _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
-def read_sampling(fields: Fields, *, fewest_tokens: int = 1) -> Sampling:
-    """Every sampling field but `logprobs`, which each dialect spells differently. `fewest_tokens` is the least value of
-    `max_tokens`. Raises `InvalidValue`."""
+def read_sampling(fields: Fields) -> Sampling:
+    """The sampling fields that every OpenAI dialect spells alike: all but the numbers of tokens, of choices and of
+    log-probabilities. Raises `InvalidValue`."""
     top_k = fields.integer("top_k", low=-1, high=LARGEST_COUNT)
+    penalty, window = "repetition_penalty", "repetition_window"
+    if penalty not in fields:
+        penalty = "repeat_penalty"
+    if window not in fields:
+        window = "repeat_last_n"
+    repetition_window = fields.integer(window, low=-1, high=LARGEST_COUNT)
     return Sampling(
         temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
         top_k=0 if top_k == -1 else top_k,
         top_p=fields.number("top_p", low=0, high=1),
         min_p=fields.number("min_p", low=0, high=1),
-        repetition_penalty=fields.number("repetition_penalty", low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
-        repetition_window=fields.integer("repetition_window", low=0, high=LARGEST_COUNT),
+        repetition_penalty=fields.number(penalty, low=MIN_REPETITION_PENALTY, high=MAX_REPETITION_PENALTY),
+        repetition_window=0 if repetition_window == -1 else repetition_window,
         presence_penalty=fields.number("presence_penalty", low=-2, high=2),
         frequency_penalty=fields.number("frequency_penalty", low=-2, high=2),
         logit_bias=_read_logit_bias(fields),
+        allowed_token_ids=_read_allowed(fields),
         seed=fields.integer("seed", low=-LARGEST_INTEGER, high=LARGEST_INTEGER),
-        max_tokens=fields.integer("max_tokens", low=fewest_tokens, high=LARGEST_COUNT),
         min_tokens=fields.integer("min_tokens", low=0, high=LARGEST_COUNT) or 0,
         ignore_eos=fields.flag("ignore_eos") or False,
         stop=read_stops(fields, "stop"),
-        stop_token_ids=fields.integers("stop_token_ids", low=0, high=LARGEST_TOKEN),
-        n=fields.integer("n", low=1, high=MAX_CHOICES) or 1,
+        stop_token_ids=fields.integers("stop_token_ids", low=0, high=LARGEST_TOKEN, most=MAX_STOP_TOKENS),
     )
+
+
+def read_limits(fields: Fields, *, fewest_tokens: int = 1) -> tuple[int | None, int]:
+    """The most tokens and the number of choices, in the dialects that have several. `fewest_tokens`: the least value of
+    `max_tokens`."""
+    max_tokens = fields.integer("max_tokens", low=fewest_tokens, high=LARGEST_COUNT)
+    if max_tokens is None and (limit := fields.integer("n_predict", low=-1, high=LARGEST_COUNT)) is not None:
+        if limit == 0:
+            raise fields.invalid("n_predict", "a response has at least one token; send -1 for no limit")
+        max_tokens = None if limit == -1 else limit
+    return max_tokens, fields.integer("n", low=1, high=MAX_CHOICES) or 1
+
+
+def read_prompt_logprobs(fields: Fields) -> int | None:
+    wanted = fields.integer("prompt_logprobs", low=0, high=MAX_TOP_LOGPROBS)
+    if wanted is not None and fields.flag("stream"):
+        raise fields.invalid("prompt_logprobs", "a stream does not have them; set 'stream' to false")
+    return wanted
+
+
+def read_truncation(fields: Fields) -> int | None:
+    """`truncate_prompt_tokens`: the tokens that are kept at the end of the prompt; -1: as many as fit."""
+    kept = fields.integer("truncate_prompt_tokens", low=-1, high=LARGEST_COUNT)
+    if kept == 0:
+        raise fields.invalid("truncate_prompt_tokens", "a prompt has at least one token; send -1 for all that fit")
+    return kept
+
+
+def _read_allowed(fields: Fields) -> tuple[int, ...]:
+    if fields.raw("allowed_token_ids") == []:
+        raise fields.invalid("allowed_token_ids", "it allows no token; list at least one, or leave it out")
+    return fields.integers("allowed_token_ids", low=0, high=LARGEST_TOKEN)
 
 
 def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
@@ -53,7 +93,7 @@ def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
 def _read_logit_bias(fields: Fields) -> dict[int, float]:
     biases: dict[int, float] = {}
     bias_by_token = fields.object("logit_bias")
-    for token in fields.mapping("logit_bias") or {}:
+    for token in fields.mapping("logit_bias", most=MAX_LOGIT_BIASES) or {}:
         assert bias_by_token is not None
         is_number = token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_DIGITS
         if not is_number or int(token) > LARGEST_TOKEN:
@@ -63,16 +103,21 @@ def _read_logit_bias(fields: Fields) -> dict[int, float]:
     return biases
 
 
-def read_output_format(fields: Fields) -> OutputFormat | None:
-    """The constraint on the output: `response_format`, or one of the guided-decoding extensions.
+def read_output_format(fields: Fields, response_format: Fields | None) -> OutputFormat | None:
+    """The constraint on the output: the dialect's own format, or one of the extensions of self-hosted servers.
 
     Raises `InvalidValue` when two of them are given.
     """
     found: dict[str, OutputFormat] = {}
-    if (response_format := fields.object("response_format")) is not None and (
-        output := read_response_format(response_format)
-    ) is not None:
-        found["response_format"] = output
+    if response_format is not None and (output := read_response_format(response_format)) is not None:
+        found[response_format.path] = output
+    if "json_schema" in fields:
+        found["json_schema"] = OutputFormat(kind="json_schema", schema=_read_schema(fields, "json_schema"))
+    if (regex := fields.text("regex")) is not None:
+        found["regex"] = OutputFormat(kind="regex", text=regex)
+    for name in ("grammar", "ebnf"):
+        if grammar := fields.text(name):
+            found[name] = OutputFormat(kind="grammar", text=grammar)
     for prefix, source in (("guided_", fields), ("", fields.object("structured_outputs"))):
         if source is not None:
             found |= {source.param(prefix + name): output for name, output in _read_guided(source, prefix).items()}

@@ -41,5 +41,5 @@ def from_stream(tail: bytes) -> Usage | None:
 
     Generated text cannot pass for one: it is JSON inside an event, and JSON has no line breaks inside a string.
     """
-    _, found, rest = tail.rpartition(_COMMENT)
-    return from_header(rest.partition(b"\n")[0]) if found else None
+    at = tail.rfind(_COMMENT)
+    return from_header(tail[at + len(_COMMENT) :].partition(b"\n")[0]) if at >= 0 else None

@@ -105,6 +105,15 @@ def test_config_with_the_local_node_gets_no_second_one(tmp_path: Path) -> None:
     assert not [name for name in overrides(reload(tmp_path, text, Config), "127.0.0.1", PORTS) if "NEURONS" in name]
 
 
+@pytest.mark.parametrize("text", ["", '[[neurons]]\nname = "here"\nendpoint = "http://localhost:1003"\n', OWN])
+def test_gateway_gets_the_key_of_the_local_node(tmp_path: Path, text: str) -> None:
+    environment = overrides(reload(tmp_path, text, Config), "127.0.0.1", PORTS, "nk-0123456789abcdef")
+    gateway = {name: value for name, value in environment.items() if name.startswith("CORTEX_")}
+    config = reload(tmp_path, text, Config, **gateway)
+    (local,) = (neuron for neuron in config.neurons if ":1003" in neuron.endpoint)
+    assert environment[config.key_variable(local) or ""] == "nk-0123456789abcdef"
+
+
 def test_written_config_gets_no_second_local_node(tmp_path: Path) -> None:
     settings = reload(tmp_path, run_files.gateway_config("127.0.0.1", PORTS), Config)
     assert not [name for name in overrides(settings, "127.0.0.1", PORTS) if "NEURONS" in name]

@@ -57,11 +57,14 @@ class Daemon:
         return self.call("/v1/completions", body)
 
     def wait_ready(self, model_id: str = DEMO) -> None:
+        self.wait_for("ready", model_id)
+
+    def wait_for(self, state: str, model_id: str) -> None:
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while True:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                if self.model(model_id)["state"] == "ready":
+                if self.model(model_id)["state"] == state:
                     return
             except urllib.error.URLError:
                 pass  # it does not listen yet
@@ -166,17 +169,21 @@ def start_daemon(
     """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`."""
     daemons: list[Daemon] = []
 
-    def start(*settings: str) -> Daemon:
+    def start(*settings: str, loads_demo: bool = True) -> Daemon:
         folder = tmp_path_factory.mktemp("daemon")
         (port,) = free_ports(1)
         config = [
             f'listen = "127.0.0.1:{port}"',
+            f'model_roots = ["{folder.parent}"]',
             *settings,
             f'[harness.torch]\nhf_cache = "{folder}/hub"',
             f'[[models]]\nid = "{TINY}"\nsource = "{tiny_model}"',
-            f'[[default_models]]\nmodel_id = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\n'
-            f"memory_mb = {MEMORY_MB}",
         ]
+        if loads_demo:
+            config.append(
+                f'[[default_models]]\nmodel_id = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\n'
+                f"memory_mb = {MEMORY_MB}"
+            )
         (folder / "neuron.toml").write_text("\n".join(config))
         log = folder / "log"
         with log.open("wb") as output:
@@ -189,7 +196,7 @@ def start_daemon(
             )
         daemon = Daemon(process, f"http://127.0.0.1:{port}", log)
         daemons.append(daemon)
-        daemon.wait_ready()
+        daemon.wait_for("ready", DEMO) if loads_demo else daemon.wait_for("cold", TINY)
         return daemon
 
     yield start

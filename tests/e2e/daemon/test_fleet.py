@@ -33,6 +33,7 @@ DEMO = "demo"
 KEY = generate("anna")
 TRACE_ID, SPAN_ID = "1" * 32, "2" * 16
 CHUNK_TOKENS = 32
+MAX_RUNNING = 2
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 75
 PROMPT_STEPS = 750 // CHUNK_TOKENS
 TIMEOUT_S = 120.0
@@ -110,13 +111,13 @@ class Fleet:
 class Conversation:
     """One request on a connection of its own, read as it comes and left when the test says so."""
 
-    def __init__(self, port: int, path: str, body: bytes) -> None:
+    def __init__(self, port: int, path: str, body: bytes, request_id: str = "e2e/1") -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S)
         head = (
             f"POST {path} HTTP/1.1",
             "host: x",
             f"authorization: Bearer {KEY.text}",
-            "x-request-id: e2e/1",
+            f"x-request-id: {request_id}",
             f"traceparent: 00-{TRACE_ID}-{SPAN_ID}-01",
             "connection: close",
             f"content-length: {len(body)}",
@@ -168,6 +169,7 @@ def fleet(
         telemetry,
         "[limits]",
         f"prefill_chunk_tokens = {CHUNK_TOKENS}",
+        f"max_num_seqs = {MAX_RUNNING}",
     )
     nodes = {name: start_daemon(*settings) for name in ("one", "two")}
     folder = tmp_path_factory.mktemp("fleet")
@@ -235,6 +237,44 @@ def test_one_trace_and_one_id_from_the_client_to_the_engine(fleet: Fleet, collec
     ]
     served = [line for node in fleet.nodes.values() for line in node.log.read_text().splitlines() if '"e2e/1"' in line]
     assert any(CHAT in json.loads(line)["message"] for line in served)
+
+
+def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet) -> None:
+    messages = [{"role": "system", "content": "You are an agent. " + LONG_PROMPT}]
+
+    def turn(number: int) -> tuple[str, float]:
+        """The node that served the next turn, and the fraction of the prompt that it had cached."""
+        messages.append({"role": "user", "content": f"Go on: {number}."})
+        head, _, body = fleet.ask(CHAT, messages=messages, max_tokens=2, ignore_eos=True).read().partition(b"\r\n\r\n")
+        response = json.loads(body)
+        messages.append(response["choices"][0]["message"])
+        usage = response["usage"]
+        (node,) = [line for line in head.decode().splitlines() if line.startswith("x-cortex-node: ")]
+        return node.partition(": ")[2], usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]
+
+    (first, _), *later = [turn(number) for number in range(10)]
+    assert [node for node, _ in later] == [first] * 9
+    assert all(cached > 0.9 for _, cached in later), later
+
+    node = fleet.nodes[first]
+    body = {"model": DEMO, "prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    others = [
+        Conversation(int(node.url.rpartition(":")[2]), "/v1/completions", json.dumps(body).encode(), f"direct/{number}")
+        for number in range(5 * MAX_RUNNING)
+    ]
+
+    def demo_on(name: str) -> Any:
+        (status,) = [each for each in fleet.get("/fleet/status")["nodes"] if each["name"] == name]
+        return next(model for model in status["models"] if model["id"] == DEMO)
+
+    until(lambda: demo_on(first)["load"]["waiting"] >= 3 * MAX_RUNNING)
+    last = fleet.ask(CHAT, messages=messages, max_tokens=1)
+    until(lambda: fleet.in_flight() == 1)
+    assert demo_on(first)["in_flight"] == 0, "the other node serves it"
+    for other in others:
+        other.leave()
+    assert last.read().startswith(b"HTTP/1.1 200")
+    until(lambda: busy(fleet) == 0)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import os
 import random
+import select
 import shutil
 import string
 import threading
@@ -18,7 +20,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .conftest import Daemon, StartDaemon
 
@@ -156,3 +158,53 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(daemon: Daem
     assert (status, refusal["error"]["code"]) == (400, "context_length_exceeded")
     assert "This model's maximum context length is" in refusal["error"]["message"]
     assert refusal["error"]["prompt_tokens"] > 1_000_000
+
+
+def test_reads_do_not_wait_for_a_body_of_millions_of_arrays(daemon: Daemon) -> None:
+    body = b'{"model": "tiny", "extra": [' + b"[]," * 4_000_000 + b"0]}"
+    address = daemon.url.removeprefix("http://")
+
+    def worst_share() -> float:
+        with reading(daemon) as reads:
+            connection = http.client.HTTPConnection(address, timeout=120)
+            connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+            assert connection.getresponse().status == 400
+        return reads.worst_share
+
+    assert any(worst_share() < SHARE for _ in range(TRIES))
+
+
+def test_long_texts_do_not_delay_a_short_one_and_end_when_their_clients_disconnect(daemon: Daemon) -> None:
+    def is_busy_in_background(process_id: int) -> bool:
+        try:
+            state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+            return state == "R" and os.getpriority(os.PRIO_PROCESS, process_id) > 0
+        except OSError:
+            return False  # it has ended
+
+    def busy_in_background() -> set[int]:
+        """Workers that tokenise a long text now: they have a lower priority, and compute."""
+        workers = {process_id for process_id, name in daemon.descendants().items() if name == "neuron-tokenize"}
+        return set(filter(is_busy_in_background, workers))
+
+    count(daemon, "large-0", "hello")  # its tokenizer is there
+    turns = [{"role": "user", "content": "some words " * 600_000}]
+    body = json.dumps({"model": "large-0", "max_tokens": 1, "messages": turns}).encode()
+    clients = [http.client.HTTPConnection(daemon.url.removeprefix("http://"), timeout=60) for _ in range(4)]
+    for client in clients:
+        client.request("POST", "/v1/messages/count_tokens", body, {"content-type": "application/json"})
+    wait_until(busy_in_background)
+    assert count(daemon, "large-0", "hello") > 1
+    assert not all(select.select([client.sock], [], [], 0)[0] for client in clients)
+    wait_until(busy_in_background)
+    busy = busy_in_background()
+    for client in clients:
+        client.close()
+    wait_until(lambda: not busy & daemon.descendants().keys())  # they were killed, not only done
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.02)

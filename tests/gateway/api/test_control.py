@@ -8,6 +8,7 @@ import openai
 import pytest
 from fake_neuron import GB, until
 
+from cortex import __version__
 from cortex.fleet.catalogue import Alias, Catalogue, Cost, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import ModelState
@@ -74,7 +75,10 @@ async def test_node_receives_the_model_id_behind_an_alias(neurons, start_gateway
     client = await start_gateway(beast, catalogue=CATALOGUE)
     assert (await client.chat("gpt-4o"))[0] == 200
     assert (await client.chat("claude-3-5-haiku-latest"))[0] == 200
-    assert [seen.body["model"] for seen in beast.seen] == ["org/big", "org/small"]
+    large = "word " * 300_000
+    assert (await client.chat("gpt-4o", metadata={"kept": large}))[0] == 200
+    assert [seen.body["model"] for seen in beast.seen] == ["org/big", "org/small", "org/big"]
+    assert beast.seen[-1].body["metadata"]["kept"] == large
 
 
 async def test_index_lists_name_and_routes(start_gateway):
@@ -263,7 +267,7 @@ async def test_only_index_and_health_are_open_with_keys(neurons, start_gateway):
     client = await start_gateway(beast, keys=(key.section,))
     for path in ("/", "/health"):
         assert (await client.get(path))[0] == 200
-    for path in ("/v1/models", "/fleet/status", "/fleet/events"):
+    for path in ("/v1/models", "/fleet/status", "/fleet/events", "/version"):
         status, body = await client.get(path)
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
     assert (await client.chat("a"))[0] == 401
@@ -274,6 +278,13 @@ async def test_only_index_and_health_are_open_with_keys(neurons, start_gateway):
     status, body = await client.post("/v1/messages", {"model": "b", "messages": []}, **{"x-api-key": key.text})
     assert (status, body["error"]["type"]) == (403, "permission_error")
     assert 'cortex_completion_tokens_total{key="alice",model="a"} 3.0' in client.metrics()
+
+
+async def test_version_reports_the_build(neurons, start_gateway):
+    client = await start_gateway(await neurons("beast"))
+    status, body = await client.get("/version")
+    assert (status, body["name"], body["version"]) == (200, "cortex", __version__)
+    assert set(body) == {"name", "version", "commit", "python", "platform"}
 
 
 async def test_only_operator_keys_may_order_loads(neurons, start_gateway):

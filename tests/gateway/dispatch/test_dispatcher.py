@@ -228,7 +228,7 @@ def test_suspected_node_gets_no_request_until_a_poll_succeeds():
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0
     fake.poll()
-    fake.dispatcher.suspect("n", "connection reset")
+    fake.dispatcher.request_failed("n", "connection reset")
     got = fake.ask("a")
     assert got == []
     assert fake.polls == ["n"]
@@ -361,7 +361,7 @@ def test_cancelled_request_is_not_delivered_and_leaves_no_queue():
     fake.poll()
     got: list[Lease | CortexError] = []
     pending = PendingRequest("a", bytes, got.append, fake.now)
-    fake.dispatcher.ask(pending)
+    fake.dispatcher.request_lease(pending)
     fake.dispatcher.cancel(pending)
     fake.finish_load()
     assert got == []
@@ -381,9 +381,26 @@ def test_watcher_is_called_when_the_load_ends():
     fake.poll()
     outcomes: list[CortexError | None] = []
     assert fake.operator.load("a").node == "n"
-    fake.dispatcher.watch(ModelOnNode("n", "a"), outcomes.append)
+    fake.dispatcher.watch(ModelOnNode("n", "a"), "load", outcomes.append)
     fake.finish_load()
     assert outcomes == [None]
+
+
+def test_watchers_of_a_load_and_of_an_unload_get_their_own_outcome():
+    fake = FakeFleet({"n": {"a": GB}})
+    fake.poll()
+    fake.operator.load("a")
+    loaded: list[CortexError | None] = []
+    unloaded: list[CortexError | None] = []
+    target = ModelOnNode("n", "a")
+    fake.dispatcher.watch(target, "unload", unloaded.append)
+    fake.finish_load()
+    assert unloaded == [], "the end of a load is not that of an unload"
+    fake.dispatcher.watch(target, "load", loaded.append)
+    fake.operator.unload("a")
+    fake.finish_unload()
+    assert unloaded == [None]
+    assert [type(error) for error in loaded] == [LoadFailed], "the model is not loaded"
 
 
 def test_repeated_decision_is_recorded_once():

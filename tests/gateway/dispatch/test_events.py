@@ -48,11 +48,11 @@ def test_a_request_from_inside_a_delivery_is_served_in_its_turn():
 
     def first(result: Lease | CortexError) -> None:
         assert isinstance(result, Lease)
-        fake.dispatcher.ask(PendingRequest("a", bytes, lambda _: order.append("nested"), fake.now))
+        fake.dispatcher.request_lease(PendingRequest("a", bytes, lambda _: order.append("nested"), fake.now))
         order.append("first")
 
-    fake.dispatcher.ask(PendingRequest("a", bytes, first, fake.now))
-    fake.dispatcher.ask(PendingRequest("a", bytes, lambda _: order.append("second"), fake.now))
+    fake.dispatcher.request_lease(PendingRequest("a", bytes, first, fake.now))
+    fake.dispatcher.request_lease(PendingRequest("a", bytes, lambda _: order.append("second"), fake.now))
     fake.finish_load()
     assert order == ["first", "second", "nested"]
     assert fake.dispatcher.in_flight == {("n", "a"): 3}
@@ -62,7 +62,7 @@ def test_an_order_from_inside_a_notification_is_carried_out():
     fake = FakeFleet({"n": {"a": GB, "b": GB}})
     fake.poll()
     fake.operator.load("a")
-    fake.dispatcher.watch(ModelOnNode("n", "a"), lambda error: fake.operator.load("b"))
+    fake.dispatcher.watch(ModelOnNode("n", "a"), "load", lambda error: fake.operator.load("b"))
     fake.finish_load()
     assert fake.loads == [("n", "a"), ("n", "b")]
 
@@ -72,7 +72,7 @@ def test_a_changed_node_fails_its_watchers_and_its_loads_start_again():
     fake.poll()
     got = fake.ask("a")
     outcomes: list[CortexError | None] = []
-    fake.dispatcher.watch(ModelOnNode("n", "a"), outcomes.append)
+    fake.dispatcher.watch(ModelOnNode("n", "a"), "load", outcomes.append)
     fake.dispatcher.reconfigure(fake.settings("n", endpoint="http://elsewhere"))
     fake.poll()
     assert isinstance(outcomes[0], UpstreamUnavailable)
@@ -91,6 +91,8 @@ class Simulation(FakeFleet):
         """Effects report at once."""
         self.loading: set[ModelOnNode] = set()
         self.unloading: set[ModelOnNode] = set()
+        self.cancelled: set[ModelOnNode] = set()
+        """Loads that were ordered to end: they fail."""
         self.waiting: dict[PendingRequest, list[Lease | CortexError]] = {}
         self.leases: list[Lease] = []
         catalogue = Catalogue(models=(ModelSpec(id="b", ttl_s=60), ModelSpec(id="c", pinned_on=("m",))))
@@ -112,18 +114,23 @@ class Simulation(FakeFleet):
         target = ModelOnNode(node, request.model_id)
         assert target not in self.unloading, "ordered twice"
         self.unloading.add(target)
+        self.cancelled |= {target} & self.loading
         if self.prompt:
             self.end_unload(target)
 
     def abandon(self, node):
         self.loading = {target for target in self.loading if target.node != node}
         self.unloading = {target for target in self.unloading if target.node != node}
+        self.cancelled = {target for target in self.cancelled if target.node != node}
 
     # What may happen
 
     def end_load(self, target: ModelOnNode) -> None:
         self.loading.discard(target)
         outcome = self.random.choice(["ready", "ready", "ready", "failed", "out of memory"])
+        if target in self.cancelled:
+            self.cancelled.discard(target)
+            outcome = "failed"
         if outcome == "ready":
             self.ready[target.node][target.model] = self.now
             self.dispatcher.load_ended(target, self.status(*target))
@@ -152,7 +159,7 @@ class Simulation(FakeFleet):
         origin = self.random.choice(["request", "request", "background"])
         pending = PendingRequest(self.random.choice(list(SIZES)), bytes, deliver, self.now, origin=origin)
         self.waiting[pending] = got
-        self.dispatcher.ask(pending)
+        self.dispatcher.request_lease(pending)
 
     def cancel(self) -> None:
         pending = self.random.choice(list(self.waiting))
@@ -166,7 +173,7 @@ class Simulation(FakeFleet):
         """A node lost a model and says so to a request."""
         lease = self.random.choice(self.leases)
         self.ready[lease.node].pop(lease.model, None)
-        self.dispatcher.gone(lease)
+        self.dispatcher.model_not_found(lease)
 
     def operate(self) -> None:
         order = self.random.choice(["load", "unload", "pin", "unpin"])
@@ -182,9 +189,11 @@ class Simulation(FakeFleet):
             self.request,
             lambda: self.poll(node),
             lambda: self.dispatcher.missed(node, "timeout"),
-            lambda: self.dispatcher.suspect(node, "reset"),
+            lambda: self.dispatcher.request_failed(node, "reset"),
             self.dispatcher.tick,
             self.operate,
+            lambda: self.dispatcher.drain(node, drained=self.random.random() < 0.3),
+            lambda: self.dispatcher.cancel_load(ModelOnNode(node, self.random.choice(list(SIZES)))),
             lambda: self.dispatcher.reconfigure(self.settings(*NODES, endpoint=f"http://{self.random.randrange(2)}")),
         ]
         actions += [self.cancel] * bool(self.waiting)
@@ -208,6 +217,8 @@ class Simulation(FakeFleet):
 
     def settle(self) -> None:
         """Let everything end: no request may be left behind."""
+        for node in NODES:
+            self.dispatcher.drain(node, drained=False)
         for _ in range(20):
             self.poll()
             while self.leases:

@@ -3,14 +3,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import pytest
 
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import Keyring, NewKey, generate
 from cortex.gateway.ledger.ledger import LEASE_S, Ledger
-from cortex.gateway.ledger.limits import Estimate, Spent
+from cortex.gateway.ledger.limits import Spent
 from cortex.gateway.ledger.meter import KeyedMeter, Meter, Reservation
-from cortex.gateway.ledger.store import Store, StoreError, open_store
+from cortex.gateway.ledger.store import Store, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.gateway.ledger.usage_report import usage
 from cortex.http.request import Request
@@ -29,6 +31,11 @@ class Clock:
         return self.now
 
 
+class Limits(NamedTuple):
+    completion_limit: int | None
+    num_choices: int = 1
+
+
 def request(*headers: tuple[bytes, bytes]) -> Request:
     return Request(b"POST", b"/v1/chat/completions", b"", headers, b"{}", "127.0.0.1")
 
@@ -38,7 +45,7 @@ def bearer(key: NewKey) -> Request:
 
 
 def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
-    return meter.admit(bearer(key), Estimate(400, limit))
+    return meter.admit(meter.key(bearer(key)), 400, Limits(limit))
 
 
 def settle(reservation: Reservation, prompt: int, completion: int) -> None:
@@ -93,6 +100,27 @@ async def test_gateways_on_one_database_see_each_others_spend(database: str) -> 
     await second.close()
 
 
+async def test_key_without_a_limit_keeps_its_total_after_a_flush(database: str) -> None:
+    key = generate("alice")
+    ledger, meter = await opened(database, key)
+    settle(admit(meter, key), 90, 30)
+    await ledger.flush()
+    assert ledger.account(key.section).total_spent() == 120
+    await ledger.close()
+
+
+async def test_flushes_at_the_same_time_do_not_give_a_reservation_back_twice(database: str) -> None:
+    key = generate("alice", balance_tokens=10_000)
+    ledger, meter = await opened(database, key)
+    reservation = admit(meter, key, limit=1000)
+    await ledger.flush()  # the reservation is in the database
+    settle(reservation, 90, 15)
+    reports = await asyncio.gather(*(ledger.usage("key", since=NOW - 60, until=NOW + 60) for _ in range(3)))
+    assert [[(spend.model, spend.counts.tokens) for spend in report] for report in reports] == [[("m", 105)]] * 3
+    assert ledger.account(key.section).total_spent() == 105
+    await ledger.close()
+
+
 @pytest.mark.parametrize("header", [b"authorization", b"x-api-key"])
 async def test_accepts_both_ways_to_send_a_key(tmp_path: object, header: bytes) -> None:
     key = generate("alice")
@@ -116,7 +144,9 @@ async def test_accepts_both_ways_to_send_a_key(tmp_path: object, header: bytes) 
 async def test_rejects_requests_without_a_valid_key(tmp_path: object, headers: list[tuple[bytes, bytes]]) -> None:
     ledger, meter = await opened(f"{tmp_path}/spend.db", generate("alice"))
     with pytest.raises(InvalidAPIKey):
-        meter.admit(request(*headers), Estimate(1, None))
+        meter.key(request(*headers))
+    with pytest.raises(InvalidAPIKey):
+        meter.admit(None, 1, Limits(None))
     with pytest.raises(InvalidAPIKey):
         meter.authenticate(request(*headers))
     await ledger.close()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import cortex
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.limits import Spent
-from cortex.gateway.ledger.store import StoreError, open_store
+from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.tables import Counts, Slot
 from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.events import Usage
@@ -65,7 +66,7 @@ def test_usage_by_key_model_node_and_day(database: str) -> None:
     assert rows("node") == [("n", 2, 152), ("other", 3, 15)]
     assert rows("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
     (first, _) = usage(store, **span)
-    assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165"))
+    assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165", ""))
     store.close()
 
 
@@ -80,6 +81,7 @@ def test_writes_a_whole_batch_or_nothing(database: str) -> None:
 
 WRITER = """
 import sys
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.tables import Counts, Slot
 from cortex.wire.events import Usage

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from cortex.gateway.proxy import envelope
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
+from cortex.wire.raw_fields import replace_model
 
 
 def test_reads_the_fields_that_routing_needs():
@@ -135,18 +136,19 @@ values = st.recursive(
 @given(st.dictionaries(st.text(min_size=1, max_size=8), values, max_size=5), st.text(max_size=12))
 def test_replacing_the_model_changes_nothing_else(fields, model):
     body = msgspec.json.encode(fields | {"model": "before"})
-    assert msgspec.json.decode(envelope.replace_model(body, model)) == fields | {"model": model}
+    assert msgspec.json.decode(replace_model(body, model)) == fields | {"model": model}
 
 
 def test_replacing_the_model_keeps_the_bytes_of_other_values():
-    assert b"[1 ,2.50, 1e3]" in envelope.replace_model(b'{"model":"a","x": [1 ,2.50, 1e3]}', "b")
+    assert b"[1 ,2.50, 1e3]" in replace_model(b'{"model":"a","x": [1 ,2.50, 1e3]}', "b")
 
 
-def test_sessions_with_the_same_start_share_their_leading_bytes():
-    first = envelope.read(b'{"model":"m","system":"' + b"s" * 5000 + b'","messages":[1]}', "openai_chat")
-    second = envelope.read(b'{"model":"m","system":"' + b"s" * 5000 + b'","messages":[1,2]}', "openai_chat")
-    assert first.leading_bytes() == second.leading_bytes()
-    assert len(first.leading_bytes()) == envelope.PREFIX_BYTES
+def test_turns_of_a_conversation_share_all_prompt_bytes_of_the_earlier_one():
+    head = b'{"model":"m","system":"' + b"s" * 5000 + b'","messages":['
+    first = envelope.read(head + b'{"a":1}],"stream":true}', "openai_chat").prompt_bytes()
+    second = envelope.read(head + b'{"a":1},{"b":2}]}', "openai_chat").prompt_bytes()
+    assert first == b'"' + b"s" * 5000 + b'"[{"a":1}]'
+    assert second.startswith(first[:-1])
 
 
 def test_completions_may_ask_for_no_tokens_and_reserve_as_without_a_limit():

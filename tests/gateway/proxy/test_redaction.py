@@ -11,6 +11,8 @@ from aiohttp import web
 from fake_neuron import GB
 
 from cortex.gateway.ledger.keys import generate
+from cortex.gateway.proxy.redaction import ErrorRedaction
+from cortex.wire.errors import CortexError, Family, UpstreamUnavailable
 from cortex.wire.node import ModelState
 
 READY = ModelState.READY
@@ -104,3 +106,81 @@ async def test_open_gateway_shows_everything(neurons, start_gateway):
     beast = await neurons("beast", sizes={"huge": 10_000 * GB})
     client = await start_gateway(beast)
     assert not is_clean((await client.chat("huge"))[1])
+
+
+FAILED = {"code": "load_failed", "message": "no weights in /models/secret on beast"}
+
+
+async def test_node_is_told_to_hide_details_from_all_but_operators(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    operator, user = generate("operator", operator=True), generate("user")
+    client = await start_gateway(beast, keys=(operator.section, user.section))
+    for key in (operator, user):
+        chat = {"model": "a", "messages": [{"role": "user", "content": "x"}]}
+        await client.post("/v1/chat/completions", chat, authorization=f"Bearer {key.text}")
+    assert [seen.headers.get("x-cortex-error-details") for seen in beast.seen] == [None, "none"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_error_event_of_a_foreign_server_shows_no_internals(neurons, start_gateway, path):
+    async def fails(node, request, body):
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for text in ('an \\"error\\": ', "text"):
+            chunk = f'{{"id":"x","choices":[{{"index":0,"delta":{{"role":"assistant","content":"{text}"}}}}]}}'
+            await response.write(f"data: {chunk}\n\n".encode())
+        event = b"data: %b\n\n" % msgspec.json.encode({"error": FAILED})
+        for piece in (event[:20], event[20:]):
+            await asyncio.sleep(0.01)
+            await response.write(piece)
+        return response
+
+    foreign = await neurons("elsewhere", sizes={"a": GB}, answer=fails, dialects=("openai_chat",))
+    operator, user = generate("operator", operator=True), generate("user")
+    client = await start_gateway(foreign=(foreign,), keys=(operator.section, user.section))
+    body = {"model": "a", "max_tokens": 5, "stream": True, "messages": [], "input": "x"}
+    if path != "/v1/responses":
+        body["messages"] = [{"role": "user", "content": "x"}]
+    shown = {}
+    for key in (operator, user):
+        headers = {"authorization": f"Bearer {key.text}"}
+        async with client.session.post(client.url + path, json=body, headers=headers) as response:
+            shown[key.section.name] = await response.text()
+    assert "no weights in /models/secret" in shown["operator"]
+    assert not any(secret in shown["user"] for secret in SECRETS)
+    assert "error" in shown["user"]
+    assert r"an \"error\": " in shown["user"], "generated text stays"
+
+
+async def test_reasons_of_failures_are_for_operators(neurons, start_gateway):
+    faults = [(502, "load_failed", "no /models/secret")] * 9
+    states = {"a": ModelState.FAILED}
+    beast = await neurons("beast", sizes={"a": GB}, states=states, reason="no /models/secret", load_faults=faults)
+    operator, user = generate("operator", operator=True), generate("user")
+    client = await start_gateway(beast, keys=(operator.section, user.section))
+    await client.post("/v1/chat/completions", {"model": "a", "messages": []}, authorization=f"Bearer {user.text}")
+    for path in ("/v1/models", "/v1/models/a", "/fleet/status", "/fleet/explain/a", "/fleet/decisions"):
+        found = [(await client.get(path, authorization=f"Bearer {key.text}"))[1] for key in (operator, user)]
+        has_reason = ["/models/secret" in msgspec.json.encode(each).decode() for each in found]
+        assert has_reason == [True, False], path
+    for key, is_shown in ((operator, True), (user, False)):
+        headers = {"authorization": f"Bearer {key.text}"}
+        async with client.session.get(client.url + "/fleet/events?nodes=1", headers=headers) as response:
+            first = await response.content.readuntil(b"event: fleet")
+            first += await response.content.readuntil(b"\n\n")
+        assert (b"/models/secret" in first) == is_shown
+
+
+def test_reads_only_the_beginning_of_a_long_error_and_still_responds_in_json():
+    read: list[int] = []
+
+    def error_of(status: int, body: bytes) -> CortexError:
+        read.append(len(body))
+        return UpstreamUnavailable(f"status {status}")
+
+    redaction = ErrorRedaction(None, Family.OPENAI, error_of)
+    redaction.head(500, ())
+    for _ in range(40):
+        redaction.push(b"x" * 100_000)
+    assert msgspec.json.decode(redaction.finish())["error"]["message"] == "status 500"
+    assert read == [1024 * 1024 + 1]

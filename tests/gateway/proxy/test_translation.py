@@ -6,7 +6,9 @@ import anthropic
 import openai
 import pytest
 from aiohttp import web
-from fake_neuron import GB, USAGE, begin_stream, chunk, stream_chat
+from fake_neuron import GB, USAGE, begin_stream, chunk, stream_chat, until
+
+from cortex.ipc.pool import WorkerPool
 
 TOOL_DELTAS = [
     {"role": "assistant", "content": ""},
@@ -52,6 +54,7 @@ async def test_serves_messages_from_a_chat_only_node(foreign, stream):
         "model": "m",
         "max_tokens": 100,
         "system": "Be brief.",
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
         "tools": [ANTHROPIC_TOOL],
         "messages": [{"role": "user", "content": "Weather in Oslo?"}],
     }
@@ -70,6 +73,7 @@ async def test_serves_messages_from_a_chat_only_node(foreign, stream):
     assert sent.path == "/v1/chat/completions"
     assert sent.body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert sent.body["tools"][0]["function"]["name"] == "weather"
+    assert sent.body["reasoning_effort"] == "low"
     assert 'cortex_completion_tokens_total{key="anonymous",model="m"} 3.0' in client.metrics()
 
 
@@ -181,3 +185,38 @@ async def test_drops_unsupported_tools_and_names_them(foreign, stream):
     answer = await sdk.messages.with_raw_response.create(**fields, stream=stream)
     assert answer.headers["x-cortex-dropped-tools"] == "web_search_20250305"
     assert [tool["function"]["name"] for tool in node.seen[-1].body["tools"]] == ["weather"]
+
+
+async def test_large_request_is_translated_while_the_gateway_serves_others(foreign):
+    node, client = foreign
+    large = "word " * 100_000
+    turns = [{"role": "user", "content": large}]
+    sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
+    message = await sdk.messages.create(model="m", max_tokens=100, messages=turns, tools=[ANTHROPIC_TOOL])
+    assert message.content[-1].input == {"city": "Oslo"}
+    assert node.seen[-1].body["messages"] == turns
+    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+        await sdk.messages.create(model="m", max_tokens=100, messages=turns, extra_body={"temperature": "hot"})
+
+
+async def test_disconnected_client_ends_the_translation_of_its_request(foreign, monkeypatch):
+    node, client = foreign
+    starting, started = asyncio.Event(), asyncio.Event()
+    start = WorkerPool.start
+
+    async def slow_start(*arguments, **options):
+        starting.set()
+        await started.wait()
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(WorkerPool, "start", slow_start)
+    turns = [{"role": "user", "content": "word " * 1_000_000}]
+    body = {"model": "m", "max_tokens": 100, "messages": turns}
+    request = asyncio.create_task(client.post("/v1/messages", body))
+    await starting.wait()
+    request.cancel()
+    await until(lambda: "cortex_client_disconnects_total{phase=" in client.metrics())
+    started.set()
+    status, _ = await client.post("/v1/messages", body | {"messages": [{"role": "user", "content": "short"}]})
+    assert status == 200
+    assert len(node.seen) == 1

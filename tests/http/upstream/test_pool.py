@@ -95,6 +95,15 @@ async def test_frames_the_request_itself_and_drops_hop_by_hop_headers(harness):
     assert body == b"body"
 
 
+async def test_drops_hop_by_hop_headers_of_a_response_and_those_that_connection_lists(harness):
+    listed = b"X-Mine: 1\r\nConnection: keep-alive, x-mine\r\nKeep-Alive: 9\r\nDate: now\r\nX-Yours: 2\r\nContent"
+    node = await harness.responding(OK.replace(b"Content", listed))
+    pool = harness.pool(node.origin)
+    for _ in range(2):
+        response = await pool.fetch(b"GET", b"/", timeout_s=30)
+        assert list(response.headers) == [(b"x-yours", b"2")]
+
+
 @pytest.mark.parametrize(
     ("method", "target", "header"),
     [

@@ -14,24 +14,32 @@ from aiohttp import ClientSession, web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.api import app, server
+from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.preparation import Prepared, prepare
+from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.settings import Listen
-from cortex.wire.errors import CortexError, ModelNotFound, prompt_too_long
+from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
 from cortex.wire.node import (
+    DeletedFiles,
     Device,
     DeviceHealth,
     Discovery,
+    FilesRequest,
     Health,
     LoadRequest,
     ModelLoad,
     ModelState,
     ModelStatus,
     NodeEvent,
+    PullStatus,
     UnloadRequest,
 )
+from cortex.wire.packed_request import PackedRequest, unpack
+from cortex.wire.prompt_overflow import prompt_too_long
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -98,6 +106,29 @@ class ScriptedGeneration:
 
 
 @dataclass
+class ScriptedFiles:
+    """Downloads that begin, and end when they are cancelled."""
+
+    pulls: dict[str, PullStatus] = field(default_factory=dict)
+
+    def pull(self, request: FilesRequest) -> PullStatus:
+        self.pulls[request.model_id] = PullStatus(model_id=request.model_id, quant=request.quant, state="running")
+        return self.pulls[request.model_id]
+
+    def pull_status(self, model_id: str) -> PullStatus:
+        if model_id not in self.pulls:
+            raise ModelNotFound(f"no download of {model_id}")
+        return self.pulls[model_id]
+
+    async def cancel(self, model_id: str) -> PullStatus:
+        self.pulls[model_id] = PullStatus(model_id=self.pull_status(model_id).model_id, state="cancelled")
+        return self.pulls[model_id]
+
+    async def delete(self, request: FilesRequest) -> DeletedFiles:
+        raise ModelInUse(f"{request.model_id} is in memory")
+
+
+@dataclass
 class ScriptedNode:
     """A `Backend` without devices."""
 
@@ -114,6 +145,7 @@ class ScriptedNode:
     cancelled_loads: int = 0
     """Loads whose caller was cancelled before they were done."""
     events: list[NodeEvent] = field(default_factory=list)
+    files: ScriptedFiles = field(default_factory=ScriptedFiles)
     discovery: Discovery = field(
         default_factory=lambda: Discovery(
             host="test", os="linux", version="0", devices=(Device(index=0, kind="cpu", name="cpu", total_bytes=10),)
@@ -173,6 +205,16 @@ class ScriptedNode:
     async def text(self, model_id: str) -> TextModel:
         self.model(model_id)
         return self.text_model
+
+    async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
+        rules = PromptRules(self.context_tokens) if in_context else NO_RULES
+        return prepare(self.text_model, unpack(request.whole), rules)
+
+    async def count_tokens(self, request: PackedRequest, *, principal: str) -> int:
+        return len((await self.prepare(request, principal=principal, in_context=False)).prompts[0].ids)
+
+    async def encode(self, model_id: str, text: str, *, principal: str) -> tuple[int, ...]:
+        return tuple(self.text_model.encode(text))
 
     async def recycle(self, device: int) -> bool:
         return self.state is ModelState.COLD
@@ -235,9 +277,16 @@ class Api:
 
 
 @pytest.fixture
-async def api(node: ScriptedNode) -> AsyncIterator[Api]:
+def node_keys() -> NodeKeys:
+    """The keys that callers must send: none, until a test adds some."""
+    return NodeKeys()
+
+
+@pytest.fixture
+async def api(node: ScriptedNode, node_keys: NodeKeys) -> AsyncIterator[Api]:
     drain_gate = DrainGate()
-    application = app.build(node, drain_gate, keepalive_s=0.05, max_body_bytes=1_000_000)
+    access = NodeAccess(node_keys, ("node.example.com",))
+    application = app.build(node, drain_gate, keepalive_s=0.05, max_body_bytes=1_000_000, access=access)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     accepting = await server.accept(runner, server.bind(Listen("127.0.0.1:0")))

@@ -5,6 +5,7 @@ import msgspec
 import openai
 import pytest
 
+from cortex import __version__
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node import Discovery, Endpoint, Health, ModelList, ModelState, ModelStatus, NodeEvent
 from cortex.wire.sse import Parser
@@ -23,7 +24,9 @@ async def test_reports_of_the_node_decode_into_the_wire_types(api: Any) -> None:
         msgspec.convert(body, kind)
     _, endpoint = await api.get("/models/org/tiny/endpoint")
     assert endpoint["base_url"] == api.url + "/v1"
-    assert (await api.get("/version"))[1]["version"]
+    version = (await api.get("/version"))[1]
+    assert (version["name"], version["version"]) == ("neuron", __version__)
+    assert {"commit", "python", "platform", "torch", "cuda_version"} < set(version)
     assert (await api.get("/"))[1]["name"] == "neuron"
 
 
@@ -54,6 +57,19 @@ async def test_parked_model_is_reported_and_counted_as_asleep(api: Any) -> None:
     status, body, _ = await api.post("/v1/completions", {"model": "org/tiny", "prompt": "x"})
     assert status == 200
     assert api.node.loads[-1].model_id == "org/tiny", "a request wakes it"
+
+
+async def test_files_are_pulled_cancelled_and_not_deleted_while_in_use(api: Any) -> None:
+    status, body, _ = await api.post("/files/pull", {"model_id": "org/new", "quant": "Q4_K_M"})
+    assert (status, body["state"], body["quant"]) == (202, "running", "Q4_K_M")
+    assert (await api.get("/files/pulls/org/new"))[1]["state"] == "running"
+    assert (await api.post("/files/cancel", {"model_id": "org/new"}))[1]["state"] == "cancelled"
+    status, body, _ = await api.post("/files/cancel", {"model_id": "org/other"})
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    status, body, _ = await api.post("/files/delete", {"model_id": "org/tiny"})
+    assert (status, body["error"]["code"]) == (409, "model_in_use")
+    status, body, _ = await api.post("/files/pull", {"quant": "Q4_K_M"})
+    assert (status, body["error"]["code"]) == (400, "invalid_value")
 
 
 async def test_recycles_only_a_device_without_models(api: Any) -> None:

@@ -144,6 +144,43 @@ async def completion_tokens(http: ClientSession) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("neuron_completion_tokens_total{"))
 
 
+async def check_prompt_scores(http: ClientSession) -> None:
+    """Asserts that tokens have the same scores in a prompt as when they are drawn, in both fields that ask for them."""
+
+    async def complete(**fields: Any) -> dict[str, Any]:
+        body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "logprobs": 2, **fields}
+        async with http.post("/v1/completions", json=body) as response:
+            reply: dict[str, Any] = await response.json()
+        assert response.status == 200, reply
+        return reply
+
+    async with http.post("/tokenize", json={"model": "tiny", "prompt": "Hällo, it scores."}) as response:
+        ids = (await response.json())["tokens"]
+    written = [40, 97, 5, 250]
+    expected: list[float] = []
+    for place, token in enumerate(written):
+        reply = await complete(prompt=ids + written[:place], max_tokens=1, allowed_token_ids=[token])
+        expected += reply["choices"][0]["logprobs"]["token_logprobs"]
+    prompt = ids + written
+    for max_tokens in (0, 2):
+        reply = await complete(prompt=[prompt, prompt], max_tokens=max_tokens, echo=True, prompt_logprobs=1)
+        assert reply["usage"]["completion_tokens"] == 2 * max_tokens
+        for choice in reply["choices"]:
+            logprobs, scored = choice["logprobs"], choice["prompt_logprobs"]
+            assert len(logprobs["tokens"]) == len(prompt) + max_tokens
+            assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is scored[0] is None
+            assert logprobs["token_logprobs"][len(ids) : len(prompt)] == pytest.approx(expected, abs=1e-4)
+            assert choice["text"].startswith("Hällo, it scores.")
+            entries = [entry[str(token)] for entry, token in zip(scored[len(ids) :], written, strict=True)]
+            assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
+            likeliest = [min(entry.values(), key=lambda one: one["rank"]) for entry in scored[1:]]
+            assert all(one["rank"] == 1 for one in likeliest)
+            assert any(entry["rank"] > 1 for entry in entries)
+    async with http.post("/v1/chat/completions", json=chat(prompt_logprobs=0, max_tokens=1)) as response:
+        reply = await response.json()
+    assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
+
+
 async def test_request_loads_the_model_disconnect_frees_it_and_sigterm_drains(
     daemon: Daemon, http: ClientSession
 ) -> None:
@@ -170,6 +207,7 @@ async def test_request_loads_the_model_disconnect_frees_it_and_sigterm_drains(
         with pytest.raises(openai.BadRequestError, match="prompt is too long"):
             await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 4000}])
 
+    await check_prompt_scores(http)
     for stream in (True, False):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(_read(http, chat(stream=stream, max_tokens=2900, ignore_eos=True)), 0.5)

@@ -584,3 +584,60 @@ def test_busy_engine_reports_running_and_waiting(make_engine: EngineMaker) -> No
     engine.step()
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.used_pages) == (1, 1, 2)
+
+
+def prompt_logprobs_of(checkpoint: Path, prompt: tuple[int, ...]) -> torch.Tensor:
+    """[prompt - 1, vocab]: the reference's log-probabilities at every place after the first."""
+    reference = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        return reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_scores_every_prompt_token_as_the_reference_does(
+    make_engine: EngineMaker, checkpoint: Path, late: bool
+) -> None:
+    """In chunks, beside other requests, and although the prefix is cached."""
+    engine = make_engine(late=late, prefill_chunk_tokens=48)
+    prompt = some_tokens(150, seed=4)
+    run(engine, ask("warm", prompt, 3))
+    scored = ask("scored", prompt, 3, prompt_logprobs=2)
+    outputs = run(engine, ask("beside", some_tokens(90, seed=5), 6), scored, ask("unscored", prompt, 3))
+    assert all(not output.prompt_logprobs for output in outputs["unscored"] + outputs["scored"][1:])
+    entries = outputs["scored"][0].prompt_logprobs
+    assert outputs["scored"][0].cached_tokens == 0
+    expected = prompt_logprobs_of(checkpoint, prompt)
+    assert len(entries) == len(prompt) - 1
+    for entry, token, row in zip(entries, prompt[1:], expected, strict=True):
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-3)
+        assert entry.top_logprobs == pytest.approx(row.topk(2).values.tolist(), abs=1e-3)
+        assert (entry.rank == 1) == (entry.top_ids[0] == token)
+    assert tokens_of(outputs["scored"]) == tokens_of(outputs["unscored"])
+
+
+def test_scores_the_prompt_of_a_preempted_request_once(
+    make_engine: EngineMaker, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)
+    engine = make_engine(late=True, pages=5, prefill_chunk_tokens=16)
+    first = ask("first", some_tokens(60, seed=6), 40)
+    scored = ask("scored", some_tokens(70, seed=7), 30, prompt_logprobs=0)
+    outputs = run(engine, first, scored)
+    assert engine.stats().preemptions > 0
+    reported = [output.prompt_logprobs for output in outputs["scored"] if output.prompt_logprobs]
+    assert len(reported) == 1
+    expected = prompt_logprobs_of(checkpoint, scored.prompt)
+    for entry, token, row in zip(reported[0], scored.prompt[1:], expected, strict=True):
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-3)
+
+
+def test_draws_only_allowed_tokens(make_engine: EngineMaker) -> None:
+    engine = make_engine()
+    greedy = SamplingParams(temperature=0.0, allowed_token_ids=(3, 5, VOCAB + 7))
+    sampled = SamplingParams(temperature=5.0, seed=1, allowed_token_ids=(3, 5))
+    outputs = run(engine, ask("greedy", (1, 2), 8, greedy), ask("sampled", (1, 2), 20, sampled), ask("free", (1, 2), 8))
+    assert set(tokens_of(outputs["greedy"])) <= {3, 5}
+    assert set(tokens_of(outputs["sampled"])) == {3, 5}
+    assert not set(tokens_of(outputs["free"])) <= {3, 5}
+    with pytest.raises(RequestError, match="allowed token ids"):
+        engine.submit(ask("none", (1, 2), 8, SamplingParams(allowed_token_ids=(VOCAB,))))

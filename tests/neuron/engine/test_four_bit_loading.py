@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from cortex.neuron.engine import loading
 from cortex.neuron.engine.loading import LoadedModel, load_model
-from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.request import LoadSpec, RankSpec
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.layers.mlp import MLP
 from cortex.neuron.weights import transfer
 
 CPU = torch.device("cpu")
@@ -123,6 +126,30 @@ def test_four_bit_model_responds_like_the_dense_model(tmp_path: Path, matrices: 
     assert packed.model.head.four_bit is not None
     exact = answers(load(tmp_path / "model.gguf", "float32"), tokens)
     assert (answers(packed, tokens) - exact).norm() / exact.norm() < 0.03
+
+
+@pytest.mark.usefixtures("four_bits_are_faster")
+@pytest.mark.parametrize("matrices", ["Q4_0", "Q8_0"])
+def test_divided_quantised_model_responds_like_the_whole_one(tmp_path: Path, matrices: str) -> None:
+    """Each rank reads whole blocks of the file, and keeps its own share in four bits."""
+    path = tmp_path / "model.gguf"
+    write_model(path, matrices, "Q8_0")
+    tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(2)).tolist()
+
+    def divided(rank: RankSpec) -> torch.Tensor:
+        group = TorchGroup.join(rank, CPU, lambda: None)
+        spec = LoadSpec(str(path), rank=rank)
+        loaded = load_model(spec, CPU, lambda *_: None, lambda: False, group)
+        feed_forward = loaded.model.layers[0].mlp
+        assert isinstance(feed_forward, MLP)
+        assert feed_forward.down.four_bit is not None
+        return answers(loaded, tokens)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(divided, [RankSpec(rank, 2, str(tmp_path)) for rank in range(2)])
+    assert torch.equal(first, second)
+    exact = answers(load(path, "float32"), tokens)
+    assert (first - exact).norm() / exact.norm() < 0.03
 
 
 @pytest.mark.usefixtures("four_bits_are_faster")

@@ -156,9 +156,9 @@ def test_rejects_an_unsupported_family_and_lists_the_supported_ones(checkpoint: 
         ({"vocab_size": -1}, "vocab_size"),
         ({"max_position_embeddings": None}, "max_position_embeddings"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised (fp8)"),
-        ({"quantization_config": {"bits": 4}}, "use the model's unquantised repository, or a GGUF file"),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "the weights are quantised (awq)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "the weights are quantised (hqq)"),
+        ({"quantization_config": {"bits": 4}}, "the model's unquantised repository, or a GGUF file"),
+        ({"text_config": {"quantization_config": {"quant_method": "aqlm"}}}, "the weights are quantised (aqlm)"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
     ],
     ids=str,
@@ -211,7 +211,7 @@ def test_load_leaves_room_for_penalties(checkpoint: Path, monkeypatch: pytest.Mo
     whole = load(checkpoint)
     page_bytes = whole.info.kv_bytes // (whole.info.num_pages + 1)
     free_bytes = whole.info.weight_bytes + 9 * page_bytes
-    monkeypatch.setattr(loading, "device_memory", lambda _: DeviceMemory(1 << 40, free_bytes, 0))
+    monkeypatch.setattr(loading, "device_memory", lambda *_: DeviceMemory(1 << 40, free_bytes, 0))
     monkeypatch.setattr(loading, "penalty_bytes", lambda *_: 0)
     without = load(checkpoint)
     monkeypatch.setattr(loading, "penalty_bytes", lambda *_: 3 * page_bytes)

@@ -236,7 +236,7 @@ def test_wake_without_room_on_the_device_changes_nothing(
 ) -> None:
     engine = make_engine()
     engine.sleep()
-    monkeypatch.setattr("cortex.neuron.engine.sleep.device_memory", lambda _: DeviceMemory(1 << 30, 1000, 0))
+    monkeypatch.setattr("cortex.neuron.engine.sleep.device_memory", lambda *_: DeviceMemory(1 << 30, 1000, 0))
     with pytest.raises(LoadError, match="can be used; unload something"):
         wake(engine)
     monkeypatch.undo()

@@ -12,6 +12,8 @@ import torch
 from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.layers.configs import Shard
+from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import FourBitOffer, PackingOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
@@ -63,6 +65,22 @@ def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dt
     assert 3 * 8 * kv_bytes_per_token(architecture, dtype.itemsize) == kv.num_bytes
     states = StateMemory(model.gated_deltas, 3, dtype, META).num_bytes if model.gated_deltas else 0
     assert 3 * state_bytes(architecture, dtype.itemsize) == states
+
+
+class OneOfTwo(SingleRank):
+    shard = Shard(1, 2)
+
+
+@pytest.mark.parametrize("changes", [name for name in CHANGES if "blocks" not in name])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computed_size_of_a_rank_is_what_its_layers_allocate(family: str, changes: str) -> None:
+    whole = read_architecture(config_of(family, CHANGES[changes] | {"vocab_size": 193}))
+    rank = whole.sharded(OneOfTwo.shard)
+    model = Decoder(rank, Parameters(META, torch.float32, group=OneOfTwo()), num_positions=1)
+    assert weight_bytes(rank, WeightStorage(4)) == model.parameters.num_bytes < weight_bytes(whole, WeightStorage(4))
+    kv = KVCache(model.attentions, 1, 1, torch.float32, META)
+    assert kv_bytes_per_token(rank, 4) == kv.num_bytes == kv_bytes_per_token(whole, 4) // 2
+    assert state_bytes(rank, 4) == state_bytes(whole, 4) // 2
 
 
 @pytest.mark.parametrize("mixed", ["Q4_K", "Q6_K", "Q8_0"])

@@ -15,6 +15,7 @@ from faulty_models import running_node, write_model
 from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.text.errors import TextFileMalformed
+from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.weights.errors import HubUnreachable
 from cortex.wire.errors import (
     ContextLengthExceeded,
@@ -29,6 +30,8 @@ from cortex.wire.errors import (
     ShuttingDown,
 )
 from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.packed_request import pack
+from cortex.wire.requests import GenerateRequest
 
 WAIT_S = 30.0
 """Upper bound of a wait; only reached on failure."""
@@ -102,7 +105,7 @@ async def test_unknown_model_is_not_found_and_similar_names_are_listed(tmp_path)
 
 async def test_loads_a_directory_by_its_path(tmp_path):
     path = str(write_model(tmp_path / "somewhere"))
-    async with running_node(tmp_path) as node:
+    async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
         assert (await load(node, path)).state is ModelState.READY
         assert (await load(node, "short", source=path)).state is ModelState.READY
 
@@ -144,7 +147,7 @@ async def test_failed_load_reports_the_reason_leaves_nothing_and_can_be_repeated
 
 
 async def test_preflight_rejects_before_any_worker_is_started(tmp_path):
-    config = models(tmp_path, gpt={"config": {"model_type": "gpt2"}}, m={})
+    config = models(tmp_path, gpt={"config": {"model_type": "gpt2"}}, m={}) | {"model_roots": [str(tmp_path)]}
     (tmp_path / "empty").mkdir()
     async with running_node(tmp_path, config) as node:
         for model_id, fields, reason in (
@@ -293,7 +296,7 @@ async def test_error_of_one_request_does_not_affect_others(tmp_path):
         with pytest.raises(Overloaded, match="out of memory"):
             await tokens_of(node.submit("m", request("huge", faulty_engine.OUT_OF_MEMORY)))
         assert sum(len(output.tokens) for output in first) + len(await tokens_of(other)) == 300
-        with pytest.raises(PromptTooLongForMemory):
+        with pytest.raises(PromptTooLongForMemory, match=r"prompt is too long.* maximum context length is less than"):
             await tokens_of(node.submit("m", request("alone", faulty_engine.OUT_OF_MEMORY)))
         with pytest.raises(GenerationFailed, match="must match"):
             await tokens_of(node.submit("m", request("buggy", faulty_engine.BUG)))
@@ -559,6 +562,25 @@ async def test_tokenizer_process_ends_while_its_model_is_not_in_memory(tmp_path)
             assert calls.count("wake") == count
             assert calls[-1] == "rest"
     assert calls[-1] == "close"
+
+
+async def test_prompts_are_prepared_by_the_rules_of_their_model(tmp_path):
+    class RecordingText(faulty_models.PlainText):
+        async def prepare(self, request, rules, *, is_long):
+            return rules
+
+    config = models(tmp_path, m={})
+    config["models"][0]["control_tokens_in_messages"] = True
+    config |= {"limits": {"max_prompt_tokens": 77}, "text": {"max_prompt_mb": 1, "max_grammar_kb": 2}}
+    packed = pack(GenerateRequest(model="m", prompt="x"))
+    async with running_node(tmp_path, config, open_text=RecordingText) as node:
+        await load(node, "m")
+        rules = await node.prepare(packed, principal="p")
+        assert rules == PromptRules(4096, 77, 1_000_000, 2000, 2.0, control_tokens_in_messages=True)
+        rules = await node.prepare(packed, principal="p", in_context=False)
+        assert rules == PromptRules(None, None, 1_000_000, 2000, 2.0, control_tokens_in_messages=True)
+        with pytest.raises(ModelNotFound):
+            await node.prepare(pack(GenerateRequest(model="unknown", prompt="x")), principal="p")
 
 
 async def test_subscriber_gets_every_state(tmp_path):

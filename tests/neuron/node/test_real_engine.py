@@ -1,14 +1,12 @@
 """A node with the real engine, on small random models."""
 
-import json
 import math
 import os
 import signal
 
 import pytest
-import torch
-from faulty_models import CONFIG, parts
-from safetensors.torch import save_file
+from faulty_models import parts
+from tiny_llama import generate, write_llama
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.memory.host import anonymous_bytes
@@ -22,37 +20,6 @@ from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 MEBIBYTE = 1 << 20
 
 
-def write_llama(folder, seed, vocab=1000):
-    hidden, inner, layers, kv = 64, 128, 2, 32
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator) * 0.05
-
-    tensors = {
-        "model.embed_tokens.weight": random(vocab, hidden),
-        "lm_head.weight": random(vocab, hidden),
-        "model.norm.weight": torch.ones(hidden),
-    }
-    for layer in range(layers):
-        block = f"model.layers.{layer}"
-        tensors |= {
-            f"{block}.input_layernorm.weight": torch.ones(hidden),
-            f"{block}.post_attention_layernorm.weight": torch.ones(hidden),
-            f"{block}.self_attn.q_proj.weight": random(hidden, hidden),
-            f"{block}.self_attn.k_proj.weight": random(kv, hidden),
-            f"{block}.self_attn.v_proj.weight": random(kv, hidden),
-            f"{block}.self_attn.o_proj.weight": random(hidden, hidden),
-            f"{block}.mlp.gate_proj.weight": random(inner, hidden),
-            f"{block}.mlp.up_proj.weight": random(inner, hidden),
-            f"{block}.mlp.down_proj.weight": random(hidden, inner),
-        }
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab, "rope_theta": 10_000.0}))
-    return str(folder)
-
-
 async def start(tmp_path, **limits):
     # The models differ in size, so that one cannot reuse exactly the memory of the other.
     models = (
@@ -61,12 +28,6 @@ async def start(tmp_path, **limits):
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, **limits), drain_s=1.0)
     return await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
-
-
-async def generate(node, model_id, request_id="r"):
-    greedy = SamplingParams(temperature=0.0)
-    request = EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=8, sampling=greedy)
-    return [token async for batch in node.submit(model_id, request) for output in batch for token in output.tokens]
 
 
 async def load(node, model_id):

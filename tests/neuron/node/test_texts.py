@@ -6,11 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from cortex.neuron.config import TextLimits
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.errors import TextFileMalformed
-from cortex.wire.errors import LoadFailed, Recovering
+from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
+from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded, Recovering
+from cortex.wire.packed_request import PackedRequest, pack
+from cortex.wire.requests import GenerateRequest, OutputFormat
 
 HERE, THERE = Path("here"), Path("there")
+LIMITS = TextLimits(workers=1, timeout_s=30.0)
 
 
 class Source:
@@ -19,6 +24,7 @@ class Source:
         self.idle_s = 0.0
         self.calls: list[str] = []
         self.error: Exception | None = None
+        self.may_end = asyncio.Event()
 
     async def read(self):
         self.calls.append("read")
@@ -36,6 +42,16 @@ class Source:
     async def close(self) -> None:
         self.calls.append("close")
 
+    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> PromptRules:
+        kind = "long" if is_long else "short"
+        self.calls.append(kind)
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.calls.append(f"{kind} cancelled")
+            raise
+        return rules
+
 
 @pytest.fixture
 def opened() -> list[Source]:
@@ -48,7 +64,7 @@ def texts(opened: list[Source]) -> Texts:
         opened.append(Source(path))
         return opened[-1]
 
-    return Texts(open_text)
+    return Texts(open_text, LIMITS, max_queue=2)
 
 
 async def test_reads_a_text_once_for_concurrent_callers(texts, opened):
@@ -107,3 +123,64 @@ async def test_rests_idle_texts_of_models_that_are_not_in_memory(texts, opened):
     await texts.rest("unknown")
     await texts.close()
     assert all(source.calls[-1] == "close" for source in opened)
+
+
+SHORT = pack(GenerateRequest(model="m", prompt="x"))
+LONG = pack(GenerateRequest(model="m", prompt="x" * (1 << 21)))
+CHOICES = tuple(f"choice {number}" for number in range(9999))
+CONSTRAINED = pack(GenerateRequest(model="m", prompt="x", output=OutputFormat(kind="choice", choices=CHOICES)))
+
+
+def preparing(texts: Texts, *requests: PackedRequest, principal: str = "p") -> list[asyncio.Task]:
+    return [asyncio.create_task(texts.prepare("m", HERE, each, NO_RULES, principal)) for each in requests]
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_long_texts_and_large_grammars_do_not_delay_short_texts(texts, opened):
+    long = preparing(texts, LONG, CONSTRAINED)
+    await turns()
+    short = preparing(texts, SHORT)
+    await turns()
+    assert opened[0].calls == ["read", "long", "short"]
+    assert texts.num_jobs("m") == 3
+    opened[0].may_end.set()
+    [rules, *_] = await asyncio.gather(*short, *long)
+    assert (rules.max_characters, rules.max_grammar_characters) == (8_000_000, 1_024_000)
+    assert texts.num_jobs("m") == 0
+
+
+async def test_rejects_more_waiting_texts_than_the_queue_holds(texts, opened):
+    waiting = preparing(texts, SHORT, SHORT, SHORT)
+    await turns()
+    with pytest.raises(Overloaded, match="2 prompts are waiting") as busy:
+        await texts.prepare("m", HERE, SHORT, NO_RULES, "p")
+    assert busy.value.retry_after_s >= 1
+    opened[0].may_end.set()
+    await asyncio.gather(*waiting)
+
+
+async def test_disconnected_client_ends_its_text_work_and_frees_its_place(texts, opened):
+    running, waiting, last = preparing(texts, SHORT, SHORT, SHORT)
+    await turns()
+    waiting.cancel()
+    running.cancel()
+    await turns()
+    assert opened[0].calls == ["read", "short", "short cancelled", "short"]
+    opened[0].may_end.set()
+    await last
+    assert texts.num_jobs("m") == 0
+
+
+async def test_text_work_over_the_deadline_is_rejected_and_ended(opened):
+    def open_text(path: Path) -> Source:
+        opened.append(Source(path))
+        return opened[-1]
+
+    texts = Texts(open_text, TextLimits(workers=1, timeout_s=0.01), max_queue=2)
+    with pytest.raises(PreparationLimitExceeded, match=r"0\.01 s .text\.timeout_s"):
+        await texts.prepare("m", HERE, SHORT, NO_RULES, "p")
+    assert opened[0].calls == ["read", "short", "short cancelled"]

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.local import text_of_gguf
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue
@@ -47,7 +49,7 @@ def ask(*messages: Message, **fields: Any) -> GenerateRequest:
 @pytest.mark.parametrize(
     ("family", "tools", "reasoning"),
     [
-        ("chatml", False, False),
+        ("chatml", True, False),  # by the generic form
         ("llama3", True, False),
         ("qwen3", True, True),
         ("qwen_xml", True, True),
@@ -66,6 +68,7 @@ def test_notes_name_missing_template_and_vision_tower(backend: Tokenizer, tmp_pa
     model = load_text(write_model(tmp_path, backend, None, config={"vision_config": {}}))
     assert [note.split(":")[0] for note in model.capabilities.notes] == [
         "the model has no chat template",
+        "the chat template has no place for tools",
         "images are not read",
     ]
 
@@ -265,7 +268,7 @@ def test_rejects_a_text_that_cannot_fit_before_tokenising(make_model: Any) -> No
     model = make_model("chatml")
 
     class Unasked:
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, literal_at: Any = ()) -> list[int]:
             raise AssertionError("a text that cannot fit was tokenised")
 
         encode_document = encode_segmented = encode
@@ -274,7 +277,37 @@ def test_rejects_a_text_that_cannot_fit_before_tokenising(make_model: Any) -> No
     long = "word " * 10_000
     for request in (ask(said("user", long)), GenerateRequest(model="m", prompt=long)):
         with pytest.raises(ContextLengthExceeded, match=r"prompt is too long: [0-9]+ tokens > 99 maximum") as rejected:
-            unasked.render(request, 100)
+            unasked.render(request, PromptRules(100))
         assert "This model's maximum context length is 100 tokens" in rejected.value.message
         assert 100 <= rejected.value.details["prompt_tokens"] <= len(model.render(request).ids)
-    assert model.render(ask(said("user", long)), 10**6).ids
+        with pytest.raises(ContextLengthExceeded, match=r"tokens > 50 maximum\. .*limits\.max_prompt_tokens"):
+            unasked.render(request, PromptRules(10**6, max_prompt_tokens=50))
+        with pytest.raises(ContextLengthExceeded, match=r"prompt is too long: .*text\.max_prompt_mb"):
+            unasked.render(request, PromptRules(10**6, max_characters=49_999))
+    assert model.render(ask(said("user", long)), PromptRules(10**6, max_characters=60_000)).ids
+
+
+@pytest.mark.parametrize(
+    ("thinking", "budget", "variables"),
+    [
+        (Thinking(), None, "||"),
+        (Thinking(effort="low", enabled=True), 1024, "True|low|1024"),
+        (Thinking(effort="high", enabled=True), None, "True|high|"),
+        (Thinking(budget_tokens=2000, enabled=True), 2000, "True|medium|2000"),
+        (Thinking(budget_tokens=90, effort="high"), 90, "|high|90"),
+        (Thinking(enabled=False), None, "False||0"),
+        (Thinking(off_by_default=True), None, "False||0"),
+        (Thinking(enabled=True, off_by_default=True), None, "True||"),
+    ],
+)
+def test_effort_budget_and_switch_stand_for_each_other(
+    make_model: Any, thinking: Thinking, budget: int | None, variables: str
+) -> None:
+    """A template that reads efforts gets the effort only; other models are held to its budget."""
+    said = (Message(role="user", parts=(Text(text="x"),)),)
+    request = GenerateRequest(model="m", messages=said, thinking=thinking)
+    assert make_model("qwen3").reasoning_budget(request) == budget
+    knows = ChatTemplate("{{ enable_thinking }}|{{ reasoning_effort }}|{{ thinking_budget }}")
+    model = TextModel(make_model("chatml").tokenizer, knows, knows, GenerationDefaults())
+    assert model.render(request).text == variables
+    assert model.reasoning_budget(request) == thinking.budget_tokens

@@ -19,14 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from cortex.ipc.pool import WorkerPool
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.preparation import prepare
+from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
-from cortex.neuron.tokenizer_process.process import TokenizerProcess
 from cortex.neuron.weights.errors import Malformed
-from cortex.wire.errors import LoadFailed, Recovering
-from cortex.wire.requests import GenerateRequest, Message, Text
+from cortex.wire.errors import ContextLengthExceeded, InvalidValue, LoadFailed, PreparationLimitExceeded, Recovering
+from cortex.wire.packed_request import pack
+from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text
 
 CONTROL = ("<|im_start|>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -78,8 +81,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def encode(tokenizer: TokenizerClient, text: str) -> tuple[int, ...]:
+    return await tokenizer.encode(text, NO_RULES, is_long=False)
+
+
 def user_request(text: str) -> GenerateRequest:
-    return GenerateRequest(model="m", messages=(Message(role="user", parts=(Text(text),)),))
+    return GenerateRequest(model="m", messages=(Message(role="user", parts=(Text(text=text),)),))
 
 
 class TokenizerOnOwnLoop:
@@ -105,11 +112,11 @@ class TokenizerOnOwnLoop:
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "greedy"])
 def remote_and_local(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[TextModel, TextModel]]:
+) -> Iterator[tuple[TokenizerOnOwnLoop, TextModel]]:
     """The same model's text twice: encoded in a tokenizer process, and in this process."""
     folder = write_model(tmp_path_factory.mktemp("model"), greedy=request.param)
     remote = TokenizerOnOwnLoop(folder)
-    yield remote.text, TextModel.of(*read_text(folder))
+    yield remote, TextModel.of(*read_text(folder))
     remote.close()
 
 
@@ -119,24 +126,30 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=8))
-def test_remote_encoding_equals_local_encoding(
-    remote_and_local: tuple[TextModel, TextModel], pieces: list[str]
+def test_prepared_remotely_equals_prepared_locally(
+    remote_and_local: tuple[TokenizerOnOwnLoop, TextModel], pieces: list[str]
 ) -> None:
-    remote, local = (text.tokenizer for text in remote_and_local)
-    text = "".join(pieces)
-    assert remote.encode(text) == local.encode(text)
-    assert remote.encode_document(text) == local.encode_document(text)
-    assert remote.encode_segmented(text) == local.encode_segmented(text)
-
-
-def test_remote_text_has_the_same_facts_as_local_text(remote_and_local: tuple[TextModel, TextModel]) -> None:
     remote, local = remote_and_local
+    text = "".join(pieces)
+    for request in (user_request(text), GenerateRequest(model="m", prompt=text, more_prompts=((1, 2),), echo=True)):
+        whole = pack(request).whole
+        expected = prepare(local, request, NO_RULES)
+        prepared = remote.run(remote.tokenizer.prepare(whole, NO_RULES, is_long=False))
+        assert [each.ids for each in prepared.prompts] == [each.ids for each in expected.prompts]
+        assert [each.turn_ends for each in prepared.prompts] == [each.turn_ends for each in expected.prompts]
+        assert not request.echo or prepared == expected
+        assert remote.run(remote.tokenizer.count(whole, NO_RULES, is_long=True)) == len(expected.prompts[0].ids)
+    assert list(remote.run(remote.tokenizer.encode(text, NO_RULES, is_long=False))) == local.encode(text)
+
+
+def test_remote_text_has_the_same_facts_as_local_text(remote_and_local: tuple[TokenizerOnOwnLoop, TextModel]) -> None:
+    remote, local = remote_and_local[0].text, remote_and_local[1]
     assert remote.tokenizer.vocabulary == local.tokenizer.vocabulary
-    assert remote.render(user_request("hé")) == local.render(user_request("hé"))
     assert remote.decode(range(-3, remote.vocab_size + 3)) == local.decode(range(-3, local.vocab_size + 3))
     assert (remote.generation, remote.notes, remote.capabilities) == (local.generation, local.notes, local.capabilities)
+    assert remote.reasoning_end == local.reasoning_end
 
 
 async def test_process_starts_on_first_use_under_its_own_name(tokenizer: TokenizerClient) -> None:
@@ -146,26 +159,27 @@ async def test_process_starts_on_first_use_under_its_own_name(tokenizer: Tokeniz
 
 
 async def test_next_call_replaces_a_process_that_died(tokenizer: TokenizerClient) -> None:
-    text = await tokenizer.read()
-    expected = await asyncio.to_thread(text.encode, "hello")
+    await tokenizer.read()
+    expected = await encode(tokenizer, "hello")
     for _ in range(2):
         first = process_of(tokenizer)
         os.kill(first, signal.SIGKILL)
-        assert await asyncio.to_thread(text.encode, "hello") == expected
+        await until(lambda: not alive(first))  # noqa: B023 - awaited here; until then its worker may still reply
+        assert await encode(tokenizer, "hello") == expected
         assert process_of(tokenizer) != first
 
 
 async def test_resting_process_is_started_by_wake_or_by_the_next_call(tokenizer: TokenizerClient) -> None:
-    text = await tokenizer.read()
+    await tokenizer.read()
     first = process_of(tokenizer)
     await tokenizer.rest()
     assert not alive(first)
     await tokenizer.wake()
     woken = process_of(tokenizer)
-    await asyncio.to_thread(text.encode, "hello")
+    await encode(tokenizer, "hello")
     assert process_of(tokenizer) == woken
     await tokenizer.rest()
-    await asyncio.to_thread(text.encode, "hello")
+    await encode(tokenizer, "hello")
     assert alive(process_of(tokenizer))
     assert 0.0 <= tokenizer.idle_s < 20.0
 
@@ -173,35 +187,35 @@ async def test_resting_process_is_started_by_wake_or_by_the_next_call(tokenizer:
 async def test_process_that_dies_twice_is_a_retryable_error(
     tokenizer: TokenizerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = await tokenizer.read()
-    os.kill(process_of(tokenizer), signal.SIGKILL)
-    start = TokenizerProcess.start
+    await tokenizer.read()
+    await tokenizer.rest()
+    start = WorkerPool.start
 
-    async def start_dead(model: Path, fingerprint: str | None) -> TokenizerProcess:
-        process = await start(model, fingerprint)
-        os.kill(process.process_id, signal.SIGKILL)
-        return process
+    async def start_dead(module: str, *arguments: str, **options: Any) -> WorkerPool[Any]:
+        pool: WorkerPool[Any] = await start(module, *arguments, **options)
+        os.kill(pool.process_id, signal.SIGKILL)
+        return pool
 
-    monkeypatch.setattr(TokenizerProcess, "start", start_dead)
+    monkeypatch.setattr(WorkerPool, "start", start_dead)
     with pytest.raises(Recovering, match="try again"):
-        await asyncio.to_thread(text.encode, "hello")
+        await encode(tokenizer, "hello")
 
 
 async def test_new_process_rejects_files_that_changed(tokenizer: TokenizerClient, model: Path) -> None:
-    text = await tokenizer.read()
+    await tokenizer.read()
     await tokenizer.rest()
     write_model(model, greedy=True)
     with pytest.raises(LoadFailed, match="changed"):
-        await asyncio.to_thread(text.encode, "hello")
+        await encode(tokenizer, "hello")
 
 
 async def test_closed_client_starts_no_process(tokenizer: TokenizerClient) -> None:
-    text = await tokenizer.read()
+    await tokenizer.read()
     process_id = process_of(tokenizer)
     await tokenizer.close()
     assert not alive(process_id)
     with pytest.raises(Recovering):
-        await asyncio.to_thread(text.encode, "hello")
+        await encode(tokenizer, "hello")
 
 
 @pytest.mark.parametrize(
@@ -236,28 +250,50 @@ async def test_errors_keep_their_type_and_message(
     assert str(there.value) == str(here.value)
 
 
-async def test_rejects_encoding_on_the_event_loop(tokenizer: TokenizerClient) -> None:
+LOOPING = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+SWELLING = (
+    "{% set ns = namespace(text='long ' * 999999) %}{% for a in range(64) %}{% set ns.text = ns.text * 2 %}{% endfor %}"
+)
+
+
+async def test_cancelled_job_ends_and_short_ones_run_meanwhile(model: Path) -> None:
+    write_model(model, chat_template=LOOPING)
+    tokenizer = TokenizerClient(model)
     text = await tokenizer.read()
-    with pytest.raises(AssertionError, match="event loop"):
-        text.encode("hello")
-
-
-async def test_short_texts_are_encoded_while_a_long_one_is(tokenizer: TokenizerClient) -> None:
-    text = await tokenizer.read()
-    long = asyncio.create_task(asyncio.to_thread(text.encode, "He said 1234 things. " * 30_000))
-    shorts = 0
-    while not long.done():
-        assert text.decode(await asyncio.to_thread(text.encode, "a")) == "a"
-        shorts += 1
-    assert len(await long) == 630_000
-    assert shorts >= 3
-
-
-async def test_concurrent_callers_get_their_own_replies(tokenizer: TokenizerClient) -> None:
-    text = await tokenizer.read()
-    words = [f"word {number}" * 50 for number in range(40)]
-    encoded = await asyncio.gather(*(asyncio.to_thread(text.encode, word) for word in words))
+    endless = asyncio.create_task(tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=True))
+    workers = Path(f"/proc/{process_of(tokenizer)}/task/{process_of(tokenizer)}/children")
+    await until(lambda: len(workers.read_text().split()) == 2)
+    words = [f"word {number}" for number in range(4)]
+    encoded = await asyncio.gather(*(encode(tokenizer, word) for word in words))
     assert [text.decode(tokens) for tokens in encoded] == words
+    before = len(workers.read_text().split())
+    endless.cancel()
+    await until(lambda: len(workers.read_text().split()) == before - 1)
+    assert endless.cancelled()
+    await tokenizer.close()
+
+
+async def test_job_that_takes_too_much_memory_is_rejected_alone(model: Path) -> None:
+    write_model(model, chat_template=SWELLING)
+    tokenizer = TokenizerClient(model, memory_bytes=256 << 20)
+    await tokenizer.read()
+    process_id = process_of(tokenizer)
+    with pytest.raises(PreparationLimitExceeded, match=r"text\.memory_mb"):
+        await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)
+    assert await encode(tokenizer, "a")
+    assert process_of(tokenizer) == process_id
+    await tokenizer.close()
+
+
+async def test_errors_of_a_request_keep_their_code_and_details(tokenizer: TokenizerClient) -> None:
+    with pytest.raises(ContextLengthExceeded) as too_long:
+        await tokenizer.prepare(pack(user_request("hi" * 999)).whole, PromptRules(20), is_long=False)
+    assert too_long.value.details["context_tokens"] == 20
+    choices = OutputFormat(kind="choice", choices=tuple(map(str, range(999))))
+    asked = GenerateRequest(model="m", prompt="x", output=choices)
+    with pytest.raises(InvalidValue, match=r"at most 500 .*text\.max_grammar_kb") as too_large:
+        await tokenizer.prepare(pack(asked).whole, PromptRules(max_grammar_characters=500), is_long=False)
+    assert too_large.value.param == "response_format"
 
 
 DAEMON = """

@@ -2,7 +2,7 @@ import pynvml
 import pytest
 
 from cortex.neuron.worker import discovery
-from cortex.neuron.worker.discovery import discover, read_devices, visible_devices
+from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices, visible_devices
 from cortex.wire.node import Device
 
 
@@ -71,6 +71,7 @@ def fake_one_gpu(monkeypatch):
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 1,
         "nvmlSystemGetDriverVersion": lambda: "580.10",
+        "nvmlSystemGetCudaDriverVersion": lambda: 13010,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetMemoryInfo": lambda handle: FakeMemory,
         "nvmlDeviceGetUtilizationRates": unsupported,
@@ -87,7 +88,7 @@ def test_gpu_with_missing_sensors_is_a_device(monkeypatch):
     inventory = discover({})
     (device,) = inventory.devices
     assert (device.kind, device.name, device.compute_capability) == ("cuda", "NVIDIA GeForce RTX 3060", "8.6")
-    assert inventory.driver == "580.10"
+    assert (inventory.driver, inventory.cuda_version) == ("580.10", "13.1")
     reading = inventory.readings[0]
     assert (reading.free_bytes, reading.utilisation, reading.temperature_c) == (20 << 30, None, 61.0)
 
@@ -130,3 +131,22 @@ def test_gpu_without_own_memory_reports_the_hosts_memory(monkeypatch):
     (device,) = discover({}).devices
     assert device.kind == "cuda"
     assert device.total_bytes == discovery.read_host_memory().total_bytes
+
+
+def test_divides_the_cpu_into_devices_that_share_the_hosts_memory(monkeypatch):
+    fail_init(monkeypatch, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    whole = discover({})
+    inventory = divided(whole, 3)
+    assert [(device.index, device.kind) for device in inventory.devices] == [(0, "cpu"), (1, "cpu"), (2, "cpu")]
+    assert len({device.name for device in inventory.devices}) == 3
+    assert {device.total_bytes for device in inventory.devices} == {whole.devices[0].total_bytes // 3}
+    assert inventory.num_host_shares == 3
+    for readings in (inventory.readings, read_devices(inventory.devices)):
+        assert sorted(readings) == [0, 1, 2]
+        assert sum(reading.free_bytes for reading in readings.values()) <= whole.devices[0].total_bytes
+
+
+def test_does_not_divide_gpus():
+    inventory = Inventory(GPUS)
+    assert divided(inventory, 4) is inventory
+    assert inventory.num_host_shares == 1

@@ -18,9 +18,10 @@ from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, SleepRejected
+from cortex.neuron.worker.process import WorkerLost, WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
-from cortex.neuron.worker.supervisor import Damaged, LoadRejected, SleepRejected, WorkerLost, WorkerSupervisor
+from cortex.neuron.worker.supervisor import WorkerSupervisor
 
 CPU = DeviceAddress("cpu", 0)
 WAIT_S = 30.0

@@ -7,13 +7,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.output import counted
+from cortex.cli.response_view import ResponseView
 
 HELP = """\
 /help            show this list
@@ -103,7 +106,19 @@ def chat(
       git diff | cortex chat - "Write a commit message for this:"
     """
     chosen = model if model and model != "-" else first_loaded(gateway)
-    session = ChatSession(gateway, Conversation(chosen, system), temperature, max_tokens)
+    converse(gateway, chosen, prompt, system, temperature, max_tokens)
+
+
+def converse(
+    gateway: GatewayClient,
+    model: str,
+    prompt: str | None,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+) -> None:
+    """Print the response to `prompt` and piped input; without either, chat until the user quits."""
+    session = ChatSession(gateway, Conversation(model, system), temperature, max_tokens)
     question = "\n\n".join(part for part in (prompt, "" if sys.stdin.isatty() else sys.stdin.read().strip()) if part)
     if question:
         session.conversation.turns.append({"role": "user", "content": question})
@@ -136,6 +151,20 @@ class ChatSession:
         self._gateway = gateway
         self._temperature = temperature
         self._max_tokens = max_tokens
+
+    def use_model(self, name: str) -> None:
+        """Continue with another model. Raises CommandError, and keeps the present one, if there is no such model."""
+        self._gateway.get(f"/v1/models/{quote(name, safe='')}")
+        self.conversation.model = name
+
+    def waits_for(self) -> str:
+        """What the next response has to wait for first, for a person."""
+        model = self.conversation.model
+        try:
+            is_loaded = self._gateway.get(f"/v1/models/{quote(model, safe='')}").get("loaded")
+        except CommandError:  # the request itself reports it
+            return f"waiting for {model}"
+        return f"{model} responds" if is_loaded else f"loading {model}"
 
     def respond(self) -> Iterator[ChatDelta]:
         """Stream the next turn. However the iteration ends, the text so far becomes a turn of the conversation."""
@@ -198,9 +227,9 @@ def show_response(session: ChatSession, console: Console) -> None:
     """Print a response while it arrives. Ctrl-C stops it; a rejected prompt is removed from the conversation."""
     num_turns = len(session.conversation.turns)
     try:
-        for delta in session.respond():
-            console.print(delta.text, end="", soft_wrap=True, markup=False, style="dim" if delta.is_reasoning else None)
-        console.print()
+        with ResponseView(console, session.waits_for()) as view:
+            for delta in session.respond():
+                view.show(delta.text, is_reasoning=delta.is_reasoning)
     except KeyboardInterrupt:
         console.print("\n[dim]stopped[/dim]")
     except CommandError as error:
@@ -220,10 +249,17 @@ def run_command(session: ChatSession, console: Console, line: str) -> bool:
             console.print(HELP, markup=False)
         case "/system":
             conversation.system = rest or None
+            console.print("system prompt set" if rest else "system prompt removed", style="dim")
         case "/clear":
             conversation.turns.clear()
+            console.print("conversation cleared", style="dim")
         case "/model" if rest:
-            conversation.model = rest
+            try:
+                session.use_model(rest)
+            except CommandError as error:
+                console.print(f"[red]{escape(error.message)}[/red]; still using {escape(conversation.model)}")
+            else:
+                console.print(f"now using {rest}", style="dim", markup=False)
         case "/stats":
             console.print(session.last.stats())
         case "/retry" if any(turn["role"] == "user" for turn in conversation.turns):

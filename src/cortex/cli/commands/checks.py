@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -23,9 +24,11 @@ from cortex.cli.failures import CommandError
 from cortex.cli.output import counted, size
 from cortex.cli.up.demo import SMOLLM2
 from cortex.cli.up.plan import reachable
-from cortex.gateway.config import GatewaySection, load
+from cortex.gateway.config import Config, GatewaySection, load
 from cortex.gateway.configuration_files import catalogue_path, load_catalogue
+from cortex.gateway.database import StoreError, driver_of, is_url
 from cortex.settings import Listen, SettingsError
+from cortex.tls import client_context
 from cortex.wire.node import Discovery
 
 LOW_DISK_BYTES = 20 << 30
@@ -58,7 +61,8 @@ def engine() -> Iterator[Finding]:
     missing = [name for name in ("torch", "aiohttp", "tokenizers", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"gateway only: {', '.join(missing)} not installed"
-        yield Finding("engine", Severity.NOTE, what, "to serve models on this machine: pip install 'cortex[neuron]'")
+        remedy = "to serve models on this machine: pip install 'cortex-fleet[neuron]'"
+        yield Finding("engine", Severity.NOTE, what, remedy)
     else:
         yield Finding("engine", Severity.FINE, f"torch {importlib.metadata.version('torch')}")
 
@@ -78,11 +82,79 @@ def config(path: Path | None) -> Iterator[Finding]:
         yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
 
 
-def gateway(client: GatewayClient) -> Iterator[Finding]:
-    """Whether a gateway responds."""
+def references(path: Path | None) -> Iterator[Finding]:
+    """Names and addresses in the configuration that must fit each other."""
     try:
-        client.get("/health")
+        settings = load(path, os.environ)
+        catalogue = load_catalogue(settings, path)
+    except SettingsError:
+        return  # reported by `config`
+    names = {section.name for section in settings.neurons}
+    for spec in catalogue.models:
+        for key, wanted in (("pinned_on", spec.pinned_on), ("only_on", spec.only_on)):
+            for name in sorted(set(wanted) - names):
+                what = f"{key} of {spec.id} names {name}, and there is no such node"
+                yield Finding("config", Severity.PROBLEM, what, f"correct `{key}`, or add the node under [[neurons]]")
+    for alias, target in catalogue.aliases.items():
+        model = target if isinstance(target, str) else target.model
+        if model in catalogue.aliases:
+            what = f"alias {alias} stands for {model}, which is an alias itself"
+            yield Finding("config", Severity.PROBLEM, what, "an alias is followed once: name the model")
+        elif not catalogue.has(model):
+            what = f"alias {alias} stands for {model}, which is not in the catalogue"
+            yield Finding("config", Severity.NOTE, what, "it works only while a node lists the model; check its name")
+    yield from _shared_addresses(settings)
+
+
+def _shared_addresses(settings: Config) -> Iterator[Finding]:
+    """Addresses that two things have: the gateway's own, and those of nodes."""
+    own = {"gateway.listen": settings.gateway.listen, "gateway.metrics_listen": settings.gateway.metrics_listen}
+    users: dict[str, list[str]] = {}
+    for name, listen in own.items():
+        if listen is not None and listen.port:
+            users.setdefault(str(_reachable_address(listen)), []).append(name)
+    for section in settings.neurons:
+        parts = urlsplit(section.endpoint)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        users.setdefault(f"{address}{parts.path.rstrip('/')}", []).append(f"node {section.name}")
+    for address, sharing in users.items():
+        if len(sharing) > 1:
+            what = f"{address} is the address of {' and '.join(sharing)}"
+            yield Finding("config", Severity.PROBLEM, what, "give each an address of its own")
+
+
+def database(path: Path | None) -> Iterator[Finding]:
+    """Whether the PostgreSQL databases of the configuration can be reached. Changes nothing there."""
+    try:
+        settings = load(path, os.environ)
+    except SettingsError:
+        return  # reported by `config`
+    directory = path.parent if path is not None else Path.cwd()
+    urls = {settings.database(directory), settings.responses_database(directory)}
+    for url in sorted(url for url in urls if is_url(url)):
+        try:
+            driver = driver_of(url)
+        except StoreError as error:
+            yield Finding("database", Severity.PROBLEM, str(error), "correct ledger.database or responses.database")
+            continue
+        try:
+            driver.connect().close()
+            yield Finding("database", Severity.FINE, f"{driver.name} responds")
+        except driver.errors as error:
+            what = f"{driver.name} cannot be used: {str(error).strip()}"
+            yield Finding("database", Severity.PROBLEM, what, "start it, or correct its URL, user and password")
+
+
+def gateway(client: GatewayClient) -> Iterator[Finding]:
+    """Whether a gateway responds, and what it reports about itself."""
+    try:
+        health = client.get("/health")
         yield Finding("gateway", Severity.FINE, f"{client.url} responds")
+        for reason in health.get("reasons", ()):
+            remedy = "see `cortex status`, and the log of the gateway or of the node"
+            yield Finding("gateway", Severity.NOTE, str(reason), remedy)
     except CommandError as error:
         yield Finding("gateway", Severity.NOTE, error.message, error.remedy)
 
@@ -94,12 +166,14 @@ def nodes(path: Path | None) -> Iterator[Finding]:
     except SettingsError:
         return  # reported by `config`
     for section in settings.neurons:
-        key = os.environ.get(section.key_env) if section.key_env else None
-        if section.key_env and not key:
-            what = f"{section.name}: {section.key_env} is not set"
-            yield Finding("nodes", Severity.PROBLEM, what, f"export {section.key_env}=… where the gateway runs")
-        client = GatewayClient(section.endpoint, key, 5.0)
+        variable = settings.key_variable(section)
+        key = os.environ.get(variable, "").strip() if variable else None
+        if variable and not key:
+            what = f"{section.name}: {variable} is not set"
+            yield Finding("nodes", Severity.PROBLEM, what, f"export {variable}=… where the gateway runs")
         try:
+            tls = client_context(settings.ca_file(section, path.parent if path else Path.cwd()))
+            client = GatewayClient(section.endpoint, key, 5.0, tls=tls)
             if section.kind == "openai":
                 client.get("/v1/models")
                 yield Finding("nodes", Severity.FINE, f"{section.name}: {section.endpoint} responds")
@@ -108,6 +182,8 @@ def nodes(path: Path | None) -> Iterator[Finding]:
         except GatewayUnreachable as error:
             what = f"{section.name}: no response from {section.endpoint} ({error.reason})"
             yield Finding("nodes", Severity.PROBLEM, what, "start it with `neuron serve`, or correct its endpoint")
+        except SettingsError as error:
+            yield Finding("nodes", Severity.PROBLEM, f"{section.name}: {error.message}", "correct ca_file")
         except (CommandError, msgspec.ValidationError) as error:
             problem = error.message if isinstance(error, CommandError) else error
             what = f"{section.name}: unexpected response from {section.endpoint} ({problem})"

@@ -20,13 +20,14 @@ _MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Sever
 
 
 @click.command(cls=Command)
-@click.option("--config", type=click.Path(path_type=Path), help="The cortex.toml to check.")
+@click.option("-c", "--config", type=click.Path(path_type=Path), help="The cortex.toml to check.")
 @gateway_options
 @json_option
 def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     """Check the usual problems and say how to fix them.
 
-    Checks versions, configuration, gateway, nodes, devices, ports, disk and cache. Exit code 1 when there is a problem.
+    Checks versions, configuration, databases, gateway, nodes, devices, ports, disk and cache. Exit code 1 when there is
+    a problem.
     With --config, the gateway is expected at the address in that file, unless --url names another.
     """
     listens = checks.addresses(config)
@@ -36,6 +37,8 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
         *checks.versions(),
         *checks.engine(),
         *checks.config(config),
+        *checks.references(config),
+        *checks.database(config),
         *checks.gateway(gateway),
         *checks.nodes(config),
         *checks.devices(),

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 import click
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
@@ -39,35 +39,31 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
     for decision in decisions:
         when = f"{datetime.fromtimestamp(decision['at']):%Y-%m-%d %H:%M:%S}  " if history else ""
         out.print(Text.assemble((when, "dim"), (decision["outcome"], "bold")), soft_wrap=True)
-        out.print(_nodes(decision))
+        for node in decision["nodes"]:
+            _show_node(out, node, is_chosen=node["node"] == decision["node"])
 
 
-def _nodes(decision: dict[str, Any]) -> Table:
-    rows = table("NODE", "DEVICE", ">TOTAL", ">KEPT FREE", ">HAVE", ">NEED", "VERDICT", "WHY")
-    for node in decision["nodes"]:
-        verdict = Text(node["verdict"].replace("_", " "), style="green" if node["node"] == decision["node"] else "")
-        devices = node["devices"] or [{}]
-        for number, device in enumerate(devices):
-            first = number == 0
-            rows.add_row(
-                node["node"] if first else "",
-                _device(device),
-                _bytes(device.get("total_bytes")),
-                _bytes(device.get("kept_free_bytes")),
-                _bytes(device.get("have_bytes")),
-                _bytes(device.get("need_bytes", node["need_bytes"] if first else None)),
-                verdict if first else "",
-                node["reason"] if first else "",
-            )
-        for occupant in node["occupants"]:
-            leaves = "can be evicted" if occupant["may_leave"] else occupant["reason"]
-            holds = Text(f"{occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}", style="dim")
-            rows.add_row("", holds)
-    return rows
+def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
+    """The verdict on a line, then the devices and the models on them: readable at 80 columns, whatever the reason."""
+    verdict = (node["verdict"].replace("_", " "), "green" if is_chosen else "bold")
+    reason = f": {node['reason']}" if node["reason"] else ""
+    out.print(Text.assemble((node["node"], "bold"), "  ", verdict, reason), soft_wrap=True)
+    if node["devices"]:
+        rows = table("  DEVICE", ">TOTAL", ">KEPT FREE", ">HAVE", ">NEED")
+        for device in node["devices"]:
+            memory = ("total_bytes", "kept_free_bytes", "have_bytes", "need_bytes")
+            rows.add_row(f"  {_device(device)}", *(_bytes(device.get(name)) for name in memory))
+        out.print(rows)
+    elif node["need_bytes"] is not None:
+        out.print(f"  needs {_bytes(node['need_bytes'])}")
+    for occupant in node["occupants"]:
+        leaves = "can be evicted" if occupant["may_leave"] else occupant["reason"]
+        holds = f"  {occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}"
+        out.print(Text(holds, style="dim"), soft_wrap=True)
 
 
 def _device(device: dict[str, Any]) -> str:
-    return f"{device['index']}{'*' if device['chosen'] else ''} {device['name']}" if device else ""
+    return f"{device['index']}{'*' if device['chosen'] else ''} {device['name']}"
 
 
 def _bytes(count: int | None) -> str:

@@ -1,28 +1,29 @@
-"""`cortex keys`: add, list and remove the API keys of clients."""
+"""`cortex keys`: add, list, change and remove the API keys of clients."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from cortex import settings
 from cortex.cli.failures import CommandError, ExitCode, Group
-from cortex.cli.output import console, json_option, print_json, table
+from cortex.cli.output import console, duration, json_option, print_json, table
 from cortex.gateway.config import Config, load
-from cortex.gateway.ledger.keys import KeySection, as_toml, generate
-
-_TABLE = re.compile(r"\s*\[")
-_KEYS_TABLE = re.compile(r"\s*\[\[\s*keys\s*\]\]")
+from cortex.gateway.database import StoreError
+from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, UnknownKey
+from cortex.gateway.ledger.keys import KeySection, as_toml, expiry_of, generate
+from cortex.gateway.ledger.limits import MINUTE_S, Spent
+from cortex.gateway.ledger.store import open_store
 
 
 @click.group(cls=Group)
 def keys() -> None:
-    """Add, list and remove the API keys of clients."""
+    """Add, list, change and remove the API keys of clients."""
 
 
 @keys.command()
@@ -32,8 +33,11 @@ def keys() -> None:
 @click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window.")
 @click.option("--window-s", type=click.IntRange(60), default=86400, show_default=True, help="Length of the window.")
 @click.option("--balance-tokens", type=click.IntRange(0), help="Limit of tokens for the lifetime of the key.")
-@click.option("--operator", is_flag=True, help="Also allow it to load, unload and pin models.")
-@click.option("--config", type=click.Path(path_type=Path), help="Add it to this cortex.toml; printed when absent.")
+@click.option("--expires", help="When it stops working: a date or time such as 2026-12-31.")
+@click.option("--operator", is_flag=True, help="Also allow it to load, unload and pin models, and to manage keys.")
+@click.option(
+    "-c", "--config", type=click.Path(path_type=Path), help="Add it to this cortex.toml; printed when absent."
+)
 @json_option
 def add(
     name: str,
@@ -42,6 +46,7 @@ def add(
     window_tokens: int | None,
     window_s: int,
     balance_tokens: int | None,
+    expires: str | None,
     operator: bool,
     config: Path | None,
     as_json: bool,
@@ -52,6 +57,11 @@ def add(
     """
     if not name.strip():
         raise CommandError("a key needs a name", "name its owner: cortex keys add anna", ExitCode.USAGE)
+    try:
+        if expires is not None:
+            expiry_of(expires)
+    except ValueError as problem:
+        raise click.BadParameter(str(problem), param_hint="--expires") from problem
     made = generate(
         name,
         models=models,
@@ -60,9 +70,10 @@ def add(
         window_s=window_s,
         balance_tokens=balance_tokens,
         operator=operator,
+        expires=expires,
     )
     if config is not None:
-        append(config, made.section)
+        KeyFile(config).add(made.section)
     if as_json:
         print_json({"key": made.text, **msgspec.to_builtins(made.section)})
         return
@@ -75,94 +86,156 @@ def add(
         out.print(as_toml(made.section), markup=False, soft_wrap=True)
 
 
-def append(config: Path, section: KeySection) -> None:
-    """Append the key to the file, which must be valid before and after."""
-    load(config, os.environ)
-    text = f"{config.read_text(encoding='utf-8').rstrip()}\n\n{as_toml(section)}"
-    settings.loads(Config, text, file=config)
-    replace(config, text)
+@keys.command()
+@click.argument("key", metavar="NAME_OR_ID")
+@click.option("--model", "models", multiple=True, help="A model it may use, or a pattern with *; repeat for more.")
+@click.option("--requests-per-min", type=click.IntRange(1), help="Limit of requests per minute.")
+@click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window.")
+@click.option("--window-s", type=click.IntRange(60), help="Length of the window.")
+@click.option("--balance-tokens", type=click.IntRange(0), help="Limit of tokens for the lifetime of the key.")
+@click.option("--expires", help="When it stops working: a date or time such as 2026-12-31.")
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice(["model", "requests-per-min", "window-tokens", "balance-tokens", "expires"]),
+    help="Remove this limit; repeat for more.",
+)
+@click.option("-c", "--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to change it in.")
+@json_option
+def change(
+    key: str,
+    models: tuple[str, ...],
+    without: tuple[str, ...],
+    config: Path,
+    as_json: bool,
+    **limits: int | str | None,
+) -> None:
+    """Change the limits or the expiry of a key.
 
-
-def replace(config: Path, text: str) -> None:
-    """Replace the contents of the file atomically; its mode stays."""
-    mode = config.stat().st_mode
-    fresh = config.with_name(f".{config.name}.new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.chmod(mode)
-    fresh.replace(config)
+    A running gateway uses them as soon as the file has changed. What the key has spent stays counted.
+    """
+    changes: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+    if models:
+        changes["models"] = models
+    for name in without:
+        changes |= {"models": ()} if name == "model" else {name.replace("-", "_"): None}
+    if not changes:
+        raise CommandError("nothing to change", "give a limit, see `cortex keys change -h`", ExitCode.USAGE)
+    try:
+        section = KeyFile(config).change(key, lambda before: msgspec.structs.replace(before, **changes))
+    except KeyFileError as problem:
+        raise _command_error(problem) from problem
+    except ValueError as problem:
+        raise click.BadParameter(str(problem), param_hint="--expires") from problem
+    if as_json:
+        print_json(section)
+    else:
+        console().print(f"Changed {section.name} ({section.id}) in {config}.", markup=False, soft_wrap=True)
 
 
 @keys.command()
 @click.argument("key", metavar="NAME_OR_ID")
-@click.option("--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to remove it from.")
+@click.option(
+    "-c", "--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to remove it from."
+)
 @json_option
 def remove(key: str, config: Path, as_json: bool) -> None:
     """Remove a key.
 
     A running gateway rejects it as soon as the file has changed. Its usage stays in the ledger.
     """
-    before = settings.load(Config, config, env_prefix="CORTEX_", env={})
-    found = [section for section in before.keys if key in (section.id, section.name)]
-    if not found:
-        raise CommandError(f"{config} has no key {key}", "see `cortex keys list`", ExitCode.NOT_FOUND)
-    if len(found) > 1:
-        ids = ", ".join(section.id for section in found)
-        raise CommandError(f"{len(found)} keys are called {key}", f"name one by its id: {ids}", ExitCode.USAGE)
-    (section,) = found
-    text = without_table(config.read_text(encoding="utf-8"), section)
-    left = tuple(other for other in before.keys if other is not section)
-    if text is None or settings.loads(Config, text, file=config) != msgspec.structs.replace(before, keys=left):
-        raise CommandError(f"this command cannot edit the table of {key} in {config}", "delete it by hand")
-    replace(config, text)
+    try:
+        section, is_one_left = KeyFile(config).remove(key)
+    except KeyFileError as problem:
+        raise _command_error(problem) from problem
     if as_json:
         print_json({"removed": {"name": section.name, "id": section.id}})
         return
     console().print(f"Removed {section.name} ({section.id}) from {config}.", markup=False, soft_wrap=True)
-    if not left:
-        console().print("No key is left: everybody who can reach the gateway can use it.")
+    if not is_one_left:
+        console().print("No key is left: a gateway that had keys rejects every request, unless gateway.open is set.")
 
 
-def without_table(text: str, section: KeySection) -> str | None:
-    """The text without the `[[keys]]` table of `section`; comments and blank lines after it stay. None: not found."""
-    lines = text.splitlines(keepends=True)
-    starts = [number for number, line in enumerate(lines) if _TABLE.match(line)]
-    for start, end in itertools.pairwise([*starts, len(lines)]):
-        while lines[end - 1].strip() == "" or lines[end - 1].lstrip().startswith("#"):
-            end -= 1
-        if _KEYS_TABLE.match(lines[start]) and any(_id_line(section.id).match(line) for line in lines[start:end]):
-            return "".join([*lines[:start], *lines[end:]])
-    return None
+def _command_error(problem: KeyFileError) -> CommandError:
+    codes = {UnknownKey: ExitCode.NOT_FOUND, AmbiguousKey: ExitCode.USAGE}
+    return CommandError(problem.message, problem.remedy, codes.get(type(problem), ExitCode.FAILED))
 
 
-def _id_line(key_id: str) -> re.Pattern[str]:
-    return re.compile(rf"""\s*id\s*=\s*["']{re.escape(key_id)}["']""")
+class KeyRow(KeySection, frozen=True, kw_only=True):
+    """A key, and what it has left."""
+
+    is_expired: bool = False
+    balance_left_tokens: int | None = None
+    window_left_tokens: int | None = None
 
 
 @keys.command("list")
-@click.option("--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to read.")
+@click.option("-c", "--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to read.")
 @json_option
 def list_keys(config: Path, as_json: bool) -> None:
-    """List the keys of a configuration."""
-    found = load(config, os.environ).keys
+    """List the keys of a configuration, with what is left of their budgets.
+
+    Reads the ledger database directly; the gateway may be running.
+    """
+    loaded = load(config, os.environ)
+    rows = _rows(loaded.keys, _spent(loaded, config), time.time())
     if as_json:
-        print_json(found)
+        print_json(rows)
         return
-    if not found:
+    if not rows:
         console().print(
             "no keys: a gateway that never had keys admits everybody, another one nobody unless gateway.open is true; "
             "add a key with `cortex keys add NAME`"
         )
         return
-    rows = table("NAME", "ID", "MODELS", "OPERATOR", ">REQUESTS/MIN", ">TOKENS/WINDOW", ">BALANCE")
-    for key in found:
-        window = f"{key.window_tokens:,} in {key.window_s:,} s" if key.window_tokens is not None else ""
-        rows.add_row(
+    shown = table("NAME", "ID", "MODELS", "OPERATOR", "EXPIRES", ">REQUESTS/MIN", ">WINDOW LEFT", ">BALANCE LEFT")
+    for key in rows:
+        shown.add_row(
             key.name,
             key.id,
             ", ".join(key.models) or "all",
             "yes" if key.operator else "",
+            f"{key.expires} (expired)" if key.is_expired else key.expires or "",
             str(key.requests_per_min or ""),
-            window,
-            f"{key.balance_tokens:,}" if key.balance_tokens is not None else "",
+            _left(key.window_left_tokens, key.window_tokens, f" in {duration(key.window_s)}"),
+            _left(key.balance_left_tokens, key.balance_tokens),
         )
-    console().print(rows)
+    console().print(shown)
+
+
+def _spent(config: Config, path: Path) -> Mapping[str, Spent]:
+    """What each key has spent; nothing where there is no ledger yet."""
+    database = config.database(path.parent)
+    if "://" not in database and not Path(database).exists():
+        return {}
+    windows = {key.id: int((time.time() - key.window_s) // MINUTE_S) for key in config.keys}
+    try:
+        store = open_store(database)
+        try:
+            return store.spent(windows)
+        finally:
+            store.close()
+    except StoreError as error:
+        raise CommandError(str(error), "check [ledger] database in cortex.toml", ExitCode.UNREACHABLE) from error
+
+
+def _rows(keys: Iterable[KeySection], spent: Mapping[str, Spent], now: float) -> list[KeyRow]:
+    nothing = Spent()
+    return [
+        KeyRow(
+            **msgspec.structs.asdict(key),
+            is_expired=now >= key.expires_at,
+            balance_left_tokens=_remaining(key.balance_tokens, spent.get(key.id, nothing).total),
+            window_left_tokens=_remaining(key.window_tokens, sum(spent.get(key.id, nothing).by_minute.values())),
+        )
+        for key in keys
+    ]
+
+
+def _remaining(budget: int | None, used: int) -> int | None:
+    return None if budget is None else max(0, budget - used)
+
+
+def _left(remaining: int | None, budget: int | None, suffix: str = "") -> str:
+    """`120 of 1,000 in 24 h`; empty without a budget."""
+    return "" if remaining is None or budget is None else f"{remaining:,} of {budget:,}{suffix}"

@@ -1,42 +1,49 @@
-"""`cortex load`, `unload`, `pin`, `unpin`: control of models by hand."""
+"""`cortex load`, `unload`, `pin`, `unpin`, `move`: control of models by hand."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection
+import sys
 from typing import Any
 
 import click
 
 from cortex.cli import fleet_view
-from cortex.cli.client import GatewayClient, gateway_options, model_path
+from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
 from cortex.cli.failures import Command, CommandError
-from cortex.cli.load_view import LoadView, reason_of
+from cortex.cli.job_view import follow, parse
 from cortex.cli.output import console, json_option, print_json
 from cortex.wire.node import ModelState
 
-POLL_S = 0.25
-REPORT_TIMEOUT_S = 20.0
-"""A node must report a requested load within this time."""
-
 node_option = click.option("--node", help="The node to act on; the gateway chooses when absent.")
 wait_option = click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show what it would do and evict; change nothing.")
 
 
 @click.command(cls=Command)
 @click.argument("model")
 @node_option
+@dry_run_option
 @wait_option
 @gateway_options
 @json_option
-def load(model: str, node: str | None, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
-    """Load a model."""
-    response = gateway.post(model_path(model, "load"), _body(node=node))
-    if wait:
-        _wait_ready(gateway, response["model"], response.get("node"))
-    _report(
-        response, as_json, f"{response['model']} is ready" if wait else str(response.get("outcome", "load requested"))
-    )
+def load(model: str, node: str | None, dry_run: bool, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
+    """Load a model. Ctrl-C cancels the load."""
+    order(gateway, model, "load", "is ready on", node=node, dry_run=dry_run, wait=wait, as_json=as_json)
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@node_option
+@dry_run_option
+@wait_option
+@gateway_options
+@json_option
+def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
+    """Keep a model loaded: it is never evicted.
+
+    The pin lasts until `cortex unpin`: the model is loaded again after a restart of its node or of the gateway.
+    """
+    order(gateway, model, "pin", "is pinned on", node=node, dry_run=dry_run, wait=wait, as_json=as_json)
 
 
 @click.command(cls=Command)
@@ -46,6 +53,7 @@ def load(model: str, node: str | None, wait: bool, gateway: GatewayClient, as_js
 @click.option(
     "--sleep", is_flag=True, help="Keep the weights in host memory if there is room; it wakes faster than it loads."
 )
+@click.option("-y", "--yes", is_flag=True, help="Unload it even if it is pinned, and unpin it.")
 @click.option("--park", is_flag=True, hidden=True, help="Former name of --sleep.")
 @wait_option
 @gateway_options
@@ -55,6 +63,7 @@ def unload(
     node: str | None,
     force: bool,
     sleep: bool,
+    yes: bool,
     park: bool,
     wait: bool,
     gateway: GatewayClient,
@@ -62,26 +71,24 @@ def unload(
 ) -> None:
     """Unload a model from every node, or from one.
 
-    Waits for running requests unless --force is given.
+    Waits for running requests unless --force is given. Asks before it unloads a pinned model.
     """
     if park:
         click.echo("cortex: --park is now called --sleep", err=True)
-    may_sleep = sleep or park
-    response = gateway.post(model_path(model, "unload"), _body(node=node, force=force, sleep=may_sleep or None))
-    asleep = _wait_unloaded(gateway, response["model"], response["nodes"], may_sleep) if wait else ()
+    body = _body(node=node, force=force or None, sleep=sleep or park or None, unpin=yes or None, wait=False)
+    response = _post_unload(gateway, model, body)
+    if wait:
+        response["job"] = _ended(gateway, response)
+    if as_json:
+        print_json(response)
+        return
+    asleep = [
+        place.name
+        for place, status in fleet_view.fetch(gateway).places(response["model"])
+        if status.state is ModelState.ASLEEP
+    ]
     places = ", ".join(f"{name} (asleep)" if name in asleep else name for name in response["nodes"])
-    _report(response, as_json, f"{response['model']} unloaded: {places or 'it was on no node'}")
-
-
-@click.command(cls=Command)
-@click.argument("model")
-@node_option
-@gateway_options
-@json_option
-def pin(model: str, node: str | None, gateway: GatewayClient, as_json: bool) -> None:
-    """Keep a model loaded: it is never evicted."""
-    response = gateway.post(model_path(model, "pin"), _body(node=node))
-    _report(response, as_json, f"{response['model']} is pinned on {', '.join(response['nodes']) or 'no node'}")
+    _print(f"{response['model']} {'unloaded' if wait else 'is being unloaded'}: {places}")
 
 
 @click.command(cls=Command)
@@ -91,48 +98,93 @@ def pin(model: str, node: str | None, gateway: GatewayClient, as_json: bool) -> 
 def unpin(model: str, gateway: GatewayClient, as_json: bool) -> None:
     """Let a model be evicted again."""
     response = gateway.post(model_path(model, "unpin"), {})
-    _report(response, as_json, f"{response['model']} is no longer pinned")
+    if as_json:
+        print_json(response)
+    else:
+        _print(f"{response['model']} is no longer pinned")
 
 
-def _wait_ready(gateway: GatewayClient, model: str, node: str | None) -> None:
-    """Show progress until the model is ready on `node`, or anywhere when the gateway has not chosen yet."""
-    deadline = time.monotonic() + REPORT_TIMEOUT_S
-    with LoadView(console()) as view:
-        view.starting([model])
-        while True:
-            fleet = fleet_view.fetch(gateway)
-            held = [status for place, status in fleet.places(model) if node in (None, place.name)]
-            for status in held:
-                view.update(status)
-            if any(status.state is ModelState.READY for status in held):
-                return
-            if held and all(status.state is ModelState.FAILED for status in held):
-                reason = reason_of(held[0]).rstrip(".")
-                raise CommandError(f"{model} could not be loaded: {reason}", f"see `cortex explain {model}`")
-            if held or fleet.waiting.get(model):
-                deadline = time.monotonic() + REPORT_TIMEOUT_S
-            elif time.monotonic() > deadline:
-                raise CommandError(f"no node reports {model}", f"see `cortex explain {model}`")
-            time.sleep(POLL_S)
+@click.command(cls=Command)
+@click.argument("model")
+@click.argument("node")
+@gateway_options
+@json_option
+def move(model: str, node: str, gateway: GatewayClient, as_json: bool) -> None:
+    """Load a model on NODE, then unload it from the others.
+
+    Requests are served throughout. A pin moves with the model.
+    """
+    fleet = fleet_view.fetch(gateway)
+    response = gateway.post(model_path(model, "load"), {"node": node, "wait": False})
+    name = response["model"]
+    before = [(place.name, held) for place, held in fleet.places(name) if place.name != node]
+    response["job"] = _ended(gateway, response)
+    if any(held.pinned for _, held in before):
+        follow(gateway, gateway.post(model_path(name, "pin"), {"node": node, "wait": False})["job"])
+    left = [place for place, held in before if held.state not in (ModelState.COLD, ModelState.FAILED)]
+    for place in left:
+        follow(gateway, gateway.post(model_path(name, "unload"), {"node": place, "unpin": True, "wait": False})["job"])
+    if as_json:
+        print_json({"model": name, "node": node, "unloaded_from": left})
+    else:
+        _print(f"{name} is ready on {node}" + (f"; unloaded from {', '.join(left)}" if left else ""))
 
 
-def _wait_unloaded(gateway: GatewayClient, model: str, nodes: Collection[str], may_sleep: bool) -> Collection[str]:
-    """Wait until no device of `nodes` holds the model; return the nodes where it is asleep."""
-    absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if may_sleep else set())
-    with console().status(f"unloading {model}"):
-        while True:
-            held = {place.name: status.state for place, status in fleet_view.fetch(gateway).places(model)}
-            if all(held.get(name, ModelState.COLD) in absent for name in nodes):
-                return [name for name in nodes if held.get(name) is ModelState.ASLEEP]
-            time.sleep(POLL_S)
+def order(
+    gateway: GatewayClient,
+    model: str,
+    action: str,
+    result: str,
+    *,
+    node: str | None,
+    dry_run: bool,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Give an order that is a job, and follow it unless told otherwise."""
+    if dry_run:
+        decision = gateway.post(model_path(model, action), _body(node=node, dry_run=True))
+        if as_json:
+            print_json(decision)
+        else:
+            _print(decision["outcome"])
+            console().print(decision["text"], markup=False, soft_wrap=True)
+        return
+    response = gateway.post(model_path(model, action), _body(node=node, wait=False))
+    if wait:
+        response["job"] = _ended(gateway, response)
+    if as_json:
+        print_json(response)
+        return
+    places = ", ".join(response["nodes"]) or "no node"
+    if wait:
+        _print(f"{response['model']} {result} {places}")
+    else:
+        _print(f"{action} of {response['model']} on {places} has begun: {parse(response['job']).id}")
+
+
+def _post_unload(gateway: GatewayClient, model: str, body: dict[str, Any]) -> Any:
+    """Order the unload; where the model is pinned, ask first."""
+    try:
+        return gateway.post(model_path(model, "unload"), body)
+    except GatewayRejected as rejected:
+        if rejected.code != "model_in_use":
+            raise
+        if not sys.stdin.isatty():
+            raise CommandError(rejected.message, "add --yes to unload and unpin it", rejected.exit_code) from rejected
+        click.confirm(f"{rejected.message.partition(';')[0]}. Unload and unpin it?", abort=True, err=True)
+        return gateway.post(model_path(model, "unload"), body | {"unpin": True})
+
+
+def _ended(gateway: GatewayClient, response: Any) -> Any:
+    """The job of an order, once it has ended."""
+    job = follow(gateway, response["job"])
+    return gateway.get(f"/fleet/jobs/{job.id}")
 
 
 def _body(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _report(response: Any, as_json: bool, line: str) -> None:
-    if as_json:
-        print_json(response)
-    else:
-        console().print(line, markup=False, soft_wrap=True)
+def _print(line: str) -> None:
+    console().print(line, markup=False, soft_wrap=True)

@@ -8,10 +8,13 @@ from pathlib import Path
 import click
 
 from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.output import file_here
 
 
 @click.command(cls=Command)
-@click.option("--config", type=click.Path(path_type=Path), help="A cortex.toml; defaults without one.")
+@click.option(
+    "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml. [default: ./cortex.toml if there is one]"
+)
 def serve(config: Path | None) -> None:
     """Run the gateway until SIGTERM or Ctrl-C.
 
@@ -20,10 +23,11 @@ def serve(config: Path | None) -> None:
     import uvloop
 
     from cortex.gateway.config import load
-    from cortex.gateway.ledger.store import StoreError
-    from cortex.gateway.server import CannotListen
-    from cortex.gateway.server import serve as serve_gateway
+    from cortex.gateway.database import StoreError
+    from cortex.gateway.listening import CannotListen
+    from cortex.gateway.process import serve as serve_gateway
 
+    config = config or file_here("cortex.toml")
     try:
         uvloop.run(serve_gateway(load(config, os.environ), config))
     except CannotListen as error:

@@ -73,6 +73,8 @@ def render(fleet: FleetView) -> RenderableType:
 def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     if not node.up:
         condition = Text.assemble(("down", "bold red"), f"  {node.problem or ''}")
+    elif node.drained:
+        condition = Text("drained, takes no new requests until `cortex undrain`", style="yellow")
     elif node.draining:
         condition = Text("draining, takes no new requests", style="yellow")
     else:

@@ -38,7 +38,9 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
 @click.command(cls=Command)
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option("--quant", help="Take this GGUF file of a repository, or quantise dense weights at load: q4, q5, q6, q8.")
-@click.option("--port", type=click.IntRange(1, 65535), help=f"Port of the API. [default: {DEFAULT_PORTS.gateway}]")
+@click.option(
+    "-p", "--port", type=click.IntRange(1, 65535), help=f"Port of the API. [default: {DEFAULT_PORTS.gateway}]"
+)
 @click.option(
     "--metrics-port", type=click.IntRange(1, 65535), help=f"Port of the metrics. [default: {DEFAULT_PORTS.metrics}]"
 )
@@ -51,7 +53,7 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
 )
 @click.option("--host", help="Address to listen on; 0.0.0.0 lets other machines in. [default: 127.0.0.1]")
 @click.option(
-    "--config", type=click.Path(path_type=Path), help="A cortex.toml to use; the local neuron joins its nodes."
+    "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml to use; the local neuron joins its nodes."
 )
 def up(
     models: tuple[str, ...],
@@ -91,13 +93,16 @@ def up(
     if not sources:
         sources = (ModelSource(SMOLLM2.id, str(ensure_demo_model(console))),)
     folder = run_directory(ports.gateway)
+    gateway_file = config.absolute() if config else folder / "cortex.toml"
+    certificate = settings.gateway.tls_cert
     plan = UpPlan(
         host=host,
         ports=ports,
         models=sources,
-        config=config.absolute() if config else folder / "cortex.toml",
+        config=gateway_file,
         folder=folder,
-        environment={**os.environ, **overrides(settings, host, ports)},
+        tls_cert=gateway_file.parent / certificate.expanduser() if certificate else None,
+        environment={**os.environ, **overrides(settings, host, ports, local_node_key())},
     )
     run_files.write(
         folder,
@@ -108,6 +113,15 @@ def up(
         },
     )
     supervise(console, plan)
+
+
+def local_node_key() -> str | None:
+    """The key that the neuron will require, where NEURON_KEYS or NEURON_KEY_FILE sets one. Raises SettingsError."""
+    from cortex.neuron import config  # here, because a gateway-only installation lacks what it imports
+    from cortex.neuron.api.access import read_keys
+
+    keys = read_keys(config.load(None, os.environ), Path.cwd())
+    return keys[0] if keys else None
 
 
 def supervise(console: Console, plan: UpPlan) -> None:
@@ -146,7 +160,7 @@ def ending(code: int) -> str:
 def print_ready(console: Console, plan: UpPlan, seconds: float) -> None:
     names = ", ".join(model.id for model in plan.models)
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    body = {"model": plan.models[0].id, "messages": question, "max_tokens": 64}
+    body = {"model": plan.models[0].id, "messages": question, "temperature": 0, "max_tokens": 64}
     curl = f"curl {plan.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
     console.print(f"[bold green]ready[/bold green] after {seconds:.1f} s: {names} at {plan.url}", soft_wrap=True)
     console.print(f"\n  {curl}\n", soft_wrap=True, markup=False)

@@ -13,6 +13,8 @@ from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource
 from cortex.gateway.config import Config
 
+NODE_KEY_VARIABLE = "CORTEX_LOCAL_NODE_KEY"
+"""Holds the key of the local node, for the gateway."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -26,16 +28,27 @@ class UpPlan:
     config: Path
     """The gateway's file: the user's own, or the one in `folder`."""
     folder: Path
+    tls_cert: Path | None
+    """The certificate of the gateway, if it speaks HTTPS."""
     environment: Mapping[str, str]
     """Environment of the children: our own, plus the overrides that connect the two programs."""
 
     @property
     def url(self) -> str:
-        return f"http://{run_files.address(reachable(self.host), self.ports.gateway)}"
+        return f"{self._scheme}://{run_files.address(reachable(self.host), self.ports.gateway)}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{run_files.address(reachable(self.host), self.ports.metrics)}/metrics"
+        return f"{self._scheme}://{run_files.address(reachable(self.host), self.ports.metrics)}/metrics"
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self.tls_cert is None else "https"
+
+    @property
+    def node_key(self) -> str | None:
+        """A key of the local node; None when it needs none."""
+        return self.environment.get(NODE_KEY_VARIABLE)
 
     @property
     def neuron_url(self) -> str:
@@ -54,8 +67,9 @@ def distinct(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
     return tuple(found.values())
 
 
-def overrides(settings: Config, host: str, ports: Ports) -> dict[str, str]:
-    """Settings that override any file and the shell's environment: the requested ports, and the local node."""
+def overrides(settings: Config, host: str, ports: Ports, node_key: str | None = None) -> dict[str, str]:
+    """Settings that override any file and the shell's environment: the requested ports, and the local node. `node_key`
+    is a key of the local node, if it needs one."""
     environment = {
         "CORTEX_GATEWAY__LISTEN": run_files.address(host, ports.gateway),
         "CORTEX_GATEWAY__METRICS_LISTEN": run_files.address(host, ports.metrics),
@@ -63,11 +77,16 @@ def overrides(settings: Config, host: str, ports: Ports) -> dict[str, str]:
         "NEURON_PORT": str(ports.neuron),
     }
     endpoints = [urlsplit(neuron.endpoint) for neuron in settings.neurons]
-    if not any(e.hostname in _LOOPBACK and e.port == ports.neuron for e in endpoints):
+    found = (i for i, e in enumerate(endpoints) if e.hostname in _LOOPBACK and e.port == ports.neuron)
+    index = next(found, len(endpoints))
+    if index == len(endpoints):
         taken = {neuron.name for neuron in settings.neurons}
         name = next(name for name in (run_files.LOCAL_NODE, *map("local-{}".format, range(2, 99))) if name not in taken)
-        environment[f"CORTEX_NEURONS__{len(settings.neurons)}__NAME"] = name
-        environment[f"CORTEX_NEURONS__{len(settings.neurons)}__ENDPOINT"] = f"http://127.0.0.1:{ports.neuron}"
+        environment[f"CORTEX_NEURONS__{index}__NAME"] = name
+        environment[f"CORTEX_NEURONS__{index}__ENDPOINT"] = f"http://127.0.0.1:{ports.neuron}"
+    if node_key is not None:
+        environment[NODE_KEY_VARIABLE] = node_key
+        environment[f"CORTEX_NEURONS__{index}__KEY_ENV"] = NODE_KEY_VARIABLE
     return environment
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import ssl
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -15,6 +17,7 @@ from cortex.cli.load_view import LoadView, reason_of
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
+from cortex.tls import client_context
 from cortex.wire.node import Health, ModelState, ModelStatus
 
 RESPONSE_TIMEOUT_S = 60.0
@@ -27,8 +30,8 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
     Raises `CommandError` when no model can be loaded or a program does not respond, `ChildDied` when a program ends.
     """
     neuron, gateway = (
-        GatewayClient(plan.neuron_url, None, 2.0),
-        GatewayClient(plan.url, os.environ.get("CORTEX_API_KEY"), 2.0),
+        GatewayClient(plan.neuron_url, plan.node_key, 2.0),
+        GatewayClient(plan.url, os.environ.get("CORTEX_API_KEY"), 2.0, tls=_own_certificate(plan.tls_cert)),
     )
     response_deadline = time.monotonic() + RESPONSE_TIMEOUT_S
     with LoadView(console) as view:
@@ -55,6 +58,16 @@ def wait_until_loaded(console: Console, plan: UpPlan, supervisor: ProcessSupervi
     for status in failed:
         console.print(f"[yellow]{status.id} is not available:[/yellow] {reason_of(status)}")
     return True
+
+
+def _own_certificate(certificate: Path | None) -> ssl.SSLContext | None:
+    """Accepts the certificate of our own gateway, whatever public name it is for."""
+    if certificate is None:
+        return None
+    context = client_context(certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 def statuses_of(neuron: GatewayClient, models: Sequence[ModelSource]) -> list[ModelStatus]:

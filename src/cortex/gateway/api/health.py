@@ -1,13 +1,15 @@
-"""What `/health` reports about the gateway process itself."""
+"""What `/health` and `/ready` report: the gateway process itself, and whether a node could serve a request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cortex import __version__
+from cortex.fleet.topology import Node
 from cortex.tasks import Supervisor
+from cortex.tls import ServerCertificate
 
 
 @dataclass(slots=True, eq=False)
@@ -15,21 +17,70 @@ class GatewayHealth:
     """Owned by the gateway, which sets `stale_reason` with every reload."""
 
     tasks: Supervisor
+    certificate: ServerCertificate | None = None
     stale_reason: str | None = None
     """Why the files on disk are not in force; None when they are."""
 
-    def body(self, nodes: Mapping[str, str], *, for_operator: bool) -> dict[str, Any]:
+    def body(self, nodes: Iterable[Node], *, for_operator: bool) -> dict[str, Any]:
         """The body of `/health`. Reasons, which may name files, are for operators."""
         config = {"status": "current" if self.stale_reason is None else "stale"}
         if self.stale_reason is not None and for_operator:
             config["reason"] = self.stale_reason
+        if self.certificate is not None and self.certificate.stale_reason is not None:
+            config |= {"certificate": "stale"}
+            if for_operator:
+                config["certificate_reason"] = self.certificate.stale_reason
+        nodes = tuple(nodes)
         failing = self.tasks.failing
+        reasons = [*_process_reasons(config, failing), *_node_reasons(nodes, for_operator=for_operator)]
         body: dict[str, Any] = {
-            "status": "degraded" if failing else "ok",
+            "status": "degraded" if reasons else "ok",
+            "ready": is_ready(nodes),
+            "reasons": reasons,
             "version": __version__,
-            "nodes": nodes,
+            "nodes": _nodes(nodes) if for_operator else _num_nodes(nodes),
             "config": config,
         }
         if failing and for_operator:
             body["failing_tasks"] = failing
         return body
+
+
+def _nodes(nodes: tuple[Node, ...]) -> dict[str, str]:
+    return {node.name: "up" if node.healthy else "down" for node in nodes}
+
+
+def _num_nodes(nodes: tuple[Node, ...]) -> dict[str, int]:
+    """Without names, which are for operators."""
+    num_up = sum(node.healthy for node in nodes)
+    return {"up": num_up, "down": len(nodes) - num_up}
+
+
+def is_ready(nodes: Iterable[Node]) -> bool:
+    """Whether a node takes requests."""
+    return any(node.healthy and not node.draining for node in nodes)
+
+
+def _process_reasons(config: dict[str, str], failing: tuple[str, ...]) -> list[str]:
+    reasons = []
+    if failing:
+        reasons.append(f"{len(failing)} of the gateway's tasks keep failing")
+    if config["status"] == "stale":
+        reasons.append("the configuration on disk was rejected; the previous one is in force")
+    if "certificate" in config:
+        reasons.append("the certificate on disk was rejected; the previous one is in force")
+    return reasons
+
+
+def _node_reasons(nodes: tuple[Node, ...], *, for_operator: bool) -> list[str]:
+    if not nodes:
+        return ["no node is configured"]
+    reasons = []
+    for node in nodes:
+        name = f"node {node.name}" if for_operator else "a node"
+        if not node.healthy:
+            problem = f": {node.problem}" if node.problem and for_operator else ""
+            reasons.append(f"{name} is down{problem}")
+        elif node.draining:
+            reasons.append(f"{name} takes no new requests")
+    return reasons

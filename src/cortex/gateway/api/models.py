@@ -15,8 +15,8 @@ from cortex.fleet.catalogue import MEBIBYTE, Alias, ModelSpec, is_pattern
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node import Capabilities, ModelState
 
-FeasibleOn = Callable[[ModelSpec], tuple[str, ...]]
-"""The nodes that could serve a model, now or after making room."""
+FeasibleOn = Callable[[str], tuple[str, ...]]
+"""The nodes that could serve the model with this id, now or after making room."""
 
 MayUse = Callable[[str], bool]
 """Whether the client may use the model with this id."""
@@ -24,11 +24,17 @@ MayUse = Callable[[str], bool]
 _ABSENT = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
 
 
-def listing(fleet: Fleet, feasible_on: FeasibleOn, created: int, may_use: MayUse) -> dict[str, Any]:
+def listing(
+    fleet: Fleet, feasible_on: FeasibleOn, created: int, may_use: MayUse, *, for_operator: bool = True
+) -> dict[str, Any]:
     """The body of `GET /v1/models`: the models that the client may use. One page, in alphabetical order."""
-    data = [entry(fleet, spec, feasible_on, created) for spec in offered(fleet) if may_use(spec.id)]
+    data = [
+        entry(fleet, spec, feasible_on, created, for_operator=for_operator)
+        for spec in offered(fleet)
+        if may_use(spec.id)
+    ]
     data += [
-        _alias_entry(fleet, name, target, feasible_on, created)
+        _alias_entry(fleet, name, target, feasible_on, created, for_operator=for_operator)
         for name, target in fleet.catalogue.aliases.items()
         if not is_pattern(name) and may_use(target if isinstance(target, str) else target.model)
     ]
@@ -48,8 +54,10 @@ def offered(fleet: Fleet) -> list[ModelSpec]:
     return [*fleet.catalogue.models, *(ModelSpec(id=model) for model in sorted(fleet.live_models() - catalogued))]
 
 
-def entry(fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int) -> dict[str, Any]:
-    """One model."""
+def entry(
+    fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int, *, for_operator: bool = True
+) -> dict[str, Any]:
+    """One model. Reasons of failures, which name files, are for operators."""
     held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
     context, output = _limits(spec, held)
     return {
@@ -61,8 +69,13 @@ def entry(fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int) 
         "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "cortex",
         "loaded": next(fleet.replicas(spec.id), None) is not None,
-        "feasible_on": list(feasible_on(spec)),
-        "locations": [_location(node, residency) for node, residency in held if residency.state is not ModelState.COLD],
+        "feasible_on": list(feasible_on(spec.id)),
+        "sizes": _sizes(held),
+        "locations": [
+            _location(node, residency, for_operator)
+            for node, residency in held
+            if residency.state is not ModelState.COLD
+        ],
         "max_model_len": context,
         "limit": {"context": context, "input": context, "output": output},
         "capabilities": _capabilities(spec, held),
@@ -70,13 +83,23 @@ def entry(fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int) 
     }
 
 
-def _alias_entry(fleet: Fleet, name: str, target: str | Alias, feasible_on: FeasibleOn, created: int) -> dict[str, Any]:
+def _sizes(held: list[tuple[Node, Residency]]) -> list[dict[str, Any]]:
+    """The memory that the model takes in each quantisation that a node has of it, and which nodes those are."""
+    sizes: dict[tuple[str | None, int | None], list[str]] = {}
+    for node, residency in held:
+        sizes.setdefault((residency.status.quant, residency.num_bytes), []).append(node.name)
+    return [{"quant": quant, "bytes": num_bytes, "nodes": nodes} for (quant, num_bytes), nodes in sizes.items()]
+
+
+def _alias_entry(
+    fleet: Fleet, name: str, target: str | Alias, feasible_on: FeasibleOn, created: int, *, for_operator: bool
+) -> dict[str, Any]:
     model = target if isinstance(target, str) else target.model
-    described = entry(fleet, fleet.catalogue.spec(model), feasible_on, created)
+    described = entry(fleet, fleet.catalogue.spec(model), feasible_on, created, for_operator=for_operator)
     return described | {"id": name, "display_name": f"{name} → {model}", "alias_of": model}
 
 
-def _location(node: Node, residency: Residency) -> dict[str, Any]:
+def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str, Any]:
     status = residency.status
     place: dict[str, Any] = {
         "node": node.name,
@@ -87,7 +110,7 @@ def _location(node: Node, residency: Residency) -> dict[str, Any]:
         place["host_mb"] = status.host_bytes // MEBIBYTE
     if status.progress is not None:
         place["progress"] = msgspec.to_builtins(status.progress)
-    if status.reason is not None:
+    if status.reason is not None and for_operator:
         place["reason"] = status.reason
     return place
 

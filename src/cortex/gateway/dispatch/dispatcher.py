@@ -7,17 +7,14 @@ on their own state: an order is "ensure ready" or "ensure gone", and harmless wh
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
-from typing import Concatenate, ParamSpec
+from functools import partial
 
 from cortex.fleet import explain
-from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
 from cortex.fleet.eviction import due_for_recycling, expired
 from cortex.fleet.memory import ledger
-from cortex.fleet.placement import UnmetPin, feasible_nodes, place, unmet_pins
+from cortex.fleet.placement import Feasibility, UnmetPin, place, unmet_pins
 from cortex.fleet.queueing import plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
@@ -26,23 +23,13 @@ from cortex.gateway.dispatch.leases import Lease, LeasePool, PendingRequest
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.queues import Queues
-from cortex.wire.errors import CortexError, InsufficientCapacity, Overloaded, ShuttingDown
+from cortex.gateway.dispatch.state_machine import StateMachine, event
+from cortex.gateway.dispatch.waiting_requests import WaitingRequests
+from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
 from cortex.wire.node import Discovery, Health, ModelStatus
 
-P = ParamSpec("P")
 
-
-def event(change: Callable[Concatenate[Dispatcher, P], None]) -> Callable[Concatenate[Dispatcher, P], None]:
-    """A method of the dispatcher that changes its state: a call passes `change` to `Dispatcher.apply`."""
-
-    @wraps(change)
-    def apply(self: Dispatcher, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        self.apply(partial(change, self, *args, **kwargs))
-
-    return apply
-
-
-class Dispatcher:
+class Dispatcher(StateMachine):
     """Routes requests that can be served now, queues the others, and decides what to load and unload for them."""
 
     def __init__(
@@ -55,42 +42,29 @@ class Dispatcher:
         measured: Measured | None = None,
     ) -> None:
         """`measured`: the sizes of models that an earlier run measured."""
+        super().__init__()
         self._effects = effects
         self._event_log = event_log
         self._clock = clock
         self._fleet_state = FleetState(settings, Fleet(measured=dict(measured or {})))
-        self._leases = LeasePool(self._fleet_state)
+        self._leases = LeasePool(self._fleet_state, clock)
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, clock)
         self._queues = Queues()
-        self._changes: deque[Callable[[], None]] = deque()
-        self._is_applying = False
+        self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._is_closing = False
         self.acquire = self._leases.acquire
+        self.measured = self._leases.measured
         self.resolve = self._fleet_state.resolve
         self.watch = self._jobs.watch
         self.reconfigure(settings)
 
-    def apply(self, change: Callable[[], None]) -> None:
-        """Change the state, rebuild the fleet from it, and serve or decide for the requests that wait.
+    def _rebuild(self) -> None:
+        self._fleet_state.rebuild(self._clock())
+        self._leases.fleet_changed()
 
-        The one way in: every method marked `event` passes here. A call from inside (by another event, or by an effect
-        or a delivery that reports at once) only queues its change. That is applied after the current one, in order,
-        before the outer call returns.
-        """
-        self._changes.append(change)
-        if self._is_applying:
-            return
-        self._is_applying = True
-        try:
-            while self._changes:
-                self._changes.popleft()()
-                self._fleet_state.rebuild(self._clock())
-                self._leases.fleet_changed()
-                if not self._changes:
-                    self._serve()
-                    self._decide()
-        finally:
-            self._is_applying = False
+    def _advance(self) -> None:
+        self._waiting.serve()
+        self._decide()
 
     # --- what is known
 
@@ -116,17 +90,32 @@ class Dispatcher:
         """Set by the operator, beyond those of the catalogue."""
         return frozenset(self._fleet_state.pins)
 
+    @property
+    def drained(self) -> frozenset[str]:
+        """Nodes that the operator drained."""
+        return frozenset(self._fleet_state.drained)
+
+    def awaited_victims(self, target: ModelOnNode) -> frozenset[str]:
+        """The models that must be unloaded before the load at `target` can begin."""
+        job = self._fleet_state.loads.get(target)
+        return frozenset() if job is None else job.victims
+
     def explain(self, model: str, origin: Origin = "request", *, only_on: str | None = None) -> Decision:
         """What would be decided now. Changes nothing."""
         return place(model, self.fleet, self._clock(), origin=origin, only_on=only_on)
 
-    def feasible_on(self, spec: ModelSpec) -> tuple[str, ...]:
-        """The nodes that could serve the model, now or after making room."""
-        return feasible_nodes(spec.id, self._fleet_state.fleet, self._clock())
+    def feasibility(self) -> Feasibility:
+        """The nodes that could serve each model, now or after making room."""
+        return Feasibility(self._fleet_state.fleet, self._clock())
 
     # --- requests: the hot path, so only what changes a decision is an event
 
-    def ask(self, pending: PendingRequest) -> None:
+    def lease_now(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str]) -> Lease | None:
+        """A lease for a response, if one is available at once. None while an event is applied, because the state is
+        about to change."""
+        return None if self._is_applying else self.acquire(model, prompt, excluded)
+
+    def request_lease(self, pending: PendingRequest) -> None:
         """Deliver a lease at once where one is available, else queue the request.
 
         Raises Overloaded, ShuttingDown or UnsupportedModality. While an event is applied every request is queued,
@@ -153,7 +142,7 @@ class Dispatcher:
             # The node's last report still shows the model busy.
             self.apply(partial(self._effects.poll_now, lease.node))
 
-    def suspect(self, node: str, why: str) -> None:
+    def request_failed(self, node: str, why: str) -> None:
         """A request failed there: no request is sent there until a poll succeeds. Effective at once."""
         if node in self._fleet_state and node not in self._leases.suspects:
             self._leases.suspects.add(node)
@@ -161,16 +150,16 @@ class Dispatcher:
             self._effects.poll_now(node)
 
     @event
-    def gone(self, lease: Lease) -> None:
+    def model_not_found(self, lease: Lease) -> None:
         """The node denies having the model, whatever its last report said."""
-        self._fleet_state.forget_ready(ModelOnNode(lease.node, lease.model), self._clock())
+        self._fleet_state.forget_ready(lease.target, self._clock())
         self._effects.poll_now(lease.node)
 
     def close(self) -> None:
         """Shutting down: every waiting request fails at once."""
         self._is_closing = True
         for model in self._queues.models:
-            self._fail_all(model, _shutting_down())
+            self._waiting.fail(model, _shutting_down())
 
     # --- configuration and time
 
@@ -188,21 +177,23 @@ class Dispatcher:
     def tick(self) -> None:
         """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins."""
         now, fleet = self._clock(), self.fleet
-        for pending in self._queues.overdue(now):
-            pending.deliver(self._waited_too_long(pending.model))
+        self._waiting.fail_overdue(self.explain)
         for node in fleet.nodes:
             if due_for_recycling(node, fleet.rules):
                 self._jobs.recycle(node)
         for target in expired(fleet, now):
             self._jobs.unload(target, cause="ttl", sleep=not self._fleet_state.is_asleep(target))
-        for pin in unmet_pins(fleet):
+        unmet = [UnmetPin(*pin) for pin in self._fleet_state.pins if self._fleet_state.is_absent(pin)]
+        for pin in (*unmet_pins(fleet), *unmet):
             self._load_pinned(pin)
 
     @event
     def _load_pinned(self, pin: UnmetPin) -> None:
+        """Decided and started in one event, so that the next pin sees the memory that this one takes."""
         decision = place(pin.model, self.fleet, self._clock(), only_on=pin.node)
         if decision.action in ("load", "wake"):
-            self.start_load(decision)
+            self._event_log.decided(decision)
+            self._jobs.start(decision)
 
     # --- nodes
 
@@ -213,6 +204,7 @@ class Dispatcher:
             return
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.observed(node, discovery, health, self._clock())
+        self._leases.observed(node)
         self._leases.suspects.discard(node)
         if not was_up:
             self._event_log.happened("node_up", node=node, models=len(health.models))
@@ -242,12 +234,20 @@ class Dispatcher:
     @event
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
         job = self._jobs.load_ended(target, result)
+        is_cancelled = self._jobs.take_cancelled(target)
         if isinstance(result, ModelStatus):
-            self._jobs.notify(target, None)
+            self._jobs.notify(target, "load", None)
+        elif is_cancelled:
+            self._jobs.notify(target, "load", result)
         elif isinstance(result, InsufficientCapacity) and job and target not in self._fleet_state.shortfalls:
             self._raise_need(job, result)
         else:
             self._jobs.give_up(target, result)
+
+    @event
+    def cancel_load(self, target: ModelOnNode) -> None:
+        """By order of the operator. Requests that wait for the model may start it again."""
+        self._jobs.cancel_load(target)
 
     @event
     def _raise_need(self, job: LoadJob, error: CortexError) -> None:
@@ -292,17 +292,15 @@ class Dispatcher:
         self._fleet_state.pins |= set(added)
         self._fleet_state.pins -= set(removed)
 
-    # --- requests that wait
+    @event
+    def drain(self, node: str, *, drained: bool) -> None:
+        """By order of the operator: a drained node gets no new requests and loads."""
+        if drained:
+            self._fleet_state.drained.add(node)
+        else:
+            self._fleet_state.drained.discard(node)
 
-    def _serve(self) -> None:
-        for model in self._queues.models:
-            while (pending := self._queues.first(model)) is not None:
-                lease = self.acquire(model, pending.prompt)
-                if lease is None:
-                    break
-                lease.waited_s = self._clock() - pending.since
-                self._queues.leave(pending)
-                pending.deliver(lease)
+    # --- requests that wait
 
     def _decide(self) -> None:
         """Decide for every model that requests wait for. What follows from it are further events."""
@@ -317,7 +315,7 @@ class Dispatcher:
             self._event_log.decided(decision)
         for decision in decided.rejections:
             if not any(map(self._is_undecided, decision.assessments)):
-                self._fail_all(decision.model_id, explain.rejection(decision))
+                self._waiting.fail(decision.model_id, explain.rejection(decision))
 
     @event
     def _close_models(self, models: frozenset[ModelOnNode]) -> None:
@@ -328,18 +326,6 @@ class Dispatcher:
         """The node was not observed yet, or missed too few polls to be down: it could still take the model."""
         node = self._fleet_state.fleet.node(assessment.node)
         return node is not None and not node.healthy and node.missed_polls < self._fleet_state.settings.missed_polls
-
-    def _fail_all(self, model: str, error: CortexError) -> None:
-        for pending in self._queues.remove_all(model):
-            pending.deliver(error)
-
-    def _waited_too_long(self, model: str) -> CortexError:
-        decision = self.explain(model)
-        return Overloaded(
-            f"{model} did not become ready within {self._queues.max_wait_s:.0f} s. {explain.outcome(decision)}",
-            retry_after_s=30.0,
-            details={"decision": explain.as_json(decision)},
-        )
 
 
 def _shutting_down() -> ShuttingDown:

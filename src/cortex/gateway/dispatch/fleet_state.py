@@ -13,7 +13,7 @@ import msgspec
 
 from cortex.fleet import memory, topology
 from cortex.fleet.catalogue import Catalogue, Resolution
-from cortex.fleet.rules import EvictionRules
+from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
 from cortex.gateway.config import Config, NeuronSection
 from cortex.wire.node import Discovery, Health, ModelState, ModelStatus
@@ -32,12 +32,19 @@ class DispatchSettings:
     max_wait_s: float
     max_waiting: int
     missed_polls: int
+    placement: PlacementRules = field(default_factory=PlacementRules)
 
     @classmethod
     def of(cls, config: Config, catalogue: Catalogue) -> DispatchSettings:
         gateway = config.gateway
         return cls(
-            catalogue, config.eviction, config.neurons, gateway.max_wait_s, gateway.max_waiting, gateway.missed_polls
+            catalogue,
+            config.eviction,
+            config.neurons,
+            gateway.max_wait_s,
+            gateway.max_waiting,
+            gateway.missed_polls,
+            config.placement,
         )
 
 
@@ -84,6 +91,8 @@ class FleetState:
     shortfalls: dict[ModelOnNode, Shortfall] = field(default_factory=dict)
     pins: set[ModelOnNode] = field(default_factory=set)
     """Set by the operator."""
+    drained: set[str] = field(default_factory=set)
+    """Nodes that the operator drained."""
     _reported: dict[str, Node] = field(default_factory=dict)
     _resolved: dict[str, Resolution] = field(default_factory=dict)
 
@@ -122,6 +131,10 @@ class FleetState:
     def missed(self, name: str, why: str) -> None:
         self._reported[name] = topology.after_missed_poll(self._reported[name], why, limit=self.settings.missed_polls)
 
+    def reported(self, name: str) -> Node:
+        """The node's last report, without this gateway's jobs."""
+        return self._reported[name]
+
     def is_up(self, name: str) -> bool:
         return self._reported[name].healthy
 
@@ -129,6 +142,19 @@ class FleetState:
         """By the node's last report."""
         held = self._residency(target)
         return held is not None and held.state is ModelState.ASLEEP
+
+    def is_absent(self, target: ModelOnNode) -> bool:
+        """Whether the node is up and neither has the model ready nor is loading it."""
+        node = self.fleet.node(target.node)
+        if node is None or not node.healthy or target in self.loads or target in self.unloads:
+            return False
+        held = node.residencies.get(target.model)
+        return held is None or held.state in _ABSENT
+
+    def is_starting(self, target: ModelOnNode) -> bool:
+        """Whether the node reports that it loads the model."""
+        held = self._residency(target)
+        return held is not None and held.state in topology.STARTING
 
     def update_model(self, node: str, status: ModelStatus, now: float) -> None:
         """Take over what a node reported about one model, ahead of its next poll."""
@@ -165,6 +191,7 @@ class FleetState:
             nodes=tuple(self._overlaid(node, now) for node in self._reported.values()),
             catalogue=self.settings.catalogue,
             rules=self.settings.rules,
+            placement=self.settings.placement,
             measured=before.measured,
         )
         measured = memory.measurements(self.fleet)
@@ -210,7 +237,14 @@ class FleetState:
             for (name, model), job in self.loads.items()
             if name == node.name and not _holds_its_bytes(models[model])
         )
-        return msgspec.structs.replace(node, residencies=models, reservations=reservations, raised_needs=raised)
+        return msgspec.structs.replace(
+            node,
+            residencies=models,
+            reservations=reservations,
+            raised_needs=raised,
+            draining=node.draining or node.name in self.drained,
+            drained=node.name in self.drained,
+        )
 
 
 def _holds_its_bytes(held: Residency) -> bool:

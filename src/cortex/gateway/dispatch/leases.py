@@ -3,47 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Literal
 
 from cortex.fleet import routing
 from cortex.fleet.decision import Origin
-from cortex.fleet.routing import Affinity, Replica
+from cortex.fleet.prefixes import PrefixRecord
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import FleetState
+from cortex.gateway.dispatch.replica_loads import ReplicaLoads
 from cortex.wire.errors import CortexError, UnsupportedModality
 from cortex.wire.node import Dialect, ModelState
 
-Need = Literal["answer", "count", "embeddings"]
+Need = Literal["response", "count", "embeddings"]
 """What a request needs from a node: a generated response, a token count, or embeddings."""
 
 NO_NODES: frozenset[str] = frozenset()
+RELOAD_TOLERANCE_S = 2.0
+"""By how much the time since which a model is ready varies between reports, without a reload."""
+
+_target = lru_cache(maxsize=4096)(ModelOnNode)
 
 
 class Lease:
     """The right to send one request to a model on a node; counted there until released."""
 
-    __slots__ = ("dialects", "has_alternatives", "has_lifecycle", "model", "node", "waited_s")
+    __slots__ = (
+        "dialects",
+        "has_alternatives",
+        "has_lifecycle",
+        "is_alone",
+        "load_s",
+        "model",
+        "node",
+        "reason",
+        "target",
+        "waited_s",
+    )
 
     def __init__(
         self,
         node: str,
         model: str,
         dialects: tuple[Dialect, ...] = (),
-        *,
         has_lifecycle: bool = True,
         has_alternatives: bool = False,
-        waited_s: float = 0.0,
+        reason: str = "",
     ) -> None:
         self.node = node
         self.model = model
+        self.target = _target(node, model)
         self.dialects = dialects
         """The dialects of the node."""
         self.has_lifecycle = has_lifecycle
         """Whether the node loads the model on request, should it be gone."""
         self.has_alternatives = has_alternatives
         """Whether another node could have served the request."""
-        self.waited_s = waited_s
+        self.is_alone = False
+        """Whether no other request was expected there when it was chosen among replicas."""
+        self.waited_s = 0.0
         """Time in the queue."""
+        self.load_s = 0.0
+        """The part of `waited_s` in which the model was loaded."""
+        self.reason = reason
+        """Why this node, in a few words."""
 
 
 class PendingRequest:
@@ -60,12 +83,12 @@ class PendingRequest:
         since: float,
         *,
         origin: Origin = "request",
-        need: Need = "answer",
+        need: Need = "response",
         excluded: frozenset[str] = NO_NODES,
     ) -> None:
         self.model = model
         self.prompt = prompt
-        """The beginning of the prompt, for prefix affinity."""
+        """The bytes of the prompt from its beginning, for prefix affinity."""
         self.deliver = deliver
         self.since = since
         self.origin = origin
@@ -77,11 +100,13 @@ class PendingRequest:
 class LeasePool:
     """Hands out leases on the fleet's ready models, and counts them. Owned by the dispatcher."""
 
-    def __init__(self, fleet_state: FleetState) -> None:
+    def __init__(self, fleet_state: FleetState, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
+        self._loads = ReplicaLoads(clock)
         self._in_flight: dict[ModelOnNode, int] = {}
         self._ready: dict[str, tuple[tuple[Node, Residency], ...]] = {}
-        self._affinities: dict[str, Affinity] = {}
+        self._ready_since: dict[ModelOnNode, float] = {}
+        self._prefixes: dict[str, PrefixRecord] = {}
         self.suspects: set[str] = set()
         """Nodes at which a request has just failed; no request is sent there until a poll succeeds."""
         self.closed: frozenset[ModelOnNode] = frozenset()
@@ -114,7 +139,7 @@ class LeasePool:
                 return None
         if len(ready) == 1:
             return self._take(ready[0][0], model)
-        return self._take(self._choose(model, ready, prompt()), model, has_alternatives=True)
+        return self._take_best(model, ready, prompt())
 
     def tokeniser(self, model: str) -> Lease:
         """A node that can count tokens for `model`, loaded or not. Raises UnsupportedModality when none can."""
@@ -128,7 +153,7 @@ class LeasePool:
                 f"No node that is up can count tokens for {model}; start a neuron that lists the model."
             )
         best = max(candidates, key=lambda node: node.residencies[model].state is ModelState.READY)
-        return self._take(best, model)
+        return self._take(best, model, reason="counts tokens for this model")
 
     def embedder(self, model: str) -> Lease:
         """A node where `model` computes embeddings. Raises UnsupportedModality when there is none."""
@@ -141,35 +166,66 @@ class LeasePool:
 
     def release(self, lease: Lease) -> bool:
         """End a lease; True when that was the last one for its model on its node."""
-        key = ModelOnNode(lease.node, lease.model)
-        remaining = self._in_flight.get(key, 0) - 1
+        remaining = self._in_flight.get(lease.target, 0) - 1
         if remaining > 0:
-            self._in_flight[key] = remaining
-            return False
-        self._in_flight.pop(key, None)
-        return True
+            self._in_flight[lease.target] = remaining
+        else:
+            self._in_flight.pop(lease.target, None)
+        if lease.has_alternatives:
+            self._loads.released(lease.target, is_last=remaining <= 0)
+        return remaining <= 0
+
+    def measured(self, lease: Lease, num_computed_tokens: int, first_token_s: float | None, request_s: float) -> None:
+        """A request was completed: its computed prompt tokens, and its times from when it was sent."""
+        if lease.has_alternatives:
+            self._loads.measured(
+                lease.target, num_computed_tokens, first_token_s if lease.is_alone else None, request_s
+            )
+
+    def observed(self, name: str) -> None:
+        """`name` has reported: take over its load, and forget the cached prefixes of models that it reloaded."""
+        node = self._fleet_state.reported(name)
+        ready = {model: held for model, held in node.residencies.items() if held.state is ModelState.READY}
+        for target in [each for each in self._ready_since if each.node == name and each.model not in ready]:
+            self._ready_since.pop(target)
+            self._loads.forget(target)
+            self.forget_cache(name, target.model)
+        for model, held in ready.items():
+            target = ModelOnNode(name, model)
+            before = self._ready_since.setdefault(target, held.state_since)
+            if node.has_lifecycle and held.state_since > before + RELOAD_TOLERANCE_S:
+                self._ready_since[target] = held.state_since
+                self.forget_cache(name, model)
+            self._loads.observed(target, held, self._in_flight.get(target, 0))
 
     def forget_cache(self, node: str, model: str | None = None) -> None:
         """`node` lost its cached prefixes, of one model or of all."""
-        for name, affinity in self._affinities.items():
+        for name, prefixes in self._prefixes.items():
             if model in (None, name):
-                affinity.forget(node)
+                prefixes.forget(node)
 
-    def _take(self, node: Node, model: str, *, has_alternatives: bool = False) -> Lease:
-        key = ModelOnNode(node.name, model)
-        self._in_flight[key] = self._in_flight.get(key, 0) + 1
-        return Lease(
-            node.name,
-            model,
-            node.dialects,
-            has_lifecycle=node.has_lifecycle,
-            has_alternatives=has_alternatives,
-        )
+    def _take(
+        self,
+        node: Node,
+        model: str,
+        has_alternatives: bool = False,
+        reason: str = "the only replica that is ready",
+    ) -> Lease:
+        lease = Lease(node.name, model, node.dialects, node.has_lifecycle, has_alternatives, reason)
+        self._in_flight[lease.target] = self._in_flight.get(lease.target, 0) + 1
+        return lease
 
-    def _choose(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> Node:
-        replicas = [
-            Replica.of(node, held, self._in_flight.get(ModelOnNode(node.name, model), 0)) for node, held in ready
-        ]
-        affinity = self._affinities.setdefault(model, Affinity())
-        chosen = routing.choose(replicas, prompt, affinity).node
-        return next(node for node, _ in ready if node.name == chosen)
+    def _take_best(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> Lease:
+        replicas = self._loads.replicas(model, [node.name for node, _ in ready], self._in_flight)
+        prefixes = self._prefixes.setdefault(model, PrefixRecord())
+        chosen = routing.choose(replicas, prompt, prefixes)
+        node = next(node for node, _ in ready if node.name == chosen.replica.node)
+        lease = self._take(node, model, has_alternatives=True, reason=_least_time(len(ready)))
+        lease.is_alone = chosen.replica.running + chosen.replica.waiting == 0
+        self._loads.sent(lease.target, chosen.prefill_s)
+        return lease
+
+
+@cache
+def _least_time(num_replicas: int) -> str:
+    return f"least expected time to the first token of {num_replicas} replicas"

@@ -17,6 +17,7 @@ from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
 from cortex.wire.node import Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
 
 Cause = Literal["evicted", "ttl", "operator"]
+Watched = Literal["load", "unload"]
 Watcher = Callable[[CortexError | None], None]
 """Called once, when the load or unload that it watches ends."""
 
@@ -51,7 +52,11 @@ class ModelJobs:
         self._effects = effects
         self._event_log = event_log
         self._clock = clock
-        self._watchers: dict[ModelOnNode, list[Watcher]] = {}
+        self._watchers: dict[tuple[ModelOnNode, Watched], list[Watcher]] = {}
+        self._last_loads: dict[ModelOnNode, tuple[float, float]] = {}
+        """When the latest successful load of each model began and ended; forgotten with its unload."""
+        self._cancelled: set[ModelOnNode] = set()
+        """Loads that the operator cancelled and whose end the node has not reported yet."""
         self._recycling: set[str] = set()
         """Nodes that were ordered to replace workers."""
         self._recycled: dict[str, set[int]] = {}
@@ -96,6 +101,28 @@ class ModelJobs:
         self._event_log.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
         self._effects.unload(node, UnloadRequest(model_id=model, force=force, sleep=sleep), cause)
 
+    def cancel_load(self, target: ModelOnNode) -> None:
+        """End a load, before it begins or on its node; also one that another gateway ordered."""
+        job = self._fleet_state.loads.get(target)
+        if job is None:
+            if self._fleet_state.is_starting(target):
+                self.unload(target, cause="operator", force=True)
+            else:
+                self.notify(target, "load", None)
+        elif job.victims:  # they are being unloaded already; the load itself has not begun
+            del self._fleet_state.loads[target]
+            self._event_log.settled(target.model)
+            self.notify(target, "load", LoadFailed(f"The load of {target.model} was cancelled."))
+        else:
+            self._cancelled.add(target)
+            self.unload(target, cause="operator", force=True)
+
+    def take_cancelled(self, target: ModelOnNode) -> bool:
+        """Whether the load that just ended was cancelled."""
+        is_cancelled = target in self._cancelled
+        self._cancelled.discard(target)
+        return is_cancelled
+
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> LoadJob | None:
         """Record how a load ended; returns its job, so that a failed one may be tried again."""
         node, model = target
@@ -104,6 +131,8 @@ class ModelJobs:
         if isinstance(result, ModelStatus):
             self._fleet_state.update_model(node, result, self._clock())
             self._fleet_state.count_load(node)
+            if job is not None:
+                self._last_loads[target] = (job.begun_at, self._clock())
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
             self._event_log.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
@@ -111,12 +140,18 @@ class ModelJobs:
             self._event_log.happened("load_failed", node=node, model=model, why=result.message)
         return job
 
+    def load_seconds(self, target: ModelOnNode, since: float) -> float:
+        """How much of the time since `since` the latest load there took, with the unloads that it waited for."""
+        job = self._fleet_state.loads.get(target)  # a poll may show the model ready before its load has ended here
+        begun_at, ended_at = (job.begun_at, self._clock()) if job else self._last_loads.get(target, (0.0, 0.0))
+        return max(0.0, ended_at - max(begun_at, since))
+
     def give_up(self, target: ModelOnNode, error: CortexError) -> None:
         """The load is not tried again there until `retry_failed_after_s` has passed."""
         self._fleet_state.loads.pop(target, None)
         self._fleet_state.shortfalls.pop(target, None)
         self._fleet_state.failures[target] = LoadFailure(self._clock(), error.message)
-        self.notify(target, error)
+        self.notify(target, "load", error)
 
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None:
         """Record how an unload ended; loads that waited for it begin, or fail with it."""
@@ -124,6 +159,9 @@ class ModelJobs:
         self._fleet_state.unloads.pop(target, None)
         self._event_log.settled(model)
         if error is None:
+            self._last_loads.pop(target, None)
+            self._fleet_state.failures.pop(target, None)
+            self._fleet_state.shortfalls.pop(target, None)
             self._fleet_state.forget_ready(target, self._clock())
             is_asleep = self._fleet_state.is_asleep(target)
             self._event_log.happened("model_asleep" if is_asleep else "model_unloaded", node=node, model=model)
@@ -140,7 +178,9 @@ class ModelJobs:
             self._fleet_state.loads[job.target] = job
             if not job.victims:
                 self._load(job)
-        self.notify(target, error)
+        self.notify(target, "unload", error)
+        if error is None and target not in self._fleet_state.loads:  # otherwise the load reports its own end
+            self.notify(target, "load", LoadFailed(f"{model} was unloaded on {node}, by an operator or to make room."))
 
     def recycle(self, node: Node) -> None:
         """Order new workers for the devices of `node` that hold no model and still have their old one."""
@@ -177,31 +217,34 @@ class ModelJobs:
         """Drop everything that is under way on `node`; its watchers get an error: the node, then `why`."""
         self._effects.abandon(node)
         self._recycling.discard(node)
+        self._cancelled = {target for target in self._cancelled if target.node != node}
         for jobs in (self._fleet_state.loads, self._fleet_state.unloads):
             for target in [target for target in jobs if target.node == node]:
                 del jobs[target]
-        for target in [target for target in self._watchers if target.node == node]:
-            self.notify(target, UpstreamUnavailable(f"Node {node} {why}."))
+        for target, kind in [watched for watched in self._watchers if watched[0].node == node]:
+            self.notify(target, kind, UpstreamUnavailable(f"Node {node} {why}."))
 
-    def watch(self, target: ModelOnNode, watcher: Watcher) -> None:
-        """Call `watcher` when the job at `target` ends."""
-        self._watchers.setdefault(target, []).append(watcher)
+    def watch(self, target: ModelOnNode, kind: Watched, watcher: Watcher) -> None:
+        """Call `watcher` when the load or the unload at `target` ends. An unload also ends the loads that it makes
+        impossible: their watchers get LoadFailed."""
+        self._watchers.setdefault((target, kind), []).append(watcher)
 
-    def notify(self, target: ModelOnNode, error: CortexError | None) -> None:
-        """A job ended at `target`."""
-        for watcher in self._watchers.pop(target, ()):
+    def notify(self, target: ModelOnNode, kind: Watched, error: CortexError | None) -> None:
+        """A load or an unload ended at `target`."""
+        for watcher in self._watchers.pop((target, kind), ()):
             watcher(error)
 
     def observed(self, node: str, health: Health) -> None:
         """Notify the watchers of loads that another gateway ordered: those end in a poll."""
         for status in health.models:
             target = ModelOnNode(node, status.id)
-            if target not in self._watchers or target in self._fleet_state.loads or target in self._fleet_state.unloads:
+            is_watched = (target, "load") in self._watchers
+            if not is_watched or target in self._fleet_state.loads or target in self._fleet_state.unloads:
                 continue
             if status.state is ModelState.READY:
-                self.notify(target, None)
+                self.notify(target, "load", None)
             elif status.state in (ModelState.COLD, ModelState.FAILED):
-                self.notify(target, LoadFailed(status.reason or f"{status.id} is {status.state} on {node}."))
+                self.notify(target, "load", LoadFailed(status.reason or f"{status.id} is {status.state} on {node}."))
 
     def _load(self, job: LoadJob) -> None:
         node, model = job.target
@@ -217,5 +260,7 @@ class ModelJobs:
                 devices=job.devices,
                 tensor_parallel=max(1, len(job.devices)),
                 context_tokens=spec.context,
+                control_tokens_in_messages=spec.control_tokens_in_messages,
+                kv_dtype=spec.kv_dtype,
             ),
         )

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from cortex.gateway.config import GatewaySection, NeuronSection
+from cortex.gateway.config import Config, NeuronSection
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
+from cortex.tls import client_context
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable, from_code
 from cortex.wire.events import Usage
 from cortex.wire.node import (
+    DeletedFiles,
     Discovery,
+    FilesRequest,
     Health,
     LoadRequest,
     ModelState,
     ModelStatus,
+    PullStatus,
     Recycled,
     UnloadRequest,
 )
@@ -34,9 +40,14 @@ T = TypeVar("T")
 POLL_TIMEOUT_S = 2.0
 LOAD_CALL_TIMEOUT_S = 3600.0
 """A node may hold the load call until the model is ready; polls show meanwhile that the node is up."""
+CONTROL_TIMEOUT_S = 15.0
+DELETE_TIMEOUT_S = 120.0
+"""Deleting hundreds of gigabytes takes a slow disk a while."""
 USAGE_TIMEOUT_S = 4.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
+NOT_ADMITTED = (401, 403)
+"""Statuses with which a node rejects the gateway itself, for its key or the name that it used for the node."""
 _CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
 
 
@@ -86,6 +97,8 @@ def error_from(node: str, status: int, body: bytes) -> CortexError:
     if error is None:
         text = body[:200].decode("utf-8", "replace")
         return UpstreamUnavailable(f"Node {node} responded {status} with an unreadable error: {text!r}")
+    if status in NOT_ADMITTED:
+        return UpstreamUnavailable(f"Node {node} does not admit this gateway; check its key_env. {error.message}")
     if isinstance(error.code, str):
         return from_code(error.code, error.message)
     return UpstreamUnavailable(f"Node {node} responded {status}: {error.message}")
@@ -102,26 +115,35 @@ class NodeClient:
         key: str | None,
         connect_timeout_s: float,
         idle_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.section = section
         self.name = section.name
         limits = UpstreamLimits(connect_s=connect_timeout_s, silence_s=idle_timeout_s)
-        self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits)
+        self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits, tls=tls)
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         """Sent with every call to this node."""
 
     @classmethod
-    def of(cls, section: NeuronSection, ticker: Ticker, gateway: GatewaySection, env: Mapping[str, str]) -> NodeClient:
-        """The node that `section` describes, with its key from `env`."""
-        key = env.get(section.key_env) if section.key_env is not None else None
-        if section.key_env is not None and not key:
-            log.warning("node %s has no key: the environment variable %s is not set", section.name, section.key_env)
+    def of(
+        cls, section: NeuronSection, ticker: Ticker, config: Config, directory: Path, env: Mapping[str, str]
+    ) -> NodeClient:
+        """The node that `section` of `config` describes, with its key from `env`. Relative paths start at `directory`.
+
+        Raises SettingsError when its `ca_file` cannot be used.
+        """
+        variable = config.key_variable(section)
+        key = env.get(variable, "").strip() if variable is not None else None
+        if variable is not None and not key:
+            log.warning("node %s has no key: the environment variable %s is not set", section.name, variable)
+        is_secure = section.endpoint.startswith("https:")
         return cls(
             section,
             ticker,
             key=key,
-            connect_timeout_s=gateway.connect_timeout_s,
-            idle_timeout_s=gateway.idle_timeout_s,
+            connect_timeout_s=config.gateway.connect_timeout_s,
+            idle_timeout_s=config.gateway.idle_timeout_s,
+            tls=client_context(config.ca_file(section, directory)) if is_secure else None,
         )
 
     async def discovery(self) -> Discovery:
@@ -167,6 +189,20 @@ class NodeClient:
         """Replace the worker of an empty device; False when the device is not empty after all."""
         return (await self._post(f"/devices/{device}/recycle".encode(), {}, Recycled, timeout_s)).recycled
 
+    async def pull(self, request: FilesRequest) -> PullStatus:
+        """Start to download a model's files, or join the download in progress; returns at once."""
+        return await self._post(b"/files/pull", request, PullStatus, CONTROL_TIMEOUT_S)
+
+    async def pull_status(self, model: str) -> PullStatus:
+        return await self._get(f"/files/pulls/{quote(model)}".encode(), PullStatus)
+
+    async def cancel_pull(self, model: str) -> PullStatus:
+        """Returns when the download has ended."""
+        return await self._post(b"/files/cancel", FilesRequest(model_id=model), PullStatus, CONTROL_TIMEOUT_S)
+
+    async def delete_files(self, request: FilesRequest) -> DeletedFiles:
+        return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)
+
     async def _status(self, model: str) -> ModelStatus:
         for status in (await self.health()).models:
             if status.id == model:
@@ -187,6 +223,8 @@ class NodeClient:
         try:
             return msgspec.json.decode(response.body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            # To callers without a key, a neuron with keys reports its status and nothing else.
+            hint = "" if self.headers else "; if the node needs a key, set its key_env"
             raise UpstreamUnavailable(
-                f"Node {self.name} responded to {target.decode()} with an unreadable body: {problem}"
+                f"Node {self.name} responded to {target.decode()} with an unreadable body: {problem}{hint}"
             ) from problem

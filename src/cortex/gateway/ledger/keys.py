@@ -9,9 +9,12 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import hmac
+import math
 import secrets
 import string
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
@@ -49,7 +52,30 @@ class KeySection(Section, frozen=True):
     balance_tokens: Limit | None = None
     """Tokens in the key's whole life; raise it to top the key up."""
     operator: bool = False
-    """Whether it may also load, unload and pin models."""
+    """Whether it may also load, unload and pin models, and manage keys."""
+    expires: str | None = None
+    """When it stops working: a date or a time, such as `2026-12-31` or `2026-12-31T18:00:00Z` (UTC unless it has a
+    zone). Never when absent."""
+
+    def __post_init__(self) -> None:
+        if self.expires is not None:
+            expiry_of(self.expires)
+
+    @property
+    def expires_at(self) -> float:
+        """When it stops working, in seconds since 1970."""
+        return math.inf if self.expires is None else expiry_of(self.expires)
+
+
+def expiry_of(text: str) -> float:
+    """Seconds since 1970 of a date, whose first second it is, or of a time. Raises ValueError."""
+    try:
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError) as problem:
+        raise ValueError(
+            f"expires must look like `2026-12-31` or `2026-12-31T18:00:00Z`, got `{text[:60]}`"
+        ) from problem
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +94,7 @@ def generate(
     window_s: int = 86400,
     balance_tokens: int | None = None,
     operator: bool = False,
+    expires: str | None = None,
 ) -> NewKey:
     """A new key for `name`."""
     key_id = _random_text(_ID_LENGTH)
@@ -82,6 +109,7 @@ def generate(
         window_s=window_s,
         balance_tokens=balance_tokens,
         operator=operator,
+        expires=expires,
     )
     return NewKey(text=text, section=section)
 
@@ -99,18 +127,28 @@ def as_toml(section: KeySection) -> str:
 class Keyring:
     """The keys in force. Immutable: a reload makes a new one. Raises `ValueError` when two keys have the same id."""
 
-    def __init__(self, keys: Iterable[KeySection]) -> None:
+    def __init__(self, keys: Iterable[KeySection], clock: Callable[[], float] = time.time) -> None:
         self._by_id: dict[str, KeySection] = {}
+        self._expires_at: dict[str, float] = {}
+        """Only of keys that expire."""
+        self._clock = clock
         for key in keys:
             if key.id in self._by_id:
                 raise ValueError(f"keys `{self._by_id[key.id].name}` and `{key.name}` have the same id `{key.id}`")
             self._by_id[key.id] = key
+            if key.expires is not None:
+                self._expires_at[key.id] = key.expires_at
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[KeySection]:
         return iter(self._by_id.values())
+
+    def find(self, key_id: str) -> KeySection | None:
+        """The key with this public id; None when there is none, or it has expired."""
+        key = self._by_id.get(key_id)
+        return None if key is not None and self._has_expired(key) else key
 
     def recognise(self, text: str) -> KeySection:
         """The key with this text. Raises `InvalidAPIKey`."""
@@ -120,7 +158,12 @@ class Keyring:
         digest = _hash(text[: _KEY_LENGTH + 1])
         if key is None or not hmac.compare_digest(digest, key.sha256):
             raise InvalidAPIKey("This API key is unknown; ask the operator for one (`cortex keys add`).")
+        if self._has_expired(key):
+            raise InvalidAPIKey(f"The key `{key.name}` expired on {key.expires}; ask the operator for a new one.")
         return key
+
+    def _has_expired(self, key: KeySection) -> bool:
+        return key.id in self._expires_at and self._clock() >= self._expires_at[key.id]
 
 
 def may_use(key: KeySection | None, model: str) -> bool:

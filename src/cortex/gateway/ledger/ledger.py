@@ -24,10 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
-from cortex.gateway.ledger.store import Store, StoreError
-from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, Reserved, Slot
+from cortex.gateway.ledger.store import Store
+from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, GroupBy, Reserved, Slot, Spend
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.events import Usage
 
@@ -76,6 +77,7 @@ class Ledger:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._tasks = tasks or Supervisor()
         self._task: SupervisedTask | None = None
+        self._writing = asyncio.Lock()  # two writes at once would replace the same claim twice
         self._closing = asyncio.Event()
         self._keyring = keyring
         self._failing = False
@@ -106,7 +108,8 @@ class Ledger:
         if self._task is not None:
             await self._task.finish()
         try:
-            await self._write()
+            async with self._writing:
+                await self._write()
         finally:
             await self._in_thread(self._store.close)
             self._thread.shutdown()
@@ -114,6 +117,18 @@ class Ledger:
     @property
     def keyring(self) -> Keyring:
         return self._keyring
+
+    @property
+    def accounts(self) -> tuple[Account, ...]:
+        """The accounts of the keys in force."""
+        return tuple(self._accounts[key.id] for key in self._keyring)
+
+    async def usage(self, group: GroupBy, *, since: float, until: float, key_id: str | None = None) -> list[Spend]:
+        """The recorded usage, with that of requests that have just ended. Raises `StoreError`."""
+        await self.flush()
+        return await self._in_thread(
+            lambda: self._store.usage(group, since=since, until=until, key_id=key_id),
+        )
 
     def account(self, key: KeySection) -> Account:
         return self._accounts[key.id]
@@ -128,7 +143,11 @@ class Ledger:
         self._batch[slot] = counts if earlier is None else earlier + counts
 
     async def flush(self) -> None:
-        """Write now. A failure is logged once, and the batch is kept for the next flush."""
+        """Write now, after a flush that is under way. A failure is logged once, and the batch is kept for the next."""
+        async with self._writing:
+            await self._flush()
+
+    async def _flush(self) -> None:
         try:
             await self._write()
             await self._settle_dead_gateways()
@@ -170,7 +189,7 @@ class Ledger:
             minutes = written.setdefault(slot.key_id, {})
             minutes[slot.minute] = minutes.get(slot.minute, 0) + counts.tokens
         for key_id in written.keys() | spent.keys():
-            self._accounts[key_id].synchronise(spent.get(key_id, Spent()), written.get(key_id, {}))
+            self._accounts[key_id].synchronise(spent.get(key_id), written.get(key_id, {}))
 
     def _renewed_claim(self, now: float) -> Claim:
         """The current reservations; the stored claim itself when it is unchanged and recent."""

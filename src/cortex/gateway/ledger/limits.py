@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -32,6 +32,17 @@ class Estimate(NamedTuple):
     completion_limit: int | None
     """Tokens of one choice; None where the client sets no limit."""
     num_choices: int = 1
+
+
+class TokenLimits(Protocol):
+    """What the body of a request says about the tokens that may be generated for it."""
+
+    @property
+    def completion_limit(self) -> int | None:
+        """The most tokens of one choice; None where the client sets no limit."""
+
+    @property
+    def num_choices(self) -> int: ...
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,10 +210,16 @@ class Account:
             self._bucket = RateBucket(key.requests_per_min or 0, monotonic_now)
         self.key = key
 
-    def synchronise(self, recorded: Spent, written: Mapping[int, int]) -> None:
-        """Adopt `recorded` from the store, which includes `written` of what was settled here."""
+    def synchronise(self, recorded: Spent | None, written: Mapping[int, int]) -> None:
+        """Adopt `recorded` from the store, which includes `written` of what was settled here.
+
+        None for a key without a token limit: the store is not asked for it, and what is known here stays.
+        """
         unrecorded = {minute: tokens - written.get(minute, 0) for minute, tokens in self._unrecorded.items()}
         self._unrecorded = {minute: tokens for minute, tokens in unrecorded.items() if tokens}
+        if recorded is None:
+            self._window = RollingSum(dict(self._unrecorded))
+            return
         self._reserved_elsewhere = recorded.reserved_elsewhere
         self._total = recorded.total + sum(self._unrecorded.values())
         by_minute = dict(recorded.by_minute)

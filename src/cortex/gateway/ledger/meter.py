@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cortex.gateway.config import Config
+from cortex.gateway.database import is_url
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
 from cortex.gateway.ledger.ledger import Ledger
-from cortex.gateway.ledger.limits import Account, Estimate
-from cortex.gateway.ledger.store import is_url, open_store
+from cortex.gateway.ledger.limits import Account, Estimate, TokenLimits
+from cortex.gateway.ledger.sessions import Sessions, session_of
+from cortex.gateway.ledger.store import open_store
 from cortex.http.request import Request
 from cortex.tasks import Supervisor
 from cortex.wire.errors import InvalidAPIKey
@@ -51,8 +53,9 @@ class Reservation(Protocol):
 class Meter(Protocol):
     """Authenticates requests, admits them and records their usage."""
 
-    def admit(self, request: Request, estimate: Estimate) -> Reservation:
-        """Reserve what the request may use. Raises InvalidAPIKey, RateLimitExceeded or InsufficientQuota."""
+    def admit(self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits) -> Reservation:
+        """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
+        InvalidAPIKey where a key is needed and there is none."""
 
     def authenticate(self, request: Request) -> str:
         """The principal of a request, from its headers alone. Raises InvalidAPIKey.
@@ -66,6 +69,9 @@ class Meter(Protocol):
 
     def authenticate_operator(self, request: Request) -> str:
         """The principal of a request that changes the fleet. Raises InvalidAPIKey or OperatorOnly."""
+
+    def sign_in(self, key_text: str) -> str | None:
+        """A session of the page for the owner of a key; None where there are none. Raises InvalidAPIKey."""
 
 
 class _OpenReservation:
@@ -87,7 +93,7 @@ class OpenMeter:
 
     _reservation = _OpenReservation()
 
-    def admit(self, request: Request, estimate: Estimate) -> Reservation:  # noqa: ARG002
+    def admit(self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits) -> Reservation:  # noqa: ARG002
         return self._reservation
 
     def authenticate(self, request: Request) -> str:  # noqa: ARG002
@@ -98,6 +104,9 @@ class OpenMeter:
 
     def authenticate_operator(self, request: Request) -> str:  # noqa: ARG002
         return ANONYMOUS
+
+    def sign_in(self, key_text: str) -> str | None:  # noqa: ARG002
+        return None
 
 
 class _KeyedReservation:
@@ -132,34 +141,46 @@ class _KeyedReservation:
 class KeyedMeter:
     """Every request needs a key, and its usage is charged to it. Without keys every request is rejected."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, sessions: Sessions | None = None) -> None:
+        """Without `sessions` nobody can sign in to the page."""
         self._ledger = ledger
+        self._sessions = sessions
 
-    def admit(self, request: Request, estimate: Estimate) -> Reservation:
-        account = self._ledger.account(_recognise(self._ledger.keyring, request))
+    def admit(self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits) -> Reservation:
+        if key is None:
+            raise _no_key()
+        account = self._ledger.account(key)
+        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices)
         tokens = account.reserve(estimate, self._ledger.clock(), self._ledger.monotonic())
         return _KeyedReservation(self._ledger, account, tokens)
 
     def authenticate(self, request: Request) -> str:
-        return _recognise(self._ledger.keyring, request).name
+        return self.key(request).name
 
     def key(self, request: Request) -> KeySection:
-        return _recognise(self._ledger.keyring, request)
+        """The key of a request, sent as OpenAI clients, as Anthropic clients or as the page sends it."""
+        keyring = self._ledger.keyring
+        authorization = request.header(b"authorization")
+        if authorization is not None and authorization[:7].lower() == b"bearer ":
+            return keyring.recognise(authorization[7:].strip().decode("latin-1"))
+        if (key := request.header(b"x-api-key")) is not None:
+            return keyring.recognise(key.decode("latin-1"))
+        if self._sessions is not None and session_of(request) is not None:
+            return self._sessions.recognise(keyring, request)
+        raise _no_key()
 
     def authenticate_operator(self, request: Request) -> str:
-        key = _recognise(self._ledger.keyring, request)
+        key = self.key(request)
         check_operator(key)
         return key.name
 
+    def sign_in(self, key_text: str) -> str | None:
+        key = self._ledger.keyring.recognise(key_text)
+        return self._sessions.issue(key) if self._sessions is not None else None
 
-def _recognise(keyring: Keyring, request: Request) -> KeySection:
-    """The key of a request, sent as OpenAI clients or as Anthropic clients send it. Raises `InvalidAPIKey`."""
-    authorization = request.header(b"authorization")
-    if authorization is not None and authorization[:7].lower() == b"bearer ":
-        return keyring.recognise(authorization[7:].strip().decode("latin-1"))
-    if (key := request.header(b"x-api-key")) is not None:
-        return keyring.recognise(key.decode("latin-1"))
-    raise InvalidAPIKey("This gateway needs an API key: send `Authorization: Bearer …` or `x-api-key: …`.")
+
+def _no_key() -> InvalidAPIKey:
+    return InvalidAPIKey("This gateway needs an API key: send `Authorization: Bearer …` or `x-api-key: …`.")
 
 
 class Metering:
@@ -171,11 +192,17 @@ class Metering:
         self._directory = directory
         self._tasks = tasks
         self._ledger: Ledger | None = None
+        self._sessions: Sessions | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether every request is admitted without a key."""
         return isinstance(self.meter, OpenMeter)
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger; None on a gateway that never had keys."""
+        return self._ledger
 
     async def use(self, config: Config) -> None:
         """Put the keys of `config` in force. Raises `StoreError`, and then nothing has changed.
@@ -189,7 +216,9 @@ class Metering:
         elif config.keys or (not config.gateway.open and await self._had_keys(config)):
             self._ledger = await self._open_ledger(config, keyring)
         is_open = not config.keys and (config.gateway.open or self._ledger is None)
-        self.meter = OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger)
+        if self._sessions is None:
+            self._sessions = Sessions(config.state_directory(self._directory))
+        self.meter = OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions)
 
     async def _had_keys(self, config: Config) -> bool:
         """Whether the database has recorded keys. Creates none."""

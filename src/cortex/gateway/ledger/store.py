@@ -6,20 +6,16 @@ writes add to the rows that are there, and each gateway writes only its own rese
 
 from __future__ import annotations
 
-import os
-import sqlite3
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
+from cortex.gateway.database import Database, Driver, Execute, driver_of
 from cortex.gateway.ledger import tables
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
-from cortex.gateway.ledger.tables import Claim, Counts, Execute, GroupBy, Rows, Slot
+from cortex.gateway.ledger.tables import Claim, Counts, GroupBy, Slot
 from cortex.settings import Section
-
-T = TypeVar("T")
 
 NO_CLAIM = Claim(owner="")
 """The claim of a process that reserves nothing."""
@@ -35,95 +31,21 @@ class LedgerSection(Section, frozen=True):
     within this time; requests that had been running for longer stay charged."""
 
 
-class StoreError(Exception):
-    """The database cannot be used; the message says which and why."""
-
-
-class DatabaseConnection(Protocol):
-    """What the drivers of SQLite and PostgreSQL have in common."""
-
-    def cursor(self) -> Any: ...
-    def commit(self) -> None: ...
-    def rollback(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Driver(Protocol):
-    """Connects to one kind of database."""
-
-    name: str
-    """For messages; contains no secrets."""
-    errors: tuple[type[Exception], ...]
-    placeholder: str
-
-    def connect(self) -> DatabaseConnection:
-        """Open a connection that holds the schema lock, so that processes may start at the same time."""
-
-
-class Sqlite:
-    placeholder = "?"
-    errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, OverflowError)
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = str(path)
-
-    def connect(self) -> DatabaseConnection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Usage is private. SQLite gives its journal files the mode of the database.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("BEGIN IMMEDIATE")
-        return connection
-
-
-class Postgres:
-    placeholder = "%s"
-    _SCHEMA_LOCK = 0x636F7274
-
-    def __init__(self, url: str) -> None:
-        try:
-            import psycopg
-        except ImportError as error:
-            raise StoreError("a postgresql:// database needs the driver: pip install 'cortex[postgres]'") from error
-        try:
-            host = psycopg.conninfo.conninfo_to_dict(url).get("host")
-        except psycopg.Error as error:  # without the URL, which may hold a password
-            raise StoreError("ledger.database is not a valid postgresql:// URL: correct it") from error
-        self._psycopg = psycopg
-        self._url = url
-        self.name = f"postgresql at {host or 'the local socket'}"
-        self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
-
-    def connect(self) -> DatabaseConnection:
-        connection = self._psycopg.connect(self._url, connect_timeout=10)
-        connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._SCHEMA_LOCK,))
-        return connection
-
-
 def open_store(database: str) -> Store:
     """The store at a file path or `postgresql://` URL, created if it does not exist. Raises `StoreError`."""
-    return Store(Postgres(database) if is_url(database) else Sqlite(Path(database).expanduser()))
-
-
-def is_url(database: str) -> bool:
-    """Whether `database` names a server rather than a file."""
-    return database.startswith(("postgresql://", "postgres://"))
+    return Store(driver_of(database))
 
 
 class Store:
     """The ledger's database. After a failed call the next one connects again. Raises `StoreError` from every method."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._connection: DatabaseConnection | None = None
-        self._run(lambda _: None)
+        self._database = Database(driver, tables.SCHEMA, "usage database")
+        self._database.run(lambda _: None)
 
     @property
     def name(self) -> str:
-        return self._driver.name
+        return self._database.name
 
     def exchange(
         self,
@@ -145,7 +67,7 @@ class Store:
             tables.add_spend(execute, {**batch, **returned})
             return tables.read_spent(execute, after.owner, since_minute)
 
-        return self._run(work)
+        return self._database.run(work)
 
     def open_accounts(self, since_minute: Mapping[str, int], claim: Claim) -> dict[str, Spent]:
         """Record that the keys of `since_minute` exist, and read what they have spent, as `exchange` does."""
@@ -154,15 +76,19 @@ class Store:
             tables.add_keys(execute, since_minute)
             return tables.read_spent(execute, claim.owner, since_minute)
 
-        return self._run(work)
+        return self._database.run(work)
+
+    def spent(self, since_minute: Mapping[str, int]) -> dict[str, Spent]:
+        """What keys have spent, and what all gateways have reserved for them. Changes nothing."""
+        return self._database.run(lambda execute: tables.read_spent(execute, NO_CLAIM.owner, since_minute))
 
     def has_keys(self) -> bool:
         """Whether any key was ever configured on this database."""
-        return self._run(tables.has_keys)
+        return self._database.run(tables.has_keys)
 
     def other_claims(self, owner: str) -> dict[str, int]:
         """The other gateways with reservations, and when each last renewed them, in milliseconds."""
-        return self._run(lambda execute: tables.other_claims(execute, owner))
+        return self._database.run(lambda execute: tables.other_claims(execute, owner))
 
     def settle_dead(self, owner: str, renewed_ms: int) -> int:
         """Record the reservations of a dead gateway as spent; returns their tokens.
@@ -175,48 +101,13 @@ class Store:
             tables.add_spend(execute, spend)
             return sum(counts.tokens for counts in spend.values())
 
-        return self._run(work)
+        return self._database.run(work)
 
-    def usage(self, group: GroupBy, *, since: float, until: float) -> list[tuple[str, str, Counts]]:
-        """(id, name, counts) of every key, model, node or day (as days since 1970) with spend in [since, until)."""
+    def usage(self, group: GroupBy, *, since: float, until: float, key_id: str | None = None) -> list[tables.Spend]:
+        """The spend in [since, until) of every key, model, node or day (as days since 1970), by model; of one key or of
+        all."""
         bounds = (int(since // MINUTE_S), -int(-until // MINUTE_S))
-        return self._run(lambda execute: tables.read_usage(execute, group, bounds))
+        return self._database.run(lambda execute: tables.read_usage(execute, group, bounds, key_id))
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _run(self, work: Callable[[Execute], T]) -> T:
-        """Do `work` in one transaction."""
-        try:
-            connection = self._connection = self._connection or self._open()
-            cursor = connection.cursor()
-
-            def execute(statement: str, values: Sequence[Any]) -> Rows:
-                cursor.execute(statement.replace("?", self._driver.placeholder), values)
-                return cursor.fetchall() if cursor.description else []
-
-            result = work(execute)
-            connection.commit()
-            return result
-        except self._driver.errors as error:
-            self._drop()
-            raise StoreError(f"cannot use the usage database {self.name}: {str(error).strip()}") from error
-
-    def _open(self) -> DatabaseConnection:
-        connection = self._driver.connect()
-        cursor = connection.cursor()
-        for statement in tables.SCHEMA:
-            cursor.execute(statement)
-        connection.commit()
-        return connection
-
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        try:
-            connection.close()
-        except self._driver.errors:
-            pass  # the connection is broken already
+        self._database.close()

@@ -6,20 +6,17 @@ may still use, by gateway and key. Every function runs inside the caller's trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from cortex.gateway.database import Execute
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.wire.events import Usage
 from cortex.wire.response import summed
 
 GroupBy = Literal["key", "model", "node", "day"]
-
-Rows = list[Sequence[Any]]
-Execute = Callable[[str, Sequence[Any]], Rows]
-"""Runs one statement and returns its rows."""
 
 UNSETTLED = "(unsettled)"
 """Model and node of reservations that were recorded as spent because their gateway died."""
@@ -83,9 +80,9 @@ _GROUPS: dict[GroupBy, str] = {
     "day": "minute / 1440, minute / 1440",
 }
 _USAGE = """
-    SELECT {group}, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens),
+    SELECT {group}, model, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens),
            SUM(completion_tokens), SUM(reasoning_tokens)
-    FROM spend WHERE minute >= ? AND minute < ? GROUP BY 1 ORDER BY 1
+    FROM spend WHERE minute >= ? AND minute < ?{of_key} GROUP BY 1, 3 ORDER BY 1, 3
 """
 _ADD_RESERVATION = """
     INSERT INTO reservation (owner, key_id, key_name, requests, tokens, renewed_ms) VALUES (?, ?, ?, ?, ?, ?)
@@ -125,6 +122,15 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(requests=self.requests + other.requests, usage=summed((self.usage, other.usage)))
+
+
+class Spend(NamedTuple):
+    """What one group has used of one model."""
+
+    group_id: str
+    group_name: str
+    model: str
+    counts: Counts
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -219,10 +225,11 @@ def read_spent(execute: Execute, owner: str, since_minute: Mapping[str, int]) ->
     return spent
 
 
-def read_usage(execute: Execute, group: GroupBy, bounds: tuple[int, int]) -> list[tuple[str, str, Counts]]:
-    """(id, name, counts) of every group with spend in the minutes [first, last)."""
-    rows: Iterable[Sequence[Any]] = execute(_USAGE.format(group=_GROUPS[group]), bounds)
-    return [(str(row[0]), str(row[1]), _counts(row[2:])) for row in rows]
+def read_usage(execute: Execute, group: GroupBy, bounds: tuple[int, int], key_id: str | None = None) -> list[Spend]:
+    """The spend in the minutes [first, last) by group and model, of one key or of all."""
+    statement = _USAGE.format(group=_GROUPS[group], of_key="" if key_id is None else " AND key_id = ?")
+    rows: Iterable[Sequence[Any]] = execute(statement, bounds if key_id is None else (*bounds, key_id))
+    return [Spend(str(row[0]), str(row[1]), str(row[2]), _counts(row[3:])) for row in rows]
 
 
 def _row(slot: Slot, counts: Counts) -> tuple[str | int, ...]:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from cortex.gateway.ledger.store import Store
-from cortex.gateway.ledger.tables import GroupBy
+from cortex.gateway.ledger.tables import GroupBy, Spend
+from cortex.wire.events import Usage
 
-HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total")
+HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total", "cost")
+
+CostOf = Callable[[str, Usage], float]
+"""What the usage of a model costs."""
+
+
+def free(model: str, usage: Usage) -> float:  # noqa: ARG001
+    """The cost without a catalogue."""
+    return 0.0
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,13 +29,15 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """The key's id, the model's or node's name, or the day as `2026-01-31`."""
     name: str
     """The key's name; otherwise as `id`."""
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     """Part of the prompt tokens."""
-    completion_tokens: int
-    reasoning_tokens: int
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
     """Part of the completion tokens."""
+    cost: float = 0.0
+    """By the catalogue's present prices, in their currency."""
 
     @property
     def total_tokens(self) -> int:
@@ -41,28 +53,36 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
             self.reasoning_tokens,
             self.total_tokens,
         )
-        return tuple(f"{number:,}" for number in numbers)
+        return (*(f"{number:,}" for number in numbers), f"{self.cost:,.4f}" if self.cost else "")
 
 
-def usage(store: Store, *, group: GroupBy = "key", since: float, until: float) -> tuple[UsageRow, ...]:
+def usage(
+    store: Store, *, group: GroupBy = "key", since: float, until: float, cost_of: CostOf = free
+) -> tuple[UsageRow, ...]:
     """Spend in [since, until) in seconds since 1970, to the minute; days oldest first, others most tokens first."""
-    rows = []
-    for row_id, name, counts in store.usage(group, since=since, until=until):
-        label = _date(int(row_id)) if group == "day" else row_id
-        rows.append(
-            UsageRow(
-                id=label,
-                name=label if group == "day" else name,
-                requests=counts.requests,
-                prompt_tokens=counts.usage.prompt_tokens,
-                cached_tokens=counts.usage.cached_tokens,
-                completion_tokens=counts.usage.completion_tokens,
-                reasoning_tokens=counts.usage.reasoning_tokens,
-            )
+    return report(group, store.usage(group, since=since, until=until), cost_of)
+
+
+def report(group: GroupBy, spends: Iterable[Spend], cost_of: CostOf) -> tuple[UsageRow, ...]:
+    """One row for each group, in the order of `usage`."""
+    rows: dict[str, UsageRow] = {}
+    for spend in spends:
+        label = _date(int(spend.group_id)) if group == "day" else spend.group_id
+        used = spend.counts.usage
+        before = rows.get(label) or UsageRow(id=label, name=label if group == "day" else spend.group_name)
+        rows[label] = UsageRow(
+            id=label,
+            name=before.name,
+            requests=before.requests + spend.counts.requests,
+            prompt_tokens=before.prompt_tokens + used.prompt_tokens,
+            cached_tokens=before.cached_tokens + used.cached_tokens,
+            completion_tokens=before.completion_tokens + used.completion_tokens,
+            reasoning_tokens=before.reasoning_tokens + used.reasoning_tokens,
+            cost=before.cost + cost_of(spend.model, used),
         )
     if group == "day":
-        return tuple(sorted(rows, key=lambda row: row.id))
-    return tuple(sorted(rows, key=lambda row: (-row.total_tokens, row.id)))
+        return tuple(sorted(rows.values(), key=lambda row: row.id))
+    return tuple(sorted(rows.values(), key=lambda row: (-row.total_tokens, row.id)))
 
 
 def _date(day: int) -> str:

@@ -1,20 +1,25 @@
-"""Accounts for one inference request when it has ended: usage, counters, span and log line."""
+"""Accounts for one inference request when it has ended: usage, counters, span, log line and activity."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.proxy.activity import Capture, RequestRecord
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.routes import Route
 from cortex.gateway.proxy.services import Services
-from cortex.http.relay import Outcome
+from cortex.http.observer import Outcome
 from cortex.telemetry import UNTRACED, Span
+from cortex.wire.errors import CortexError
 from cortex.wire.events import Usage
 
 log = logging.getLogger("cortex.access")
+
+# A module global is looked up faster than a member of its class.
+_COMPLETE, _DISCONNECTED = Outcome.COMPLETE, Outcome.CLIENT_DISCONNECTED
 
 STATUS_CODE = "http.response.status_code"
 BYTES_PER_TOKEN = 4
@@ -33,27 +38,42 @@ class RequestAccounting:
     span: Span
     num_request_bytes: int
     stream: bool
-    started_at: float = field(init=False)
+    started_at: float
     status: int = 0
     """The HTTP status for the client; 0 before there is one."""
     error_code: str | None = None
+    error_message: str | None = None
+    """For operators: it may name nodes and files."""
+    capture: Capture | None = None
+    waited_s: float = 0.0
+    """Time in queues."""
+    load_s: float = 0.0
+    """The part of `waited_s` in which the model was loaded."""
+    failed_nodes: tuple[str, ...] = ()
     num_attempts: int = 0
     """How often it was sent to a node."""
     overhead_s: float | None = None
     """The time that the gateway itself took until it first sent the request."""
+    sent_at: float = 0.0
+    """When it was last sent to a node."""
     first_data_at: float | None = None
-
-    def __post_init__(self) -> None:
-        self.started_at = self.services.clock()
 
     def sent(self, lease: Lease) -> None:
         """The request is about to be sent to a node."""
+        self.sent_at = self.services.clock()
         if self.overhead_s is None:
-            self.overhead_s = self.services.clock() - self.started_at - lease.waited_s
+            self.overhead_s = self.sent_at - self.started_at - lease.waited_s
         self.num_attempts += 1
+        self.waited_s += lease.waited_s
+        self.load_s += lease.load_s
+
+    def failed_with(self, error: CortexError) -> None:
+        """The client gets this error, or as much of it as its key may see."""
+        self.error_code, self.error_message = error.code, error.message
 
     def failed_at(self, lease: Lease) -> None:
         """A node did not serve the request; another one may."""
+        self.failed_nodes += (lease.node,)
         self.services.metrics.retries.labels(self.admitted.model, lease.node).inc()
 
     def close(self, lease: Lease | None, outcome: Outcome, reported: Usage | None, num_response_bytes: int) -> None:
@@ -61,17 +81,21 @@ class RequestAccounting:
         services = self.services
         now = services.clock()
         node = lease.node if lease is not None else ""
-        disconnected = outcome is Outcome.CLIENT_DISCONNECTED
+        disconnected = outcome is _DISCONNECTED
         has_response = self.first_data_at is not None and self.status < 400 and self.route.generates
-        estimate = self._estimate(num_response_bytes) if has_response else None
         usage = reported if has_response else None
+        estimate = self._estimate(num_response_bytes) if has_response and usage is None else None
         if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.generates:
             services.disconnected_usage.fetch(
-                services.nodes.get(node), self.id.decode(), estimate, partial(self._settle, node)
+                services.nodes.get(node), self.id.decode(), estimate, partial(self._settle, lease, outcome, now)
             )
         else:
             usage = usage or estimate
-            self._settle(node, usage)
+            self._settle(lease, outcome, now, usage)
+        if lease is not None and reported is not None and outcome is _COMPLETE and has_response:
+            num_computed = reported.prompt_tokens - reported.cached_tokens
+            first_token_s = self.first_data_at - self.sent_at if self.stream and self.first_data_at else None
+            services.dispatcher.measured(lease, num_computed, first_token_s, now - self.sent_at)
         if disconnected:
             services.metrics.disconnects.labels(self._phase()).inc()
         if failure := self._failure():
@@ -90,12 +114,46 @@ class RequestAccounting:
             completion_tokens=num_response_bytes // (BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN),
         )
 
-    def _settle(self, node: str, usage: Usage | None) -> None:
+    def _settle(self, lease: Lease | None, outcome: Outcome, ended_at: float, usage: Usage | None) -> None:
         """Record the usage, once it is known."""
         model, reservation = self.admitted.model, self.admitted.reservation
+        node = lease.node if lease is not None else ""
         reservation.settle(usage, model=model, node=node)
         if usage is not None:
             self.services.metrics.spend(model, reservation.principal).add(usage)
+        first = self.first_data_at if self.stream else None
+        number, wall_time = self.services.activity.stamp()
+        self.services.activity.append(
+            RequestRecord(
+                number=number,
+                id=self.id,
+                ended_at=wall_time,
+                key_id=self.admitted.key.id if self.admitted.key is not None else None,
+                key_name=reservation.principal,
+                model=model,
+                node=node,
+                dialect=self.route.dialect,
+                path=self.route.path,
+                status=self.status,
+                outcome=self._result(outcome),
+                waited_s=self.waited_s if self.num_attempts else ended_at - self.started_at,
+                load_s=self.load_s,
+                first_token_s=first - self.started_at if first is not None else None,
+                duration_s=ended_at - self.started_at,
+                num_attempts=self.num_attempts,
+                usage=usage,
+                error_code=self._failure(),
+                error_message=self.error_message,
+                reason=self._reason(lease),
+                capture=self.capture,
+            )
+        )
+
+    def _reason(self, lease: Lease | None) -> str:
+        """Why the request went to its last node."""
+        if lease is None:
+            return "sent to no node" if not self.num_attempts else f"failed on {', '.join(self.failed_nodes)}"
+        return f"{lease.reason}, after {', '.join(self.failed_nodes)} failed" if self.failed_nodes else lease.reason
 
     def _phase(self) -> str:
         if self.first_data_at is not None:
@@ -104,7 +162,7 @@ class RequestAccounting:
 
     def _result(self, outcome: Outcome) -> str:
         """The outcome for operators. A stream that ended with an error event is complete for the relay only."""
-        return "failed" if outcome is Outcome.COMPLETE and self.error_code is not None else outcome.value
+        return "failed" if self.error_code is not None and outcome is _COMPLETE else outcome
 
     def _failure(self) -> str | None:
         return self.error_code or (f"status_{self.status}" if self.status >= 400 else None)

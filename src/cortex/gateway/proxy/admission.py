@@ -6,12 +6,11 @@ name. No check whose cost depends on the request runs before the key is known.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from cortex.fleet.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.ledger.limits import Estimate
 from cortex.gateway.ledger.meter import Meter, Reservation
 from cortex.gateway.proxy.envelope import Envelope
 from cortex.gateway.proxy.redaction import shown_to
@@ -19,7 +18,7 @@ from cortex.http.request import Request
 from cortex.wire.errors import CortexError
 
 
-class AdmittedRequest(NamedTuple):
+class AdmittedRequest(msgspec.Struct, frozen=True):
     """A request that passed all checks: its model, and the reservation that it is charged to."""
 
     model: str
@@ -37,19 +36,18 @@ class AdmissionController:
         self.meter = meter
         """Replaced by a reload; running requests settle with the meter that admitted them."""
 
-    def authenticate(self, request: Request) -> str:
-        """The principal of a request, from its headers alone. Raises InvalidAPIKey."""
-        return self.meter.authenticate(request)
+    def authenticate(self, request: Request) -> KeySection | None:
+        """The key of a request, from its headers alone; None on an open gateway. Raises InvalidAPIKey."""
+        return self.meter.key(request)
 
-    def admit(self, request: Request, envelope: Envelope) -> AdmittedRequest:
-        """Reserve what the request may use and resolve its model. Raises the `CortexError` that rejects it."""
-        estimate = Estimate(len(request.body), envelope.completion_limit, envelope.num_choices)
-        reservation = self.meter.admit(request, estimate)
+    def admit(self, key: KeySection | None, prompt_bytes: int, envelope: Envelope) -> AdmittedRequest:
+        """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it."""
+        reservation = self.meter.admit(key, prompt_bytes, envelope)
         try:
             resolution = self._dispatcher.resolve(envelope.model or "")
             reservation.check_model(resolution.model_id)
         except CortexError as error:
             reservation.cancel()
-            raise shown_to(reservation.key, error) from error
+            raise shown_to(key, error) from error
         origin: Origin = "background" if resolution.background else "request"
-        return AdmittedRequest(resolution.model_id, origin, reservation, reservation.key)
+        return AdmittedRequest(resolution.model_id, origin, reservation, key)

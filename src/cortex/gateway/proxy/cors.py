@@ -7,15 +7,13 @@ from collections.abc import Iterable
 from cortex.http.request import Headers, Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Handler
-from cortex.wire.headers import ANTHROPIC_REQUEST_ID, NODE
+from cortex.wire.headers import ANTHROPIC_REQUEST_ID, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
 
 ANY_ORIGIN = b"*"
-_EXPOSED = (
-    b"access-control-expose-headers",
-    ", ".join(("x-request-id", ANTHROPIC_REQUEST_ID, NODE, "retry-after")).encode(),
-)
+_READABLE = ("x-request-id", ANTHROPIC_REQUEST_ID, NODE, "retry-after", DROPPED_TOOLS, IGNORED_FIELDS, UNENFORCED)
+_EXPOSED = (b"access-control-expose-headers", ", ".join(_READABLE).encode())
 _DEFAULT_HEADERS = b"authorization, content-type, x-api-key, anthropic-version"
-_METHODS = (b"access-control-allow-methods", b"GET, HEAD, POST")
+_METHODS = (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE")
 _MAX_AGE = (b"access-control-max-age", b"86400")
 
 

@@ -13,14 +13,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
+from cortex.fleet.prefixes import MAX_PREFIX_BYTES
 from cortex.gateway.ledger.limits import DEFAULT_COMPLETION_TOKENS
 from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel, shorten
 from cortex.wire.node import Dialect
 from cortex.wire.sampling import MAX_CHOICES
 
-PREFIX_BYTES = 4096
-"""How many bytes of a conversation's start identify it for prefix affinity."""
 MAX_COMPLETION_TOKENS = 2**31 - 1
 MAX_PROMPTS = 1024
 """Prompts in one completions request; foreign servers accept lists of them."""
@@ -53,10 +52,15 @@ class Envelope(msgspec.Struct, frozen=True):
         """How many completions are generated for the request."""
         return 1
 
-    def leading_bytes(self) -> bytes:
-        """The start of the conversation, which requests of one session have in common."""
-        parts = (self.system, self.instructions, self.messages, self.prompt, self.input)
-        return b"".join(bytes(part)[:PREFIX_BYTES] for part in parts)[:PREFIX_BYTES]
+    def prompt_bytes(self) -> bytes:
+        """The conversation from its start, as far as prefixes are compared: a later turn of it begins with the same
+        bytes, up to the end of the array."""
+        parts, remaining = [], MAX_PREFIX_BYTES
+        for field in (self.system, self.instructions, self.messages, self.prompt, self.input):
+            part = memoryview(field)[:remaining]
+            parts.append(part)
+            remaining -= len(part)
+        return b"".join(parts)
 
 
 class _MessagesEnvelope(Envelope, frozen=True):
@@ -67,7 +71,15 @@ class _MessagesEnvelope(Envelope, frozen=True):
         return self.max_tokens
 
 
-class _ResponsesEnvelope(Envelope, frozen=True):
+class StateEnvelope(Envelope, frozen=True):
+    """A request of the Responses API. This class is the envelope of those that generate nothing."""
+
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+
+
+class _ResponsesEnvelope(StateEnvelope, frozen=True):
     max_output_tokens: CompletionLimit | None = None
 
     @property
@@ -116,18 +128,20 @@ _Prompts = msgspec.defstruct(
 
 _prompts_decoder = msgspec.json.Decoder(_Prompts)
 _plain_decoder = msgspec.json.Decoder(Envelope)
+_count_decoders: dict[Dialect, msgspec.json.Decoder[Envelope]] = {
+    "openai_responses": msgspec.json.Decoder[Envelope](StateEnvelope)
+}
 _decoders: dict[Dialect, msgspec.json.Decoder[Envelope]] = {
     "openai_chat": msgspec.json.Decoder[Envelope](_ChatEnvelope),
     "openai_completions": msgspec.json.Decoder[Envelope](_CompletionsEnvelope),
     "openai_responses": msgspec.json.Decoder[Envelope](_ResponsesEnvelope),
     "anthropic_messages": msgspec.json.Decoder[Envelope](_MessagesEnvelope),
 }
-_object_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 
 def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
     """The envelope of `body` as `dialect` defines it. Raises MalformedJSON, InvalidValue or MissingModel."""
-    decoder = _decoders[dialect] if generates else _plain_decoder
+    decoder = _decoders[dialect] if generates else _count_decoders.get(dialect, _plain_decoder)
     try:
         envelope = decoder.decode(body)
     except msgspec.ValidationError as problem:
@@ -159,10 +173,3 @@ def _invalid(problem: str) -> CortexError:
         return MalformedJSON(f"The body must be a JSON object: {reason}.")
     param = path.rstrip("`").lstrip(".")
     return InvalidValue(f"{param}: {reason}.", param=param)
-
-
-def replace_model(body: bytes, model: str) -> bytes:
-    """`body` with another model name and everything else unchanged."""
-    fields = _object_decoder.decode(body)
-    fields["model"] = Raw(msgspec.json.encode(model))
-    return msgspec.json.encode(fields)

@@ -6,17 +6,23 @@ import itertools
 import os
 import re
 
+import msgspec
+
+from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy import envelope as envelopes
 from cortex.gateway.proxy.accounting import STATUS_CODE
+from cortex.gateway.proxy.activity import RequestRecord
 from cortex.gateway.proxy.envelope import Envelope
-from cortex.gateway.proxy.request import ProxyRequest
+from cortex.gateway.proxy.request import ProxyRequest, ResponseKeeper
 from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.http.server.exchange import Exchange
 from cortex.telemetry import Span
+from cortex.wire import error_encoding
 from cortex.wire.anthropic_messages import strip_billing_header
 from cortex.wire.body import check_content_type, without_lone_surrogates
-from cortex.wire.errors import CortexError, MalformedJSON, ShuttingDown
+from cortex.wire.errors import CortexError, InvalidAPIKey, MalformedJSON, ShuttingDown, shorten
 
 _JSON = b"application/json"
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -31,6 +37,19 @@ def request_id_of(given: bytes | None) -> bytes:
     return f"{_id_prefix}{next(_id_counter):06x}".encode()
 
 
+class ReceivedRequest(msgspec.Struct, frozen=True):
+    """An authenticated request whose body was read, before it is admitted."""
+
+    exchange: Exchange
+    route: Route
+    body: bytes
+    envelope: Envelope
+    key: KeySection | None
+    """None on an open gateway."""
+    id: bytes
+    span: Span
+
+
 class Inference:
     """Admits inference requests or rejects them."""
 
@@ -41,23 +60,77 @@ class Inference:
 
     def begin(self, exchange: Exchange, route: Route) -> None:
         """Take over an exchange: it gets a response in the dialect of `route` in every case."""
+        received = self.receive(exchange, route)
+        if received is not None:
+            self.serve(received)
+
+    def receive(self, exchange: Exchange, route: Route) -> ReceivedRequest | None:
+        """The request of an exchange once its key is known and its body is read; None when it was rejected."""
         request = exchange.request
         id = request_id_of(request.header(b"x-request-id"))
         span = self.services.tracer.begin(route.span_name, request.header(b"traceparent"))
+        key: KeySection | None = None
         try:
             if self.closing:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             # The key comes before the body: a client without one costs nothing and learns nothing.
-            self.services.admission.authenticate(request)
+            key = self.services.admission.authenticate(request)
             content_type = request.header(b"content-type")
-            if content_type is not None and content_type != _JSON:
-                check_content_type(content_type.decode("latin-1"))
+            if content_type != _JSON:
+                is_from_page = request.header(b"origin") is not None
+                check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             body, envelope = self._read(request.body, route)
-            admitted = self.services.admission.admit(request, envelope)
         except CortexError as error:
             self._reject(exchange, route, id, span, error)
+            if not isinstance(error, InvalidAPIKey | ShuttingDown):  # strangers must not fill the log
+                self._record(key, route, id, error, None)
+            return None
+        return ReceivedRequest(exchange, route, body, envelope, key, id, span)
+
+    def serve(self, received: ReceivedRequest, keeper: ResponseKeeper | None = None) -> None:
+        """Admit a request and send it to a node, or reject it. `keeper` gets its response."""
+        route, body, envelope = received.route, received.body, received.envelope
+        try:
+            admitted = self.services.admission.admit(received.key, len(body), envelope)
+        except CortexError as error:
+            self.reject(received, error)
         else:
-            ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span).go()
+            exchange, id, span = received.exchange, received.id, received.span
+            ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span, keeper).go()
+
+    def reject(self, received: ReceivedRequest, error: CortexError) -> None:
+        """Reject a request that was received."""
+        self._reject(received.exchange, received.route, received.id, received.span, error)
+        self._record(received.key, received.route, received.id, error, received.envelope)
+
+    def changed(self, received: ReceivedRequest, body: bytes) -> ReceivedRequest:
+        """`received` with another body. Raises the CortexError of a body that cannot be read."""
+        envelope = envelopes.read(body, received.route.dialect, generates=received.route.generates)
+        return msgspec.structs.replace(received, body=body, envelope=envelope)
+
+    def _record(
+        self, key: KeySection | None, route: Route, id: bytes, error: CortexError, envelope: Envelope | None
+    ) -> None:
+        """Record a request that was rejected before it had a model."""
+        number, wall_time = self.services.activity.stamp()
+        self.services.activity.append(
+            RequestRecord(
+                number=number,
+                id=id,
+                ended_at=wall_time,
+                key_id=key.id if key is not None else None,
+                key_name=key.name if key is not None else ANONYMOUS,
+                model=shorten(envelope.model or "") if envelope is not None else "",
+                node="",
+                dialect=route.dialect,
+                path=route.path,
+                status=error_encoding.status(error, route.family),
+                outcome="rejected",
+                error_code=error.code,
+                error_message=error.message,
+                reason="rejected before it was sent to a node",
+            )
+        )
 
     def _read(self, received: bytes, route: Route) -> tuple[bytes, Envelope]:
         """The body that a node gets, and its envelope. Raises the CortexError of a body that cannot be read."""

@@ -14,8 +14,12 @@ from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError
 
-OPEN_PATHS = (b"/", b"/health")
-"""Paths that need no key."""
+SESSION_PATH = b"/session"
+"""Where a browser signs in."""
+PAGE_FILES = b"/page/"
+"""The prefix of the page's files, which are the same for everybody."""
+OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH)
+"""Paths that need no key, beside those of `PAGE_FILES`."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 
@@ -47,7 +51,8 @@ def api_server(
 
     def admit_head(request: Request) -> int:
         is_preflight = cross_origin is not None and cross_origin.is_preflight(request)
-        if request.path not in OPEN_PATHS and not is_preflight:
+        is_open = request.path in OPEN_PATHS or request.path.startswith(PAGE_FILES)
+        if not is_open and not is_preflight:
             authenticate(request)
         is_inference = request.method == b"POST" and request.path in ROUTES
         return limits.body_bytes if is_inference else CONTROL_BODY_BYTES

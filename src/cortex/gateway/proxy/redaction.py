@@ -1,43 +1,44 @@
-"""What a client may see of an error.
+"""What a client may see of an error: with a key that is not an operator's, no nodes, files and models of others.
 
-Messages name nodes, files and models, for operators. A client with another key gets the same error without them; the
-log has the full text. On an open gateway every client counts as an operator.
+The log has the full text. On an open gateway every client counts as an operator.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from cortex.gateway.ledger.keys import KeySection, may_use
+from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
-from cortex.wire import errors
-from cortex.wire.errors import CortexError, Family
+from cortex.wire import error_encoding, errors, sse
+from cortex.wire.errors import CortexError, Family, UpstreamInterrupted
+from cortex.wire.public_errors import public
 
 log = logging.getLogger(__name__)
 
-_PUBLIC: dict[type[CortexError], str] = {
-    CortexError: "The gateway could not handle this request. Send it again, or ask the operator.",
-    errors.ModelNotFound: "There is no such model for this key; GET /v1/models lists those that it may use.",
-    errors.Overloaded: "There is no room for this request now. Send it again later.",
-    errors.Recovering: "The model is being recovered. Send the request again later.",
-    errors.InsufficientCapacity: "There is not enough memory for this model. Use another one, or ask the operator.",
-    errors.LoadFailed: "The model could not be loaded. Use another one, or ask the operator.",
-    errors.UpstreamUnavailable: "The model cannot be reached now. Send the request again later.",
-    errors.UpstreamInterrupted: "The response was interrupted. Send the request again.",
-    errors.GenerationFailed: "The response could not be generated. Send the request again, or ask the operator.",
-}
+_ERROR_FIELD = b'"error"'
+_MAX_BODY_BYTES = 1024 * 1024
+"""What is read of an error response; the reason of one is in its beginning."""
+_EVENTS = re.compile(rb".+?(?:\r?\n\r?\n|\r\r|\Z)", re.DOTALL)
+
+
+class _ErrorEvent(msgspec.Struct, frozen=True):
+    error: Any = None
 
 
 def shown_to(key: KeySection | None, error: CortexError) -> CortexError:
     """`error` as the owner of `key` may see it; None: a client of an open gateway."""
-    message = _PUBLIC.get(type(error))
-    if key is None or key.operator or message is None or _names_only_models_of(key, error):
+    if key is None or key.operator or _names_only_models_of(key, error):
         return error
-    log.info("error shown to the key %s without details: %s: %s", key.name, error.code, error.message)
-    return type(error)(message, param=error.param, retry_after_s=error.retry_after_s)
+    shown = public(error)
+    if shown is not error:
+        log.info("error shown to the key %s without details: %s: %s", key.name, error.code, error.message)
+    return shown
 
 
 def _names_only_models_of(key: KeySection, error: CortexError) -> bool:
@@ -47,9 +48,12 @@ def _names_only_models_of(key: KeySection, error: CortexError) -> bool:
 
 
 class ErrorRedaction:
-    """Rewrites an error response of a node for the owner of `key`. A translation of the relay."""
+    """Rewrites an error response of a node for the owner of `key`. A translation of the relay.
 
-    def __init__(self, key: KeySection, family: Family, read: Callable[[int, bytes], CortexError]) -> None:
+    A node that rejects the gateway's key is unavailable: the client must not think that its own key is wrong.
+    """
+
+    def __init__(self, key: KeySection | None, family: Family, read: Callable[[int, bytes], CortexError]) -> None:
         """`read` makes an error of a node's status and body."""
         self._key = key
         self._family = family
@@ -59,17 +63,65 @@ class ErrorRedaction:
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         self._status = status
+        if status == errors.InvalidAPIKey.status:
+            return error_encoding.status(self._read(status, b""), self._family), headers
         return status, headers
 
     def push(self, data: bytes) -> bytes:
-        self._body += data
+        self._body += data[: _MAX_BODY_BYTES + 1 - len(self._body)]
         return b""
 
     def finish(self) -> bytes:
         body = bytes(self._body)
         error = self._read(self._status, body)
         shown = shown_to(self._key, error)
-        return body if shown is error else msgspec.json.encode(errors.envelope(shown, self._family))
+        is_whole = len(body) <= _MAX_BODY_BYTES
+        is_unchanged = is_whole and shown is error and self._status != errors.InvalidAPIKey.status
+        return body if is_unchanged else msgspec.json.encode(error_encoding.envelope(shown, self._family))
+
+
+class StreamRedaction:
+    """Rewrites error events inside the stream of a foreign server for the owner of `key`. A translation of the relay.
+
+    Neurons do this themselves, so that their streams are relayed unread.
+    """
+
+    def __init__(self, key: KeySection, encode: Callable[[CortexError], bytes]) -> None:
+        """`encode` makes an error event in the dialect of the stream."""
+        self._key = key
+        self._encode = encode
+        self._boundary = EventBoundary()
+
+    def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
+        return status, headers
+
+    def push(self, data: bytes) -> bytes:
+        return self._redacted(self._boundary.push(data))
+
+    def finish(self) -> bytes:
+        return self._redacted(self._boundary.flush())
+
+    def _redacted(self, events: bytes) -> bytes:
+        if _ERROR_FIELD not in events:  # generated text cannot have it: its quotes are escaped
+            return events
+        return b"".join(self._redacted_event(event) for event in _EVENTS.findall(events))
+
+    def _redacted_event(self, event: bytes) -> bytes:
+        frames = sse.Parser().feed(event) if _ERROR_FIELD in event else []
+        for frame in frames:
+            try:
+                error = msgspec.json.decode(frame.data, type=_ErrorEvent).error
+            except msgspec.MsgspecError:
+                return event
+            if error is not None:
+                found = UpstreamInterrupted(f"The node reported: {error}")
+                return self._encode(shown_to(self._key, found))
+        return event
+
+
+def hides_details(key: KeySection | None) -> bool:
+    """Whether the owner of `key` must not see what errors tell operators."""
+    return key is not None and not key.operator
 
 
 def hides_errors_of(key: KeySection | None, status: int) -> bool:
@@ -77,4 +129,4 @@ def hides_errors_of(key: KeySection | None, status: int) -> bool:
 
     Other errors are about the request itself.
     """
-    return key is not None and not key.operator and (status == 404 or status >= 500)
+    return hides_details(key) and (status == 404 or status >= 500)

@@ -6,85 +6,155 @@ while the response is relayed. Its `RequestAccounting` records the result.
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field
-from functools import lru_cache
+import asyncio
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
 
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
-from cortex.gateway.dispatch.node_client import error_from
-from cortex.gateway.proxy import envelope as envelopes
+from cortex.gateway.dispatch.node_client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy.accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.envelope import Envelope
-from cortex.gateway.proxy.redaction import ErrorRedaction, hides_errors_of, shown_to
+from cortex.gateway.proxy.redaction import (
+    ErrorRedaction,
+    StreamRedaction,
+    hides_details,
+    hides_errors_of,
+    shown_to,
+)
 from cortex.gateway.proxy.routes import CHAT, Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation, foreign_error
 from cortex.gateway.proxy.usage import reported_usage
-from cortex.http.relay import Keepalive, Outcome, Relay
+from cortex.http.observer import Keepalive, ObservedRelay, Outcome
+from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
-from cortex.http.upstream.faults import UpstreamFault
-from cortex.telemetry import Span
-from cortex.wire import failure_report, openai_chat, usage_report
+from cortex.http.upstream.faults import NotAdmitted, UpstreamFault
+from cortex.parsing.parser import LARGE_BYTES
+from cortex.tasks import run_once
+from cortex.telemetry import UNTRACED, Span
+from cortex.wire import errors, failure_report, openai_chat, usage_report
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.headers import NODE, PRINCIPAL
+from cortex.wire.headers import ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
+from cortex.wire.openai_responses import kept
+from cortex.wire.openai_responses.kept import KeptResponse
+from cortex.wire.raw_fields import replace_model
+from cortex.wire.requests import GenerateRequest
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
 _NODE_HEADER = NODE.encode()
+_NO_DETAILS_HEADER = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
 _USAGE_HEADER = usage_report.HEADER.encode()
+_KEPT_HEADER = kept.HEADER.encode()
 
+_LARGE_RELAYED_BYTES = 1 << 20
+"""Larger bodies are not edited on the loop. Splitting one into its fields takes little, unless it has millions."""
 MAX_ATTEMPTS = 3
 """How often one request may be sent before it is rejected."""
 
 
-@dataclass(slots=True, eq=False)
+class ResponseKeeper(Protocol):
+    """Keeps the response to a request, for later requests that refer to it."""
+
+    @property
+    def kept(self) -> KeptResponse | None:
+        """What the request to the node says about the stored response; None when the response is not stored."""
+
+    @property
+    def headers(self) -> Headers:
+        """Headers for the client."""
+
+    @property
+    def capture(self) -> Callable[[bytes], None] | None:
+        """Gets what the client gets; see `Relay`."""
+
+    def ended(self, status: int, outcome: Outcome) -> None:
+        """The response has ended; called once, last."""
+
+
 class ProxyRequest:
     """One admitted request. Ends exactly once, in `on_done`."""
 
-    services: Services
-    exchange: InitVar[Exchange]
-    route: Route
-    received: bytes
-    envelope: Envelope
-    admitted: AdmittedRequest
-    id: bytes
-    span: Span
-    _accounting: RequestAccounting = field(init=False)
-    _relay: Relay | None = field(init=False)
-    """Cleared in `on_done`: request and relay refer to each other, and the cycle would outlive them."""
-    _attempt: Span | None = field(init=False, default=None)
-    _body: bytes | None = field(init=False, default=None)
-    _lease: Lease | None = field(init=False, default=None)
-    _pending: PendingRequest | None = field(init=False, default=None)
-    _excluded: frozenset[str] = field(init=False, default=NO_NODES)
-    _translation: ChatTranslation | None = field(init=False, default=None)
-    _usage_header: bytes | None = field(init=False, default=None)
+    __slots__ = (
+        "_accounting",
+        "_attempt",
+        "_body",
+        "_excluded",
+        "_lease",
+        "_pending",
+        "_relay",
+        "_rewriting",
+        "_translated_request",
+        "_translation",
+        "_usage_header",
+        "admitted",
+        "envelope",
+        "id",
+        "keeper",
+        "received",
+        "route",
+        "services",
+        "span",
+    )
 
-    def __post_init__(self, exchange: Exchange) -> None:
-        services, route = self.services, self.route
-        is_stream = bool(self.envelope.stream) and route.generates
-        self._accounting = RequestAccounting(
-            services, route, self.admitted, self.id, self.span, num_request_bytes=len(self.received), stream=is_stream
-        )
-        relay = Relay(
-            exchange,
-            self,
-            services.ticker,
-            keepalive=Keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None,
-            extra_headers=route.id_headers(self.id),
-        )
-        self._relay = None if relay.closed else relay
+    def __init__(
+        self,
+        services: Services,
+        exchange: Exchange,
+        route: Route,
+        received: bytes,
+        envelope: Envelope,
+        admitted: AdmittedRequest,
+        id: bytes,
+        span: Span,
+        keeper: ResponseKeeper | None = None,
+    ) -> None:
+        self.services = services
+        self.route = route
+        self.received = received
+        self.envelope = envelope
+        self.admitted = admitted
+        self.id = id
+        self.span = span
+        self.keeper = keeper
+        self._attempt: Span | None = None
+        self._body: bytes | None = None
+        self._lease: Lease | None = None
+        self._pending: PendingRequest | None = None
+        self._excluded = NO_NODES
+        self._translation: ChatTranslation | None = None
+        self._translated_request: tuple[GenerateRequest, bytes] | None = None
+        self._rewriting: asyncio.Task[None] | None = None
+        """Work on a large body in another process, before it is sent."""
+        self._usage_header: bytes | None = None
+        is_stream = route.generates and bool(envelope.stream)
+        now = services.clock()
+        self._accounting = RequestAccounting(services, route, admitted, id, span, len(received), is_stream, now)
+        keepalive = _keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None
+        headers, capture = route.id_headers(id), None
+        if keeper is not None:
+            headers, capture = (*headers, *keeper.headers), keeper.capture
+        relay = Relay(exchange, self, services.ticker, keepalive, headers, capture)
+        self._relay: Relay | None = None if relay.closed else relay
+        """Cleared in `on_done`: request and relay refer to each other, and the cycle would outlive them."""
 
     def go(self) -> None:
         """Get a lease for a node, or wait for one."""
         if self._relay is None:
             return
+        if self.route.generates:
+            lease = self.services.dispatcher.lease_now(self.admitted.model, self.envelope.prompt_bytes, self._excluded)
+            if lease is not None:
+                self._deliver(lease)
+                return
         pending = self._pending = PendingRequest(
             self.admitted.model,
-            self.envelope.leading_bytes,
+            self.envelope.prompt_bytes,
             self._deliver,
             self.services.clock(),
             origin=self.admitted.origin,
@@ -92,7 +162,7 @@ class ProxyRequest:
             excluded=self._excluded,
         )
         try:
-            self.services.dispatcher.ask(pending)
+            self.services.dispatcher.request_lease(pending)
         except CortexError as error:
             self._deliver(error)
 
@@ -113,7 +183,13 @@ class ProxyRequest:
         services = self.services
         node = services.nodes[lease.node]
         if self.route.dialect in lease.dialects or not self.route.generates:
+            if len(self.received) >= _LARGE_RELAYED_BYTES and self._is_renamed and self._body is None:
+                self._rewriting = run_once(self._rename_elsewhere(lease), "rename the model of a large request")
+                return
             target, body, self._translation = self.route.path, self._relayed_body(), None
+        elif self._translated_request is None and len(self.received) >= LARGE_BYTES:
+            self._rewriting = run_once(self._translate_elsewhere(lease), "translate a large request")
+            return
         else:
             target, body, self._translation = CHAT.path, *self._translated()
         headers: Headers = (
@@ -123,48 +199,76 @@ class ProxyRequest:
             (b"x-request-id", self.id),
             (_PRINCIPAL_HEADER, _header_value(self.admitted.reservation.principal)),
         )
+        if self.keeper is not None and self.keeper.kept is not None:
+            headers = (*headers, (_KEPT_HEADER, self.keeper.kept.header_value.encode()))
+        if hides_details(self.admitted.key):
+            headers = (*headers, _NO_DETAILS_HEADER)
         self._attempt = self.span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
             headers = (*headers, (b"traceparent", traceparent))
         self._accounting.sent(lease)
-        self._relay.send(
-            node.pool,
-            b"POST",
-            target,
-            headers,
-            body,
-            translation=self._translation,
-            response_headers=((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else (),
-            silence_s=services.config.idle_timeout_s,
-        )
+        node_header = ((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else ()
+        silence_s = services.config.idle_timeout_s
+        self._relay.send(node.pool, b"POST", target, headers, body, self._translation, node_header, silence_s)
+
+    @property
+    def _is_renamed(self) -> bool:
+        """Whether the client named the model by an alias."""
+        return self.envelope.model != self.admitted.model
 
     def _relayed_body(self) -> bytes:
         """The client's body, with the model's name in place of an alias."""
         if self._body is None:
             self._body = self.received
-            if self.envelope.model != self.admitted.model:
-                self._body = envelopes.replace_model(self.received, self.admitted.model)
+            if self._is_renamed:
+                self._body = replace_model(self.received, self.admitted.model)
         return self._body
 
     def _translated(self) -> tuple[bytes, ChatTranslation]:
         """The request in OpenAI chat, and the translation of the response. Raises CortexError on an invalid body."""
-        request = self.route.codec.parse(self._relayed_body())
+        if self._translated_request is None:
+            request = self.route.codec.parse(self.received)
+            body = openai_chat.build(msgspec.structs.replace(request, model=self.admitted.model))
+        else:
+            request, body = self._translated_request
         response_id = self.route.codec.ID_PREFIX + self.id.decode().removeprefix("req_")
+        if self.keeper is not None and self.keeper.kept is not None:
+            request, response_id = self.keeper.kept.described(request), self.keeper.kept.id
         name = self.envelope.model or request.model
-        body = openai_chat.build(msgspec.structs.replace(request, model=self.admitted.model))
-        return body, ChatTranslation(self.route, request, id=response_id, model=name)
+        show = partial(shown_to, self.admitted.key)
+        return body, ChatTranslation(self.route, request, id=response_id, model=name, show=show)
+
+    async def _translate_elsewhere(self, lease: Lease) -> None:
+        """Translates a request that would block the loop, in another process, and sends it."""
+        try:
+            parser = self.services.parser
+            assert self.route.dialect is not None, "routes that generate have a dialect"
+            self._translated_request = await parser.translate(self.route.dialect, self.received, self.admitted.model)
+            self._rewriting = None
+            self._send(lease)
+        except CortexError as error:
+            self._reject(error)
+
+    async def _rename_elsewhere(self, lease: Lease) -> None:
+        """Puts the model's name in place of an alias, in another process, and sends the request."""
+        try:
+            self._body = await self.services.parser.rename(self.received, self.admitted.model)
+            self._rewriting = None
+            self._send(lease)
+        except CortexError as error:
+            self._reject(error)
 
     def _release(self, fault: str | None = None) -> None:
         """Return the lease; `fault` is why the node did not complete the request."""
         attempt, self._attempt = self._attempt, None
-        if attempt is not None:
+        if attempt is not None and attempt is not UNTRACED:
             attempt.end({STATUS_CODE: self._accounting.status} if self._accounting.status else {}, error=fault)
         lease, self._lease = self._lease, None
         if lease is not None:
             self.services.dispatcher.release(lease)
 
     def _reject(self, error: CortexError) -> None:
-        self._accounting.error_code = error.code
+        self._accounting.failed_with(error)
         error = shown_to(self.admitted.key, error)
         response = error_response(error, self.route.family)
         self._accounting.status = response.status
@@ -173,21 +277,30 @@ class ProxyRequest:
 
     # --- the relay's callbacks
 
-    def on_head(self, relay: Relay, status: int, headers: Headers) -> bool:
+    def on_head(self, relay: ObservedRelay, status: int, headers: Headers) -> bool:
         """Try another node when this one cannot serve the request now and another may."""
         self._accounting.status = status
-        self._usage_header = next((value for name, value in headers if name == _USAGE_HEADER), None)
+        self._usage_header = None
+        for name, value in headers:
+            if name == _USAGE_HEADER:
+                self._usage_header = value
+                break
         lease = self._lease
         if status < 400 or lease is None:
+            self._hide_details_of_foreign_streams(relay)
             return True
+        if status in NOT_ADMITTED and lease.has_lifecycle:
+            # The client's key was checked here. This is about the gateway's own key for the node.
+            self.on_fault(relay, NotAdmitted(f"status {status}: the node does not admit this gateway, check key_env"))
+            return False
         key = self.admitted.key
-        if key is not None and hides_errors_of(key, status):
+        if status == errors.InvalidAPIKey.status or hides_errors_of(key, status):
             relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
         if not self.route.generates or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
         if status == 404 and lease.has_lifecycle:
             # The model was there at the last poll and has been unloaded since. Its node will load it again.
-            self.services.dispatcher.gone(lease)
+            self.services.dispatcher.model_not_found(lease)
             self._excluded = NO_NODES
         elif status in (503, 529) and lease.has_alternatives:
             self._excluded |= {lease.node}
@@ -198,14 +311,21 @@ class ProxyRequest:
         self.go()
         return False
 
-    def on_first_data(self, relay: Relay) -> None:  # noqa: ARG002
+    def _hide_details_of_foreign_streams(self, relay: ObservedRelay) -> None:
+        key, lease = self.admitted.key, self._lease
+        if key is None or key.operator or lease is None or lease.has_lifecycle:
+            return
+        if self._accounting.stream and self._translation is None:
+            relay.translate(StreamRedaction(key, self.route.codec.stream_error))
+
+    def on_first_data(self, relay: ObservedRelay) -> None:  # noqa: ARG002
         self._accounting.first_data_at = self.services.clock()
 
-    def on_fault(self, relay: Relay, fault: UpstreamFault) -> None:  # noqa: ARG002
+    def on_fault(self, relay: ObservedRelay, fault: UpstreamFault) -> None:  # noqa: ARG002
         """The client has nothing yet: try another node, or this one again once it is back."""
         assert self._lease is not None
         node = self._lease.node
-        self.services.dispatcher.suspect(node, str(fault))
+        self.services.dispatcher.request_failed(node, str(fault))
         self._accounting.failed_at(self._lease)
         self._release(str(fault))
         if self._accounting.num_attempts >= MAX_ATTEMPTS or not self.route.generates:
@@ -214,44 +334,55 @@ class ProxyRequest:
         self._excluded |= {node}
         self.go()
 
-    def late_response(self, relay: Relay, status: int, body: bytes) -> bytes:  # noqa: ARG002
+    def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         """Report an error that came after the first keepalive inside the stream."""
         error = self._error_of_node(status, body)
-        self._accounting.error_code = error.code
+        self._accounting.failed_with(error)
         return self.route.codec.stream_error(shown_to(self.admitted.key, error))
 
     def _error_of_node(self, status: int, body: bytes) -> CortexError:
         node = self._lease.node if self._lease else ""
         return foreign_error(status, body) if self._translation else error_from(node, status, body)
 
-    def interruption(self, relay: Relay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
+    def interruption(self, relay: ObservedRelay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
         """The node failed after its first byte."""
         node = self._lease.node if self._lease else ""
         if self._lease is not None:
-            self.services.dispatcher.suspect(node, str(fault))
+            self.services.dispatcher.request_failed(node, str(fault))
         error = UpstreamInterrupted(
             f"Node {node} failed in the middle of its response: {fault}. Send the request again."
         )
-        self._accounting.error_code = error.code
+        self._accounting.failed_with(error)
         return self.route.codec.stream_error(shown_to(self.admitted.key, error))
 
-    def on_done(self, relay: Relay, outcome: Outcome) -> None:
+    def on_done(self, relay: ObservedRelay, outcome: Outcome) -> None:
         """Return the lease and account for the request."""
         self._relay = None
         if self._pending is not None:
             self.services.dispatcher.cancel(self._pending)
             self._pending = None
+        if self._rewriting is not None:
+            self._rewriting.cancel()
         lease = self._lease
         tail = relay.tail
+        end_of_body = bytes(tail)
         if self._accounting.stream and self._accounting.error_code is None and self._accounting.status < 400:
-            self._accounting.error_code = failure_report.from_stream(bytes(tail))
+            self._accounting.error_code = failure_report.from_stream(end_of_body)
         self._release(self._accounting.error_code)
         if self._translation is not None:
             usage = self._translation.usage
         else:
             is_foreign = lease is not None and not lease.has_lifecycle
-            usage = reported_usage(self._usage_header, bytes(tail), is_foreign=is_foreign)
+            usage = reported_usage(self._usage_header, end_of_body, is_foreign)
+        if self.services.activity.captures:
+            is_stream = self._accounting.stream
+            self._accounting.capture = self.services.activity.capture(self.received, end_of_body, is_stream=is_stream)
         self._accounting.close(lease, outcome, usage, tail.num_bytes)
+        if self.keeper is not None:
+            self.keeper.ended(self._accounting.status, outcome)
+
+
+_keepalive = lru_cache(maxsize=16)(Keepalive)
 
 
 @lru_cache(maxsize=4096)

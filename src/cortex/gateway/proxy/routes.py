@@ -9,7 +9,7 @@ import msgspec
 from cortex.gateway.dispatch.leases import Need
 from cortex.http.request import Headers
 from cortex.http.server.server import Response
-from cortex.wire import errors
+from cortex.wire import error_encoding
 from cortex.wire.dialects import DIALECTS, Dialect, family
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.headers import ANTHROPIC_REQUEST_ID
@@ -25,12 +25,21 @@ class Route:
 
     path: bytes
     dialect: DialectName
-    need: Need = "answer"
-    """What it needs of a node. Only a response ("answer") may be streamed and may wait for a load."""
+    need: Need = "response"
+    """What it needs of a node."""
+    # What every request reads is computed once.
+    generates: bool = field(init=False)
+    """Whether it needs a generated response. Only that may be streamed and may wait for a load."""
+    codec: Dialect = field(init=False)
+    family: Family = field(init=False)
     span_name: str = field(init=False)
     """The span name of its requests."""
 
     def __post_init__(self) -> None:
+        codec = DIALECTS[self.dialect]
+        object.__setattr__(self, "generates", self.need == "response")
+        object.__setattr__(self, "codec", codec)
+        object.__setattr__(self, "family", codec.FAMILY)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
     def id_headers(self, request_id: bytes) -> Headers:
@@ -38,28 +47,17 @@ class Route:
         ours = (b"x-request-id", request_id)
         return ((_ANTHROPIC_ID, request_id), ours) if self.family is Family.ANTHROPIC else (ours,)
 
-    @property
-    def generates(self) -> bool:
-        return self.need == "answer"
-
-    @property
-    def codec(self) -> Dialect:
-        return DIALECTS[self.dialect]
-
-    @property
-    def family(self) -> Family:
-        return self.codec.FAMILY
-
 
 CHAT = Route(b"/v1/chat/completions", "openai_chat")
 COMPLETIONS = Route(b"/v1/completions", "openai_completions")
 RESPONSES = Route(b"/v1/responses", "openai_responses")
 MESSAGES = Route(b"/v1/messages", "anthropic_messages")
 COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
+INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="count")
 EMBEDDINGS = Route(b"/v1/embeddings", "openai_chat", need="embeddings")
 
 ROUTES: dict[bytes, Route] = {
-    route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, EMBEDDINGS)
+    route.path: route for route in (CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, EMBEDDINGS)
 }
 
 
@@ -80,6 +78,6 @@ def json_response(value: object, status: int = 200) -> Response:
 
 def error_response(error: CortexError, family: Family) -> Response:
     """The response for `error`, in the format of `family`."""
-    extra = tuple((name.encode(), value.encode()) for name, value in errors.headers(error).items())
-    body = msgspec.json.encode(errors.envelope(error, family))
-    return Response(errors.status(error, family), (*JSON_HEADERS, *extra), body)
+    extra = tuple((name.encode(), value.encode()) for name, value in error_encoding.headers(error).items())
+    body = msgspec.json.encode(error_encoding.envelope(error, family))
+    return Response(error_encoding.status(error, family), (*JSON_HEADERS, *extra), body)

@@ -9,9 +9,11 @@ from cortex.gateway.config import GatewaySection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.node_client import NodeClient
 from cortex.gateway.metrics import Metrics
+from cortex.gateway.proxy.activity import ActivityLog
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
 from cortex.http.ticker import Ticker
+from cortex.parsing.parser import BodyParser
 from cortex.telemetry import Tracer
 
 
@@ -27,4 +29,6 @@ class Services:
     tracer: Tracer
     ticker: Ticker
     disconnected_usage: DisconnectedUsage
+    activity: ActivityLog
+    parser: BodyParser
     clock: Callable[[], float]

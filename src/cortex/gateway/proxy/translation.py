@@ -6,6 +6,7 @@ The node's response is decoded into our events, which are encoded in the client'
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,10 +14,10 @@ from cortex.gateway.dispatch.node_client import error_message
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse
-from cortex.wire import errors, openai_chat, sse
+from cortex.wire import error_encoding, errors, openai_chat, sse
 from cortex.wire import headers as our_headers
 from cortex.wire.errors import CortexError
-from cortex.wire.events import AnyEvent, Finish, Usage
+from cortex.wire.events import AnyEvent, Failure, Finish, Usage
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
@@ -40,7 +41,17 @@ def foreign_error(status: int, body: bytes) -> CortexError:
 class ChatTranslation:
     """Translates one response of a chat-only node for a client of `route`. Each attempt needs a new one."""
 
-    def __init__(self, route: Route, request: GenerateRequest, *, id: str, model: str) -> None:
+    def __init__(
+        self,
+        route: Route,
+        request: GenerateRequest,
+        *,
+        id: str,
+        model: str,
+        show: Callable[[CortexError], CortexError] = lambda error: error,
+    ) -> None:
+        """`show` makes what the client may see of an error inside a stream."""
+        self._show = show
         self._route = route
         self._request = request
         self._id = id
@@ -63,10 +74,9 @@ class ChatTranslation:
         del headers  # a foreign server's headers describe its own dialect
         self._status = status
         if status >= 400:
-            return errors.status(foreign_error(status, b""), self._route.family), _JSON
-        extra: Headers = ()
-        if dropped := self._request.dropped_tools:
-            extra = ((our_headers.DROPPED_TOOLS.encode(), our_headers.listed(dropped).encode()),)
+            return error_encoding.status(foreign_error(status, b""), self._route.family), _JSON
+        notes = our_headers.notes(self._request)
+        extra = tuple((name.encode(), value.encode()) for name, value in notes.items())
         if self._request.stream:
             self._decoder = openai_chat.ResponseDecoder()
             return 200, (*_EVENT_STREAM, *extra)
@@ -86,7 +96,7 @@ class ChatTranslation:
         """The end of the response. Raises `MalformedResponse` when the node's was not complete."""
         if self._status >= 400:
             error = foreign_error(self._status, bytes(self._body))
-            return msgspec.json.encode(errors.envelope(error, self._route.family))
+            return msgspec.json.encode(error_encoding.envelope(error, self._route.family))
         try:
             if self._decoder is not None:
                 return self._encode(self._decoder.finish())
@@ -98,7 +108,13 @@ class ChatTranslation:
 
     def _encode(self, events: list[AnyEvent]) -> bytes:
         self._collect_finishes(events)
-        return b"".join(map(self._encoder.encode, events))
+        return b"".join(self._encoder.encode(self._shown(event)) for event in events)
+
+    def _shown(self, event: AnyEvent) -> AnyEvent:
+        if not isinstance(event, Failure):
+            return event
+        error = self._show(errors.from_code(event.code, event.message))
+        return Failure(code=event.code, message=error.message)
 
     def _collect_finishes(self, events: list[AnyEvent]) -> None:
         self._finishes += [event for event in events if isinstance(event, Finish)]

@@ -14,7 +14,7 @@ from cortex.wire.events import MAX_TOKENS, Tokens, Usage
 _USAGE_KEY = b'"usage":'
 
 
-def reported_usage(header: bytes | None, tail: bytes, *, is_foreign: bool) -> Usage | None:
+def reported_usage(header: bytes | None, tail: bytes, is_foreign: bool) -> Usage | None:
     """The usage that a response reports; None when it reports none, or none that can be true.
 
     `header` is the response's `usage_report.HEADER`, `tail` the end of its body.

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol, cast
 
 from cortex.http.head import date_line, encode_head, status_line
 from cortex.http.limits import Buffered, ClientLimits
-from cortex.http.request import Headers, loggable
+from cortex.http.request import Headers, Request, loggable
 from cortex.http.server.exchange import Exchange
-from cortex.http.server.parser import AdmitHead, ParsedRequest, RequestParser
+from cortex.http.server.parser import AdmitHead, RequestParser
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError, RequestTimeout
 
@@ -46,6 +46,18 @@ ResponseHeaders = Callable[[Headers], Headers]
 """Headers for every response, made from those of the request (empty if unknown). They replace others of their names."""
 
 
+class CountedConnection(Protocol):
+    """A connection as its server sees it."""
+
+    client: str
+
+    def retire(self) -> None:
+        """Take no further request: close now if idle, else after the running exchange."""
+
+    def abort(self) -> None:
+        """Close at once."""
+
+
 class ServerContext(Protocol):
     """What a connection needs of its server."""
 
@@ -58,10 +70,10 @@ class ServerContext(Protocol):
     buffered: Buffered
     num_exchanges: int
 
-    def enter(self, connection: ClientConnection) -> CortexError | None:
+    def enter(self, connection: CountedConnection) -> CortexError | None:
         """Count a new connection, or return why it is rejected and not counted."""
 
-    def leave(self, connection: ClientConnection) -> None:
+    def leave(self, connection: CountedConnection) -> None:
         """Stop counting the connection, if it was counted."""
 
 
@@ -160,15 +172,16 @@ class ClientConnection(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> None:
         parser = self._parser
-        now = self._loop.time()
-        if not parser.in_message:
-            head_deadline = now + self._limits.head_s
-            if head_deadline < self._deadline:  # later bytes do not postpone it
-                self._deadline = head_deadline
+        was_in_message = parser.in_message
         if rest := parser.feed(data):
             self._set_backlog(rest)
+        if parser.ready:
+            return  # it is served at once, without a deadline
+        now = self._loop.time()
+        limits = self._limits
+        if not was_in_message:
+            self._deadline = min(self._deadline, now + limits.head_s)  # later bytes do not postpone it
         if parser.in_message and not parser.in_head:
-            limits = self._limits
             self._body_began_at = min(self._body_began_at, now)
             slowest_s = limits.body_s + parser.num_body_bytes / limits.body_bytes_per_s
             self._deadline = min(now + limits.body_s, self._body_began_at + slowest_s)
@@ -190,25 +203,26 @@ class ClientConnection(asyncio.Protocol):
             parser.owes_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _serve(self, parsed: ParsedRequest) -> None:
+    def _serve(self, request: Request) -> None:
         self._deadline = self._body_began_at = _NEVER
-        request = parsed.request
-        exchange = Exchange(request, self, keep_alive=parsed.keep_alive and not self._retiring, http_10=parsed.http_10)
-        if self._server.response_headers is not None:
-            exchange.added_headers = self._server.response_headers(request.headers)
-        self._exchange = exchange
-        self._server.num_exchanges += 1
+        exchange = self._exchange = Exchange(request, self)
+        if self._retiring:
+            exchange.disable_keep_alive()
+        server = self._server
+        if server.response_headers is not None:
+            exchange.added_headers = server.response_headers(request.headers)
+        server.num_exchanges += 1
         try:
-            self._server.handler(exchange)
+            server.handler(exchange)
         except Exception:  # a bug in a handler must not leave its client waiting
             log.exception("handler failed for %s %s", loggable(request.method), loggable(request.path))
             if exchange.started:
                 exchange.abort()
             else:
                 error = CortexError("the gateway failed on this request; see its log for the details")
-                exchange.respond(*self._server.reject(error, request.path))
+                exchange.respond(*server.reject(error, request.path))
 
-    def exchange_ended(self, *, keep_alive: bool) -> None:
+    def exchange_ended(self, keep_alive: bool) -> None:
         """The response is complete: serve the next request, or close once everything is sent."""
         exchange = self._exchange
         assert exchange is not None  # only a running exchange calls this
@@ -236,6 +250,10 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.disable_keep_alive()
         elif not self._parser.ready and not self._closing:
             self._close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self.transport.abort()
 
     def _close(self) -> None:
         """Close when everything written has been sent, or when the client has read nothing for `stall_s`."""

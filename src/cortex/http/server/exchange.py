@@ -32,8 +32,21 @@ class ExchangeConnection(Protocol):
     def transport(self) -> asyncio.WriteTransport:
         """The transport to the client."""
 
-    def exchange_ended(self, *, keep_alive: bool) -> None:
+    def exchange_ended(self, keep_alive: bool) -> None:
         """The response is complete: serve the next request, or close once everything is sent."""
+
+
+class ExchangeListener(Protocol):
+    """What an exchange reports while its response is not complete."""
+
+    def on_client_full(self) -> None:
+        """The client's buffer is full: write no more for now."""
+
+    def on_client_ready(self) -> None:
+        """The client's buffer has room again."""
+
+    def on_client_disconnected(self) -> None:
+        """The client disconnected; called once, within one turn of the event loop."""
 
 
 class Exchange:
@@ -48,12 +61,10 @@ class Exchange:
     __slots__ = (
         "_body",
         "_connection",
-        "_http_10",
         "_keep_alive",
+        "_listener",
         "_num_bytes_due",
         "_on_disconnect",
-        "_on_pause",
-        "_on_resume",
         "added_headers",
         "closed",
         "disconnected",
@@ -62,7 +73,7 @@ class Exchange:
         "started",
     )
 
-    def __init__(self, request: Request, connection: ExchangeConnection, *, keep_alive: bool, http_10: bool) -> None:
+    def __init__(self, request: Request, connection: ExchangeConnection) -> None:
         self.request = request
         self.added_headers: Headers = ()
         """Added to the response, in place of headers of the same names."""
@@ -75,20 +86,18 @@ class Exchange:
         self.paused = False
         """The client reads more slowly than we write: write no more until `resume` is called."""
         self._connection = connection
-        self._keep_alive = keep_alive
-        self._http_10 = http_10
+        self._keep_alive = request.keeps_alive
         self._body = _NONE
         self._num_bytes_due = 0
         self._on_disconnect: Callable[[], None] | None = None
-        self._on_pause: Callable[[], None] | None = None
-        self._on_resume: Callable[[], None] | None = None
+        self._listener: ExchangeListener | None = None
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole response with its Content-Length. For HEAD the body is counted but not sent."""
-        self.start(status, headers, len(body), first=body)
+        self.start(status, headers, len(body), body)
         self.finish()
 
-    def start(self, status: int, headers: Headers, content_length: int | None = None, *, first: bytes = b"") -> None:
+    def start(self, status: int, headers: Headers, content_length: int | None = None, first: bytes = b"") -> None:
         """Begin a response of a known length, or (None) one whose end is marked by chunking or by closing.
 
         `first` is written together with the head, in one packet.
@@ -101,7 +110,7 @@ class Exchange:
         keep_alive = self._keep_alive and body is not _CLOSE
         if not keep_alive:
             framing += b"connection: close\r\n"
-        elif self._http_10:
+        elif self.request.is_http_10:
             framing += b"connection: keep-alive\r\n"
         if self.added_headers:
             added = {name for name, _ in self.added_headers}
@@ -121,12 +130,12 @@ class Exchange:
             return _NONE, b"content-length: %d\r\n" % content_length
         if content_length is not None:
             return _LENGTH, b"content-length: %d\r\n" % content_length
-        if self._http_10:
+        if self.request.is_http_10:
             return _CLOSE, b""
         return _CHUNKED, b"transfer-encoding: chunked\r\n"
 
     def write(self, data: bytes) -> None:
-        """Send a part of the body. Never blocks; `paused` and `on_flow` report whether the client keeps up."""
+        """Send a part of the body. Never blocks; `paused` and a listener report whether the client keeps up."""
         if self.closed or not data:
             return
         if not self.started:
@@ -153,7 +162,7 @@ class Exchange:
                 raise RuntimeError("more bytes were written than the response's Content-Length announced")
         return data if body is not _NONE else b""
 
-    def finish(self, *, keep_alive: bool = True) -> None:
+    def finish(self, keep_alive: bool = True) -> None:
         """End the response. The connection then serves the next request, unless `keep_alive` is False or a side asked
         to close.
 
@@ -169,7 +178,7 @@ class Exchange:
             self.abort()
             return
         self._end()
-        self._connection.exchange_ended(keep_alive=keep_alive and self._keep_alive)
+        self._connection.exchange_ended(keep_alive and self._keep_alive)
 
     def abort(self) -> None:
         """Close the connection at once, so that the client sees a broken response, not a short one."""
@@ -187,10 +196,14 @@ class Exchange:
         if self.disconnected:
             callback()
 
-    def on_flow(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        """Call `pause` when the client's buffer is full and `resume` when it has room again."""
-        self._on_pause = pause
-        self._on_resume = resume
+    def listen(self, listener: ExchangeListener) -> None:
+        """Report to `listener` what the client does, until the response ends.
+
+        A later listener replaces an earlier one. It is called immediately when the client has already disconnected.
+        """
+        self._listener = listener
+        if self.disconnected:
+            listener.on_client_disconnected()
 
     def disable_keep_alive(self) -> None:
         """For the connection: it serves no further request after this one."""
@@ -199,24 +212,26 @@ class Exchange:
     def client_disconnected(self) -> None:
         """For the connection: the client has disconnected."""
         if not self.closed:
-            callback = self._on_disconnect
+            callback, listener = self._on_disconnect, self._listener
             self._end()
             self.disconnected = True
             if callback is not None:
                 callback()
+            if listener is not None:
+                listener.on_client_disconnected()
 
     def client_full(self) -> None:
         """For the connection: the client's buffer is full."""
         self.paused = True
-        if self._on_pause is not None:
-            self._on_pause()
+        if self._listener is not None:
+            self._listener.on_client_full()
 
     def client_ready(self) -> None:
         """For the connection: the client's buffer has room again."""
         self.paused = False
-        if self._on_resume is not None:
-            self._on_resume()
+        if self._listener is not None:
+            self._listener.on_client_ready()
 
     def _end(self) -> None:
         self.closed = True
-        self._on_disconnect = self._on_pause = self._on_resume = None
+        self._on_disconnect = self._listener = None

@@ -19,7 +19,7 @@ def check_head(
     """Why a request that the parser accepted is rejected, or None; whether the client waits for `100 Continue`; and the
     announced Content-Length, 0 without one."""
     num_hosts = 0
-    content_length: int | None = None
+    content_length = 0
     transfer_encoding: bytes | None = None
     expect: bytes | None = None
     for name, value in headers:
@@ -32,12 +32,15 @@ def check_head(
                 transfer_encoding = value
             else:
                 expect = value
-    rejection = _rejection(method, version, num_hosts, transfer_encoding, expect)
+    is_plain = version == "1.1" and num_hosts == 1 and transfer_encoding is None and expect is None
+    rejection = (
+        None if is_plain and method != b"CONNECT" else _rejection(method, version, num_hosts, transfer_encoding, expect)
+    )
     if rejection is None and len(headers) > limits.num_headers:
         rejection = HeadersTooLarge(f"{len(headers)} headers; at most {limits.num_headers} are accepted")
-    if rejection is None and content_length is not None and content_length > limits.body_bytes:
+    if rejection is None and content_length > limits.body_bytes:
         rejection = body_too_large(limits)
-    return rejection, expect is not None and version == "1.1", content_length or 0
+    return rejection, expect is not None and version == "1.1", content_length
 
 
 def _rejection(

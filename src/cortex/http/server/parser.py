@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import httptools
 
@@ -29,14 +28,6 @@ kilobytes, which goes straight to the handler.
 """
 
 
-class ParsedRequest(NamedTuple):
-    """A complete request."""
-
-    request: Request
-    keep_alive: bool
-    http_10: bool
-
-
 class RequestParser:
     """The parser of one connection. Stops after a complete request, and for good at the first rejected one.
 
@@ -50,7 +41,7 @@ class RequestParser:
         self._admit_head = admit_head
         self._client = client
         self._parser = httptools.HttpRequestParser(self)
-        self.ready: deque[ParsedRequest] = deque()
+        self.ready: deque[Request] = deque()
         """Complete requests for the connection to serve: one, or the few that came in one slice."""
         self.rejection: CortexError | None = None
         """Why nothing after `ready` will be served."""
@@ -184,8 +175,11 @@ class RequestParser:
             self.rejection = _bad_target()
             return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        request = Request(self.method, parts[0], parts[1], self._headers, body, self._client)
-        self.ready.append(ParsedRequest(request, self._parser.should_keep_alive(), self._http_10))
+        path, query = parts
+        keeps_alive = self._parser.should_keep_alive()
+        self.ready.append(
+            Request(self.method, path, query, self._headers, body, self._client, keeps_alive, self._http_10)
+        )
         self._body = []
         self.num_body_bytes = 0
         self._num_message_bytes = 0

@@ -7,7 +7,15 @@ import ipaddress
 import ssl
 
 from cortex.http.limits import Buffered, ClientLimits
-from cortex.http.server.connection import ClientConnection, Handler, Reject, Response, ResponseHeaders
+from cortex.http.server.connection import (
+    ClientConnection,
+    CountedConnection,
+    Handler,
+    Reject,
+    Response,
+    ResponseHeaders,
+)
+from cortex.http.server.handshake import TLSListener, bind
 from cortex.http.server.parser import AdmitHead
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError, Overloaded, RateLimitExceeded
@@ -39,12 +47,12 @@ class Server:
         """None admits every head, with a body up to the limit."""
         self.response_headers = response_headers
         """None adds no headers to responses."""
-        self.connections: set[ClientConnection] = set()
+        self.connections: set[CountedConnection] = set()
         self.buffered = Buffered()
         """Updated by the connections."""
         self.num_exchanges = 0
         """Requests being served now; updated by the connections."""
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[asyncio.Server | TLSListener] = []
         self._num_by_network: dict[str, int] = {}
         """Open connections by `_network`."""
 
@@ -56,14 +64,18 @@ class Server:
     async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Bind and accept; returns the bound address (port 0 picks one). May be called for several addresses."""
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(lambda: ClientConnection(self, loop), host, port, ssl=tls, backlog=_BACKLOG)
+        listener: asyncio.Server | TLSListener
+        if tls is None:
+            listener = await loop.create_server(lambda: ClientConnection(self, loop), host, port, backlog=_BACKLOG)
+        else:
+            listener = TLSListener(self, tls, await asyncio.to_thread(bind, host, port, _BACKLOG))
         self._listeners.append(listener)
         address = listener.sockets[0].getsockname()
         return str(address[0]), int(address[1])
 
     # --- for the connections
 
-    def enter(self, connection: ClientConnection) -> CortexError | None:
+    def enter(self, connection: CountedConnection) -> CortexError | None:
         """Count a new connection, or return why it is rejected and not counted."""
         network = _network(connection.client)
         num_from_client = self._num_by_network.get(network, 0)
@@ -77,7 +89,7 @@ class Server:
         self.connections.add(connection)
         return None
 
-    def leave(self, connection: ClientConnection) -> None:
+    def leave(self, connection: CountedConnection) -> None:
         """Stop counting the connection, if it was counted."""
         if connection not in self.connections:
             return
@@ -101,7 +113,7 @@ class Server:
         while self.connections and loop.time() < deadline:
             await asyncio.sleep(_DRAIN_CHECK_S)
         for connection in tuple(self.connections):
-            connection.transport.abort()
+            connection.abort()
         while self.connections:
             await asyncio.sleep(0)  # an aborted connection closes within a few loop turns
 

@@ -58,6 +58,9 @@ class UpstreamConnection(asyncio.Protocol):
         """The node has sent something since the request."""
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
+        """Without those that are not for clients."""
+        self._connection_options: list[tuple[bytes, bytes]] = []
+        """The `Connection` headers, which may list others that are not for clients."""
         self._num_head_bytes = 0
         self._content_length: int | None = None
         self._chunked = False
@@ -143,6 +146,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._in_head = True
         self._headers = []
+        self._connection_options = []
         self._content_length = None
         self._chunked = False
 
@@ -151,13 +155,16 @@ class UpstreamConnection(asyncio.Protocol):
             return
         name = name.lower()
         value = value.strip()
-        self._headers.append((name, value))
-        if name == b"content-length":
+        if name not in NOT_FOR_CLIENTS:
+            self._headers.append((name, value))
+        elif name == b"content-length":
             self._content_length = int(value)
         elif name == b"transfer-encoding":
             self._chunked = True
             if value.lower() != b"chunked":
                 self._malformed = "it uses a Transfer-Encoding other than chunked"
+        elif name == b"connection":
+            self._connection_options.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._complete:
@@ -198,7 +205,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head_due and self._malformed is None:
             self._head_due = False
             call.body = b""  # it will not be sent again
-            call.sink.on_head(self._status, end_to_end(self._headers, NOT_FOR_CLIENTS), self._content_length)
+            headers = self._headers
+            if self._connection_options:
+                headers = end_to_end([*headers, *self._connection_options], NOT_FOR_CLIENTS)
+            call.sink.on_head(self._status, headers, self._content_length)
         if self._body:
             data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body = []

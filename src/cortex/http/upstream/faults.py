@@ -21,3 +21,7 @@ class UpstreamSilent(UpstreamFault):
 
 class MalformedResponse(UpstreamFault):
     """The response is not HTTP, is framed ambiguously, or has a head over the limit."""
+
+
+class NotAdmitted(UpstreamFault):
+    """The node rejected the caller itself, not the request: a key is missing or wrong."""

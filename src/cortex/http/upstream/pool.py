@@ -29,8 +29,18 @@ class UpstreamResponse(NamedTuple):
 class Pool:
     """The connections to one origin, such as `http://node:13131` or `https://api.example/base/path`."""
 
-    def __init__(self, origin: str, ticker: Ticker, limits: UpstreamLimits | None = None) -> None:
-        """Raises ValueError when `origin` is not an http(s) URL. Does not connect yet."""
+    def __init__(
+        self,
+        origin: str,
+        ticker: Ticker,
+        limits: UpstreamLimits | None = None,
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls` verifies the certificate of an https origin; absent: against the authorities of the system.
+
+        Raises ValueError when `origin` is not an http(s) URL. Does not connect yet.
+        """
         parts = urlsplit(origin)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError(f"{origin!r} is not a node's address; write it like http://host:13131")
@@ -43,7 +53,7 @@ class Pool:
         """Open connections; updated by themselves."""
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._host_line = b"host: %b\r\n" % parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
         self._base_path = parts.path.rstrip("/").encode()
         self._idle: list[UpstreamConnection] = []
@@ -62,7 +72,6 @@ class Pool:
         headers: Headers,
         body: bytes,
         sink: Sink,
-        *,
         silence_s: float | None = None,
     ) -> UpstreamCall:
         """Send a request on the most recently used idle connection, or on a new one. HEAD is not supported.

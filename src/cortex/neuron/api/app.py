@@ -8,11 +8,12 @@ import re
 import time
 import uuid
 
-from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from cortex.neuron.api import responses
+from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.control import Control
 from cortex.neuron.api.drain_gate import DrainGate
@@ -22,14 +23,16 @@ from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import Metrics
 from cortex.neuron.api.models import ModelRoutes
 from cortex.neuron.api.tokens import Tokens
+from cortex.parsing.parser import BodyParser
 from cortex.telemetry import NoTracer, Tracer
 from cortex.wire import headers as our_headers
 from cortex.wire.dialects import ROUTES, family
-from cortex.wire.errors import Family
+from cortex.wire.errors import Family, MalformedHTTP
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+_VERSIONS = (HttpVersion10, HttpVersion11)
 _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
@@ -41,25 +44,33 @@ def build(
     max_body_bytes: int = 64 * 1024 * 1024,
     strip_billing_header: bool = True,
     tracer: Tracer | None = None,
+    access: NodeAccess | None = None,
 ) -> web.Application:
-    """The HTTP API of `backend`. The server must cancel the handlers of disconnected clients."""
+    """The HTTP API of `backend`. The server must cancel the handlers of disconnected clients. Without `access`, every
+    local program may use it."""
+    access = access or NodeAccess(NodeKeys())
     metrics = Metrics(backend)
     usage_records = UsageRecords()
+    parser = BodyParser()
     inference = Inference(
-        backend, drain_gate, metrics, usage_records, keepalive_s, strip_billing_header, tracer or NoTracer()
+        backend, drain_gate, metrics, usage_records, keepalive_s, strip_billing_header, tracer or NoTracer(), parser
     )
+
+    async def close(_: web.Application) -> None:
+        await parser.close()
 
     async def expose(_: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    app = web.Application(middlewares=[_handle], client_max_size=max_body_bytes)
+    app = web.Application(middlewares=[_handle, _checked(access)], client_max_size=max_body_bytes)
     app.on_response_prepare.append(_stamp)
+    app.on_cleanup.append(close)
     app.add_routes([web.post(path, inference.handler(name)) for path, name in ROUTES.items()])
-    app.add_routes(Tokens(backend, strip_billing_header).routes())
+    app.add_routes(Tokens(backend, strip_billing_header, parser).routes())
     app.add_routes(ModelRoutes(backend).routes())
     app.add_routes([web.get("/metrics", expose)])
     app.add_routes(usage_records.routes())
-    app.add_routes(Control(backend, drain_gate, keepalive_s).routes())
+    app.add_routes(Control(backend, drain_gate, access, keepalive_s).routes())
     return app
 
 
@@ -70,6 +81,8 @@ async def _handle(request: web.Request, handler: Handler) -> web.StreamResponse:
     request_id.set(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
     began_s = time.monotonic()
     try:
+        if request.version not in _VERSIONS:
+            raise MalformedHTTP("This program speaks HTTP/1.1; send that version in the request line.")
         response = await handler(request)
     except (asyncio.CancelledError, ConnectionError):
         _log(request, "client disconnected", began_s)
@@ -81,6 +94,15 @@ async def _handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     _log(request, str(response.status), began_s)
     return response
+
+
+def _checked(access: NodeAccess) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        access.check(request)
+        return await handler(request)
+
+    return check
 
 
 async def _stamp(request: web.Request, response: web.StreamResponse) -> None:

@@ -7,7 +7,19 @@ from typing import Protocol
 
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.text.model import TextModel
-from cortex.wire.node import Discovery, Health, LoadRequest, ModelStatus, NodeEvent, UnloadRequest
+from cortex.neuron.text.preparation import Prepared
+from cortex.wire.node import (
+    DeletedFiles,
+    Discovery,
+    FilesRequest,
+    Health,
+    LoadRequest,
+    ModelStatus,
+    NodeEvent,
+    PullStatus,
+    UnloadRequest,
+)
+from cortex.wire.packed_request import PackedRequest
 
 
 class GenerationStream(Protocol):
@@ -18,11 +30,27 @@ class GenerationStream(Protocol):
     def cancel(self) -> None: ...
 
 
+class Files(Protocol):
+    """Downloads without a load, and deletion."""
+
+    def pull(self, request: FilesRequest) -> PullStatus: ...
+
+    def pull_status(self, model_id: str) -> PullStatus: ...
+
+    async def cancel(self, model_id: str) -> PullStatus: ...
+
+    async def delete(self, request: FilesRequest) -> DeletedFiles: ...
+
+
 class Backend(Protocol):
-    """Reads never wait for a device. All errors are CortexErrors."""
+    """Reads never wait for a device. All errors are CortexErrors. Cancelling a call ends what it has started, except a
+    load."""
 
     @property
     def discovery(self) -> Discovery: ...
+
+    @property
+    def files(self) -> Files: ...
 
     def health(self) -> Health: ...
 
@@ -43,5 +71,11 @@ class Backend(Protocol):
     def subscribe(self) -> AsyncIterator[NodeEvent]: ...
 
     async def text(self, model_id: str) -> TextModel: ...
+
+    async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared: ...
+
+    async def count_tokens(self, request: PackedRequest, *, principal: str) -> int: ...
+
+    async def encode(self, model_id: str, text: str, *, principal: str) -> tuple[int, ...]: ...
 
     def submit(self, model_id: str, request: EngineRequest) -> GenerationStream: ...

@@ -9,14 +9,16 @@ import msgspec
 from aiohttp import web
 
 import cortex
+from cortex.build import build_information, version_of
 from cortex.neuron.api import responses
+from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import body_of
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
-from cortex.wire.node import Endpoint, LoadRequest, ModelList, ModelState, Recycled, UnloadRequest
+from cortex.wire.node import Endpoint, FilesRequest, LoadRequest, ModelList, ModelState, Recycled, UnloadRequest
 
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ class Control:
 
     backend: Backend
     drain_gate: DrainGate
+    access: NodeAccess
     keepalive_s: float
 
     def routes(self) -> list[web.RouteDef]:
@@ -40,6 +43,10 @@ class Control:
             web.post("/models/load", self.load),
             web.post("/models/unload", self.unload),
             web.post(r"/devices/{index:\d{1,4}}/recycle", self.recycle),
+            web.post("/files/pull", self.pull),
+            web.get("/files/pulls/{id:.+}", self.pull_status),
+            web.post("/files/cancel", self.cancel_pull),
+            web.post("/files/delete", self.delete_files),
             web.get("/models/{id:.+}/endpoint", self.endpoint),
             web.get("/models/{id:.+}", self.model),
         ]
@@ -56,14 +63,19 @@ class Control:
     async def discovery(self, _: web.Request) -> web.Response:
         return responses.json(self.backend.discovery)
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, request: web.Request) -> web.Response:
+        """For a caller without a key, only the status: it is what load balancers and containers check."""
         health = self.backend.health()
         if self.drain_gate.closed:
             health = msgspec.structs.replace(health, status="draining")
+        if not self.access.admits(request):
+            return responses.json({"status": health.status})
         return responses.json(health)
 
     async def version(self, _: web.Request) -> web.Response:
-        return responses.json({"version": cortex.__version__})
+        discovery = self.backend.discovery
+        engine = {"torch": version_of("torch"), "driver": discovery.driver, "cuda_version": discovery.cuda_version}
+        return responses.json({"name": "neuron", **build_information(), **engine})
 
     async def models(self, _: web.Request) -> web.Response:
         return responses.json(ModelList(models=self.backend.models()))
@@ -89,6 +101,23 @@ class Control:
     async def unload(self, request: web.Request) -> web.Response:
         unload_request = _decode(await body_of(request), UnloadRequest)
         return responses.json(await self.backend.unload(unload_request))
+
+    async def pull(self, request: web.Request) -> web.Response:
+        """Starts a download and responds at once; `/files/pulls/{model}` and `/health` show its progress."""
+        files_request = _decode(await body_of(request), FilesRequest)
+        with self.drain_gate.enter():
+            return responses.json(self.backend.files.pull(files_request), status=202)
+
+    async def pull_status(self, request: web.Request) -> web.Response:
+        return responses.json(self.backend.files.pull_status(request.match_info["id"]))
+
+    async def cancel_pull(self, request: web.Request) -> web.Response:
+        files_request = _decode(await body_of(request), FilesRequest)
+        return responses.json(await self.backend.files.cancel(files_request.model_id))
+
+    async def delete_files(self, request: web.Request) -> web.Response:
+        """Deletes a model's files from the cache, never while the model is in memory."""
+        return responses.json(await self.backend.files.delete(_decode(await body_of(request), FilesRequest)))
 
     async def recycle(self, request: web.Request) -> web.Response:
         """Replaces the worker of a device without models. The gateway asks for it after many loads."""

@@ -18,6 +18,7 @@ from cortex.wire.node import DeviceHealth, ModelState, ModelStatus
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 5)
+_STATES = tuple(state for state in ModelState if state is not ModelState.UNREACHABLE)
 UNKNOWN_MODEL = "unknown"
 """Label of requests for unknown models, so that clients cannot create time series."""
 
@@ -173,7 +174,7 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     yield _gauge("model_sleeping_bytes", "Host memory that a sleeping model's weights take.", "model", sleeping)
     states = GaugeMetricFamily("neuron_model_state", "1 for the state a model is in.", labels=["model", "state"])
     for model in models:
-        for state in ModelState:
+        for state in _STATES:
             states.add_metric([model.id, state.value], float(model.state is state))
     yield states
 

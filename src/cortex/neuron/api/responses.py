@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from cortex.neuron.text.errors import TextModelError
-from cortex.wire import errors
+from cortex.wire import error_encoding
 from cortex.wire.dialects import family
 from cortex.wire.errors import (
     CortexError,
@@ -34,9 +34,9 @@ def error(problem: CortexError, request: web.BaseRequest) -> web.Response:
     """`problem` in the dialect of the request's path."""
     shape = family(request.path, is_anthropic="anthropic-version" in request.headers)
     return web.Response(
-        body=msgspec.json.encode(errors.envelope(problem, shape)),
-        status=errors.status(problem, shape),
-        headers=errors.headers(problem),
+        body=msgspec.json.encode(error_encoding.envelope(problem, shape)),
+        status=error_encoding.status(problem, shape),
+        headers=error_encoding.headers(problem),
         content_type="application/json",
     )
 

@@ -7,17 +7,22 @@ import errno
 import logging
 import signal
 import socket
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from cortex.neuron.api import app, responses
+from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.log_context import common_fields
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node
-from cortex.settings import Listen
+from cortex.settings import Listen, SettingsError, stamp
+from cortex.tasks import Supervisor
 from cortex.telemetry import Tracer, logs, open_tracer
+from cortex.tls import CHECK_FILES_S, ServerCertificate
 from cortex.wire.errors import CortexError, HeadersTooLarge, MalformedHTTP
 
 log = logging.getLogger(__name__)
@@ -25,6 +30,8 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024
 _FLUSH_S = 2.0
 """How long responses that the node has ended may take to reach their clients."""
+_HANDSHAKE_S = 10.0
+"""How long a client may take for the TLS handshake."""
 
 
 class CannotListen(Exception):
@@ -43,7 +50,12 @@ class ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        super().handle_error(request, status, exc, message)  # logs, and raises if a response has been started
+        if status >= 500:
+            super().handle_error(request, status, exc, message)  # logs, and raises if a response has been started
+        else:  # what clients send is not worth a traceback each
+            log.debug("rejected a malformed request from %s: %s", request.remote, exc)
+            if request.writer.output_size > 0:
+                raise ConnectionError("a response has been started already")
         error: CortexError
         if isinstance(exc, LineTooLong):
             error = HeadersTooLarge("The request line or a header is too long; send less.")
@@ -73,8 +85,63 @@ def bind(address: Listen) -> socket.socket:
     return listener
 
 
-async def accept(runner: web.AppRunner, listener: socket.socket) -> asyncio.Server:
-    """Starts to serve on a bound socket. Close the result before `runner.cleanup()`."""
+class Front:
+    """What decides who may talk to the node: its keys and its certificate, both renewed while it runs."""
+
+    def __init__(self, config: NeuronConfig, path: Path | None, *, insecure: bool) -> None:
+        """`path` is the file of `config`, where relative paths start. Raises SettingsError when keys or certificate
+        cannot be used, and when others could use the node without a key, unless `insecure` permits that."""
+        self._config = config
+        self._path = path
+        self._directory = path.parent if path is not None else Path.cwd()
+        self.keys = NodeKeys(read_keys(config, self._directory))
+        self.access = NodeAccess(self.keys, config.allowed_hosts)
+        self.certificate: ServerCertificate | None = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            self.certificate = ServerCertificate(
+                self._directory / config.tls_cert.expanduser(), self._directory / config.tls_key.expanduser()
+            )
+        if self.keys.required or config.address.is_loopback:
+            return
+        if not insecure:
+            raise SettingsError(
+                f"the node would listen on {config.address} without a key, and anybody who can reach it could load and"
+                f" use models: set `key_file` (`neuron key` makes a key), or listen on 127.0.0.1:{config.address.port},"
+                " or start it with --insecure"
+            )
+        log.warning("anybody who can reach %s may load and use models: there is no key (--insecure)", config.address)
+
+    async def watch(self) -> None:
+        """Use changed files, for ever. What cannot be used is logged, and what was in force stays."""
+        files = self._key_files()
+        stamps = [stamp(file) for file in files]
+        while True:
+            await asyncio.sleep(CHECK_FILES_S)
+            if self.certificate is not None:
+                self.certificate.reload_if_changed()
+            found = [stamp(file) for file in files]
+            if found == stamps:
+                continue
+            stamps = found
+            try:
+                config = load_config(self._path)
+                self.keys.use(read_keys(config, self._directory))
+            except SettingsError as problem:
+                log.error("keys not reloaded, the old ones stay in force: %s", problem)
+                continue
+            log.info("keys reloaded; other changes of the configuration need a restart")
+
+    def _key_files(self) -> list[Path]:
+        key_file = self._config.key_file
+        files = [self._path, self._directory / key_file.expanduser() if key_file is not None else None]
+        return [file for file in files if file is not None]
+
+
+async def accept(
+    runner: web.AppRunner, listener: socket.socket, certificate: ServerCertificate | None = None
+) -> asyncio.Server:
+    """Starts to serve on a bound socket, with TLS if there is a certificate. Close the result before
+    `runner.cleanup()`."""
     server = runner.server
     if server is None:
         raise RuntimeError("set the runner up before it accepts")
@@ -83,18 +150,25 @@ async def accept(runner: web.AppRunner, listener: socket.socket) -> asyncio.Serv
     def connect() -> ClientConnection:
         return ClientConnection(server, loop=loop, access_log=None)  # type: ignore[arg-type] # None turns it off
 
-    return await loop.create_server(connect, sock=listener, backlog=_BACKLOG)
+    if certificate is None:
+        return await loop.create_server(connect, sock=listener, backlog=_BACKLOG)
+    return await loop.create_server(
+        connect, sock=listener, backlog=_BACKLOG, ssl=certificate.context, ssl_handshake_timeout=_HANDSHAKE_S
+    )
 
 
-async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> None:
+async def serve(
+    config: NeuronConfig, path: Path | None = None, *, insecure: bool = False, stop: asyncio.Event | None = None
+) -> None:
     """Runs the node until SIGTERM, SIGINT or `stop`. Raises `SettingsError` or `CannotListen` before anything is
-    started.
+    started. `path` is the file of `config`; `insecure` permits other hosts without a key.
 
     Shutdown ends queued requests at once and gives running ones `drain_s`. A second signal ends the process, and its
     workers, immediately.
     """
     logs.configure(config.log_format, config.log_level, common_fields)
     stop = stop or asyncio.Event()
+    front = Front(config, path, insecure=insecure)
     tracer = open_tracer(config.telemetry, "neuron")
     loop = asyncio.get_running_loop()
     listener = bind(config.address)
@@ -105,7 +179,7 @@ async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> N
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:
-            await _serve_node(node, config, listener, tracer, stop)
+            await _serve_node(node, config, front, listener, tracer, stop)
         finally:
             await node.close()
     finally:
@@ -116,7 +190,7 @@ async def serve(config: NeuronConfig, *, stop: asyncio.Event | None = None) -> N
 
 
 async def _serve_node(
-    node: Node, config: NeuronConfig, listener: socket.socket, tracer: Tracer, stop: asyncio.Event
+    node: Node, config: NeuronConfig, front: Front, listener: socket.socket, tracer: Tracer, stop: asyncio.Event
 ) -> None:
     drain_gate = DrainGate()
     application = app.build(
@@ -126,15 +200,17 @@ async def _serve_node(
         max_body_bytes=config.max_body_mb * 1024 * 1024,
         strip_billing_header=config.strip_billing_header,
         tracer=tracer,
+        access=front.access,
     )
     # Cancelling the handler of a disconnected client is what frees its slot, in every phase.
     runner = web.AppRunner(
         application, handler_cancellation=True, access_log=None, handle_signals=False, shutdown_timeout=_FLUSH_S
     )
     await runner.setup()
-    accepting = await accept(runner, listener)
+    accepting = await accept(runner, listener, front.certificate)
+    watching = Supervisor().start("watch keys and certificate", front.watch)
     try:
-        log.info("listening on %s", _address(listener))
+        log.info("listening on %s", _address(listener, "http" if front.certificate is None else "https"))
         await stop.wait()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -144,10 +220,12 @@ async def _serve_node(
         await node.close()
         await drain_gate.drained(_FLUSH_S)
     finally:
+        watching.cancel()
+        await watching.ended()
         accepting.close()
         await runner.cleanup()
 
 
-def _address(listener: socket.socket) -> str:
+def _address(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

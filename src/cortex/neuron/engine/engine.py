@@ -12,6 +12,7 @@ import torch
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
+from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PagePool
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
@@ -85,6 +86,9 @@ class Engine:
         loop.self_test()
         loop.prepare()
 
+    def _self_test(self) -> tuple[int, ...]:
+        return self._awake().self_test()
+
     @property
     def model(self) -> Decoder:
         return self._loaded.model
@@ -98,10 +102,15 @@ class Engine:
             spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
         scheduler = Scheduler(PagePool(memory.num_pages, memory.page_tokens), limits, checkpoints)
-        runner = Runner(
-            self.model, memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens, memory.states
-        )
-        return StepLoop(scheduler, runner, self._constraints, self._counters, overlaps=self._overlaps)
+        return StepLoop(scheduler, self._new_runner(), self._constraints, self._counters, overlaps=self._overlaps)
+
+    def _new_runner(self) -> Runner:
+        return Runner(*self._runner_arguments())
+
+    def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:
+        memory, limits = self._loaded.memory, self._limits
+        sizes = (memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens)
+        return (self.model, *sizes, memory.states)
 
     def _awake(self) -> StepLoop:
         if self._loop is None:
@@ -147,7 +156,7 @@ class Engine:
             return self._asleep.host_bytes
         if self.has_work:
             raise SleepError("the model still has requests; cancel them or wait for them to end")
-        response = self._awake().self_test()
+        response = self._self_test()
         asleep = SleepingModel(self._loaded, response, moves_weights=self._moves_weights)
         self._fall_asleep(asleep)
         return asleep.host_bytes
@@ -168,7 +177,7 @@ class Engine:
             self._loop = self._new_loop()
             progress("warm", 0, 0)
             self.warm_up()
-            asleep.check(self._loop.self_test())
+            asleep.check(self._self_test())
         except BaseException:
             self._fall_asleep(asleep)
             raise

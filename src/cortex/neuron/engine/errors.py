@@ -29,6 +29,10 @@ class RequestError(EngineError):
     """This request can never be served: too long, or a parameter out of range."""
 
 
+class GroupBroken(EngineError):
+    """The ranks of a divided model no longer compute the same step. The model is lost on all of them."""
+
+
 class StepBlamed(EngineError):
     """A step failed because of one request; `__cause__` has the reason. The others continue once it is cancelled."""
 

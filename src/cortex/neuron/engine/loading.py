@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.memory.device import compute_dtype, device_memory
-from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
+from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, MemoryPlan, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.products.four_bit import max_four_bit_rows
 from cortex.neuron.kernels.products.four_bit_size import ROW_BLOCK
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
+from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 from cortex.neuron.layers.parameters import NO_FOUR_BITS, NOTHING_PACKED, FourBitOffer, PackingOffer, Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import packed_layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
-from cortex.neuron.weights.checkpoint import open_checkpoint
+from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.gguf.types import GROUPED_BITS
+from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, group_runs, load_into
 
@@ -43,12 +45,31 @@ class LoadedModel:
     notes: tuple[str, ...]
 
 
-def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancelled: Callable[[], bool]) -> LoadedModel:
-    """Raises LoadError or LoadCancelled; when it raises, nothing it allocated is referenced any more."""
+class AgreeingGroup(ParallelGroup, Protocol):
+    """A group whose ranks can agree on how large things are."""
+
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of every rank's numbers, place by place."""
+        ...
+
+
+def load_model(
+    spec: LoadSpec,
+    device: torch.device,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+    group: AgreeingGroup | None = None,
+) -> LoadedModel:
+    """`group`: the ranks that the model is divided among; each of them loads its share.
+
+    Raises LoadError or LoadCancelled; when it raises, nothing it allocated is referenced any more.
+    """
     progress("resolve", 0, 0)
     try:
-        checkpoint = open_checkpoint(Path(spec.path))
-    except CheckpointError as error:
+        checkpoint: Checkpoint = open_checkpoint(Path(spec.path))
+        if group is not None:
+            checkpoint = ShardedCheckpoint(checkpoint, read_architecture(checkpoint.config).tensor_slices(group.shard))
+    except (CheckpointError, UnsupportedModel) as error:
         raise LoadError(str(error)) from error
 
     def fill(parameters: Parameters) -> None:
@@ -83,6 +104,7 @@ def load_model(spec: LoadSpec, device: torch.device, progress: Progress, cancell
             four_bit_offer(checkpoint.tensors, spec, device),
             packing_offer(checkpoint.tensors, spec, device),
             {name: info.dtype for name, info in checkpoint.tensors.items()},
+            group,
         )
     except UnsupportedModel as error:
         raise LoadError(str(error)) from error
@@ -128,23 +150,29 @@ def build_model(
     four_bits: FourBitOffer = NO_FOUR_BITS,
     packing: PackingOffer = NOTHING_PACKED,
     formats: Mapping[str, str] | None = None,
+    group: AgreeingGroup | None = None,
 ) -> LoadedModel:
     """Sizes the model, rejects one that does not fit, allocates it, fills its weights with `fill`, and adds the pages.
 
-    `formats`: by tensor, how the checkpoint stores it.
+    `formats`: by tensor, how the checkpoint stores it. `group`: see `load_model`.
     """
     architecture = read_architecture(config)
+    if group is not None:
+        architecture = architecture.sharded(group.shard)
     dtype = compute_dtype(spec.dtype, device)
-    storage = WeightStorage(dtype.itemsize, formats or {}, four_bits.max_rows > 0, packing.layouts)
+    kv_dtype = kv_cache_dtype(spec, dtype, device)
+    storage = WeightStorage(dtype.itemsize, formats or {}, four_bits.max_rows > 0, packing.layouts, kv_dtype.itemsize)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
-    have_bytes = usable_bytes(spec.min_free_bytes, device)
+    have_bytes = usable_bytes(spec, device)
     have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
     if spec.memory_bytes is not None:
         have_bytes = min(have_bytes, spec.memory_bytes)
     plan = plan_memory(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
     if plan.num_pages < MIN_PAGES:
         raise _no_room(sizes, spec, device, have_bytes - plan.slots.num_bytes)
-    parameters = Parameters(device, dtype, four_bits, packing)
+    if group is not None:
+        plan = _agreed(plan, sizes, group)
+    parameters = Parameters(device, dtype, four_bits, packing, group or SINGLE_RANK)
     model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
     fill(parameters)
     return LoadedModel(
@@ -152,15 +180,33 @@ def build_model(
         dtype=dtype,
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
-        memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device),
+        memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype),
         notes=(*architecture.notes, *plan.notes),
     )
 
 
-def usable_bytes(min_free_bytes: int, device: torch.device) -> int:
+def kv_cache_dtype(spec: LoadSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which numbers keys and values are kept. Raises LoadError where the device cannot convert them."""
+    if spec.kv_dtype == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise LoadError(
+            f"{torch.cuda.get_device_name(device)} has no instructions for 8-bit floating-point numbers; "
+            'remove kv_dtype = "fp8", or use an Ada, Hopper or Blackwell card'
+        )
+    return torch.float8_e4m3fn
+
+
+def _agreed(plan: MemoryPlan, sizes: ModelSizes, group: AgreeingGroup) -> MemoryPlan:
+    """The plan that every rank has memory for: the ranks use the same rows and page numbers."""
+    num_pages, rows, checkpoints = group.smallest((plan.num_pages, plan.slots.rows, plan.slots.checkpoints))
+    return plan.limited(sizes, num_pages, rows, checkpoints)
+
+
+def usable_bytes(spec: LoadSpec, device: torch.device) -> int:
     """The memory of the device that a model may take now."""
-    memory = device_memory(device)
-    return memory.free_bytes - min_free_bytes - memory.reserve_bytes
+    memory = device_memory(device, spec.num_host_shares)
+    return memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes
 
 
 def _no_room(sizes: ModelSizes, spec: LoadSpec, device: torch.device, have_bytes: int) -> LoadError:

@@ -33,6 +33,8 @@ class SamplingParams:
     """The same seed draws the same tokens, whatever else is in the batch."""
     top_logprobs: int | None = None
     """None: no logprobs. 0: of the drawn token only. N: also of the N likeliest tokens."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; empty: all."""
 
     def check(self) -> None:
         """Raises RequestError for a value outside the range in which single precision gives finite numbers. Integers
@@ -78,15 +80,19 @@ class EngineRequest:
     """The principal whose fair share it uses; empty: the anonymous one."""
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
+    prompt_logprobs: int | None = None
+    """None: not of the prompt. 0: of each prompt token after the first. N: also of the N likeliest at its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the drawn token, and of the likeliest ones."""
+    """Log-probabilities at one position: of the token there, and of the likeliest ones."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int | None = None
+    """For a token of the prompt: 1 if it is the likeliest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,22 @@ class StepOutput:
     """Prompt tokens taken from the prefix cache; set on the first output of a request."""
     finish: FinishReason | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt from its second token on; set on the first output of a request that asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """One rank of a model that is divided among several devices."""
+
+    rank: int
+    """0 is the leader: it plans the steps, draws the tokens and serves the requests."""
+    size: int
+    directory: str
+    """Private to this load: the ranks find each other through files in it."""
+    backend: Literal["nccl", "gloo"] = "gloo"
+    device_locks: tuple[str, ...] = ()
+    """A file for each device of the group, in the same order for all models. The leader locks them for each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +133,8 @@ class LoadSpec:
     quant: str | None = None
     """How dense matrices are quantised as they are loaded (a spelling that `recipe_of` knows); None: they are not."""
     context_tokens: int | None = None
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """In which numbers keys and values are kept; `auto`: in those that the model computes in."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""
@@ -118,6 +142,10 @@ class LoadSpec:
     """Limit for weights and KV together; None: all that is free on the device, less a reserve."""
     min_free_bytes: int = 0
     """Always left free on the device."""
+    rank: RankSpec | None = None
+    """The rank to load of a model that is divided among several devices; None: the whole model."""
+    num_host_shares: int = 1
+    """On a CPU: how many devices divide the memory of the host equally."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,9 @@ class Scheduler:
         """The pages of its prefix that are already computed; None if the sequence must wait for the next step."""
         if sequence.in_flight:
             return None  # preempted while a step was in flight: its last token is not known yet
-        digests = sequence.digests_of_full_pages(self.pool.page_tokens)
+        digests = sequence.digests_of_full_pages(self.pool.page_tokens)  # also names saved states
+        if sequence.scores_prompt:
+            return []
         cached = self.pool.match(digests)
         if not draft.being_computed.isdisjoint(digests[: len(cached)]):
             return None  # rows of one step must not depend on each other's writes
@@ -223,7 +225,10 @@ class Scheduler:
             return 0
         draws = end == len(sequence.tokens)
         writes = start >= sequence.committed * self.pool.page_tokens
-        draft.rows.append(RowPlan(sequence.row, start, count, tuple(sequence.tokens[start:end]), draws, writes))
+        scored = sequence.request.prompt[start + 1 : end + 1] if sequence.scores_prompt else ()
+        num_likeliest = sequence.request.prompt_logprobs or 0
+        tokens = tuple(sequence.tokens[start:end])
+        draft.rows.append(RowPlan(sequence.row, start, count, tokens, draws, writes, scored, num_likeliest))
         self._advance(sequence, count, draft, draws=draws)
         self._states.prefill(sequence, draft)
         return count

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cortex.neuron.engine.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint
-from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.request import EngineRequest, TokenLogprobs
 from cortex.neuron.engine.sampling.constraints import Constraint
 
 NO_ROW = -1
@@ -37,7 +37,10 @@ class Sequence:
     checkpoints: tuple[int, ...] = ()
     """Positions where its recurrent state will be saved, if the model has one."""
     decode_checkpoint: DecodeCheckpoint | None = None
-    reported_cached: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt from its second token on, as far as steps were read; only if the request asks for them."""
+    has_reported: bool = False
+    """Whether its first output was made."""
     constraint: Constraint | None = None
     """The grammar that its output must conform to; None: no constraint."""
     finished: bool = False
@@ -68,6 +71,11 @@ class Sequence:
     @property
     def wants_more(self) -> bool:
         return not self.finished and self.num_drawn < self.request.max_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still needed: then every position is computed, cached or not."""
+        return self.request.prompt_logprobs is not None and not self.has_reported
 
     def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
         """Digests of every full page of the known tokens, extended as tokens arrive."""

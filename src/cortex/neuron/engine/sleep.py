@@ -55,7 +55,7 @@ class SleepingModel:
 
         The libraries already hold their part of the reserve that a load keeps free, so half of it must be free.
         """
-        memory = device_memory(device)
+        memory = device_memory(device, spec.num_host_shares)
         need = self._loaded.memory.num_bytes + self.moved_bytes
         have = memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes // 2
         if need > have:

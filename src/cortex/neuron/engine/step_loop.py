@@ -24,10 +24,11 @@ from cortex.neuron.engine.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A launched step and the sequences that draw in it, in order."""
+    """A launched step, the sequences that draw in it, and those whose prompt it scores from a position, in order."""
 
     launched: Launched
     drawing: tuple[Sequence, ...]
+    scoring: tuple[tuple[Sequence, int], ...]
 
 
 @dataclass(slots=True)
@@ -71,6 +72,9 @@ class StepLoop:
         if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
             raise RequestError(f"the prompt has token ids outside the model's vocabulary of {vocab}")
         request.sampling.check()
+        allowed = request.sampling.allowed_token_ids
+        if allowed and not any(0 <= token < vocab for token in allowed):
+            raise RequestError(f"none of the allowed token ids is in the model's vocabulary of {vocab}")
         constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
         sequence = self._scheduler.submit(request)
         sequence.constraint = constraint
@@ -176,7 +180,8 @@ class StepLoop:
             raise
         if self._suspects and drawing:
             self._suspects.popleft()
-        self._in_flight.append(_InFlight(launched, drawing))
+        scoring = tuple((by_row[row.row], row.start) for row in plan.rows if row.scored)
+        self._in_flight.append(_InFlight(launched, drawing, scoring))
         self._counters.steps += 1
         self._counters.prompt_tokens += sum(row.count for row in plan.rows if row.tokens is not None)
 
@@ -186,6 +191,8 @@ class StepLoop:
 
     def _collect(self, step: _InFlight) -> None:
         result = step.launched.read()
+        for (sequence, start), scores in zip(step.scoring, result.prompt_logprobs, strict=True):
+            sequence.prompt_logprobs[start : start + len(scores)] = scores  # again after a preemption
         for index, sequence in enumerate(step.drawing):
             if sequence.finished:
                 continue  # ended after this step was launched
@@ -214,8 +221,10 @@ class StepLoop:
         elif num_drawn >= request.max_tokens:
             finish = "length"
         cached = None
-        if not sequence.reported_cached:
-            sequence.reported_cached = True
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if not sequence.has_reported:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+            sequence.has_reported = True
             cached = sequence.cached or 0
             self._counters.cached_tokens += cached
         output = StepOutput(
@@ -224,6 +233,7 @@ class StepLoop:
             () if logprobs is None or request.sampling.top_logprobs is None else (_trimmed(logprobs, request),),
             cached,
             finish,
+            prompt_logprobs=prompt_logprobs,
         )
         if finish is None:
             self._outputs.append(output)

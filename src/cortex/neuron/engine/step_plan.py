@@ -30,6 +30,10 @@ class RowPlan:
     """Whether a token is drawn after the last position."""
     writes: bool = True
     """False if the KV of these positions is already in the pages (a fully cached prompt)."""
+    scored: tuple[int, ...] = ()
+    """The prompt tokens after the first of these positions, one for each, whose log-probabilities are computed."""
+    num_likeliest: int = 0
+    """How many of the likeliest tokens are reported beside each scored one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from cortex.neuron.kernels.attention.paged import attention
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.configs import AttentionConfig
-from cortex.neuron.layers.linear import Linear
+from cortex.neuron.layers.linear import Linear, RowParallelLinear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.rope import RopeTable
@@ -38,7 +38,7 @@ class Attention:
             {f"{prefix}.q_proj": q * (2 if config.gated else 1), f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv},
             bias=config.bias,
         )
-        self.output = Linear(parameters, q, {f"{prefix}.o_proj": config.hidden}, bias=config.output_bias)
+        self.output = RowParallelLinear(parameters, q, {f"{prefix}.o_proj": config.hidden}, bias=config.output_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (

@@ -19,6 +19,30 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share of a model that is divided among the devices of a group (tensor parallelism)."""
+
+    rank: int
+    size: int
+    """Number of ranks."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def part(self, count: int) -> range:
+        """This rank's share of `count` things; the shares of two ranks differ by at most one."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+
+WHOLE = Shard(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """How positions are rotated. The first `dims` dimensions of each head are rotated, the rest pass through."""
 
@@ -54,6 +78,8 @@ class MLPConfig:
     hidden: int
     inner: int
     bias: bool = False
+    """Biases on gate and up."""
+    output_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +88,19 @@ class MoEConfig:
     inner: int
     """Width of each routed expert."""
     experts: int
+    """Number of routed experts, on all ranks together."""
     top_k: int
     renormalise: bool
     """Whether the weights of a token's experts are scaled to sum to one."""
     shared_inner: int = 0
     """Width of the shared expert, which every token uses, weighted by its own sigmoid gate; 0: none."""
+    shard: Shard = WHOLE
+    """Whole experts are divided among the ranks; every rank routes over all of them."""
+
+    @property
+    def held(self) -> range:
+        """The routed experts that this rank holds."""
+        return self.shard.part(self.experts)
 
     @property
     def num_shared(self) -> int:

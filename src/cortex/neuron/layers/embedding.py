@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.quantised.product import packed_rows
+from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.packed import PackedProjections
@@ -19,30 +20,47 @@ MAX_NEAR_TIES = 64
 
 
 class Embedding:
+    """The embeddings of all tokens; on a rank of a divided model, of its share of the vocabulary."""
+
     def __init__(self, parameters: Parameters, vocab: int, size: int, source: str) -> None:
         self.source = source
-        self.packed = parameters.packed({source: vocab}, size)
-        self.weight = parameters.load(source, vocab, size) if self.packed is None else parameters.empty(0, size)
+        self._group = parameters.group
+        self._held = self._group.shard.part(vocab)
+        self.packed = parameters.packed({source: len(self._held)}, size)
+        rows = 0 if self.packed else len(self._held)
+        self.weight = parameters.load(source, rows, size) if rows else parameters.empty(0, size)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: [tokens] → [tokens, size]"""
+        if self._group.shard.is_whole:
+            return self._rows(tokens)
+        own = tokens - self._held.start
+        elsewhere = (own < 0) | (own >= len(self._held))
+        return self._group.all_reduce(self._rows(own.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0))
+
+    def _rows(self, numbers: Tensor) -> Tensor:
         if self.packed is not None:
-            return packed_rows(self.packed[0], tokens, self.weight.dtype)
-        return F.embedding(tokens, self.weight)
+            return packed_rows(self.packed[0], numbers, self.weight.dtype)
+        return F.embedding(numbers, self.weight)
 
 
 class Head(Linear):
-    """The output matrix. With `tied` it shares the memory of the embedding."""
+    """The output matrix. With `tied` it shares the memory of the embedding. A rank of a divided model has the rows of
+    its share of the vocabulary; `logits` are those of all tokens."""
 
     def __init__(self, parameters: Parameters, vocab: int, size: int, source: str, tied: Embedding | None) -> None:
+        self._vocab = vocab
+        self._group = parameters.group
+        self._held = self._group.shard.part(vocab)
+        rows = len(self._held)
         if tied is None:
-            super().__init__(parameters, size, {source: vocab})
+            super().__init__(parameters, size, {source: rows})
         else:
-            self.inputs, self.splits, self.weight, self.bias = size, [vocab], tied.weight, None
+            self.inputs, self.splits, self.weight, self.bias = size, [rows], tied.weight, None
             self.packed = None if tied.packed is None else PackedProjections(tied.packed)
             self.four_bit = None
             if self.packed is None:
-                self.four_bit = parameters.four_bit_matrix({tied.source: vocab}, size)
+                self.four_bit = parameters.four_bit_matrix({tied.source: rows}, size)
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]
@@ -50,7 +68,7 @@ class Head(Linear):
         On a CPU in half precision, which rounds the highest logits to eighths and quarters, near ties are recomputed in
         float32. Otherwise the response to a prompt would depend on whether the prompt is cached.
         """
-        logits = self(hidden, norm=norm)
+        logits = self._gathered(self(hidden, norm=norm))
         if logits.is_cuda or logits.dtype == torch.float32 or self.packed is not None:
             return logits
         logits = logits.float()
@@ -58,6 +76,24 @@ class Head(Linear):
         rows, tokens = (logits >= highest - highest.abs() * NEAR_TIE).nonzero(as_tuple=True)
         if len(rows) == len(logits) or len(rows) > MAX_NEAR_TIES * len(logits):
             return logits
-        exact = norm(hidden.float())[rows]
-        logits[rows, tokens] = torch.einsum("ni,ni->n", self.weight[tokens].float(), exact)
+        logits[rows, tokens] = self._exact(norm(hidden.float())[rows], tokens)
         return logits
+
+    def _exact(self, inputs: Tensor, tokens: Tensor) -> Tensor:
+        """The products of each input with the row of its token, in float32. inputs: [n, hidden], tokens: [n] → [n]"""
+        own = tokens - self._held.start
+        elsewhere = (own < 0) | (own >= len(self._held))
+        weights = self.weight[own.masked_fill(elsewhere, 0)].float()
+        return self._group.all_reduce(torch.einsum("ni,ni->n", weights, inputs).masked_fill_(elsewhere, 0))
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """[rows, this rank's tokens] → [rows, vocab]"""
+        shard = self._group.shard
+        if shard.is_whole:
+            return logits
+        sizes = [len(Shard(rank, shard.size).part(self._vocab)) for rank in range(shard.size)]
+        every = self._group.all_gather(F.pad(logits, (0, max(sizes) - len(self._held))))
+        if min(sizes) == max(sizes):
+            return every
+        parts = zip(every.split(max(sizes), dim=-1), sizes, strict=True)
+        return torch.cat([part[:, :size] for part, size in parts], dim=-1)

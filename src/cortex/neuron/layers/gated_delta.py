@@ -11,7 +11,7 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.gated_delta import gated_delta
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.layers.configs import GatedDeltaConfig
-from cortex.neuron.layers.linear import Linear
+from cortex.neuron.layers.linear import Linear, RowParallelLinear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 
@@ -24,7 +24,7 @@ class GatedDelta:
     def __init__(self, parameters: Parameters, config: GatedDeltaConfig, prefix: str) -> None:
         self.config = config
         self.input = Linear(parameters, config.hidden, config.input_rows(prefix), arrange=_arrangements(config, prefix))
-        self.output = Linear(parameters, config.value_size, {f"{prefix}.out_proj": config.hidden})
+        self.output = RowParallelLinear(parameters, config.value_size, {f"{prefix}.out_proj": config.hidden})
         conv_weight = parameters.empty(config.conv_taps, 2 * config.key_size + config.value_size)
         parameters.bind(f"{prefix}.conv1d.weight", conv_weight, lambda weight: weight[:, 0].t())
         decay_rate = parameters.empty(config.value_heads, dtype=torch.float32)

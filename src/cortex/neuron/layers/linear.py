@@ -80,6 +80,20 @@ class Linear:
         return y if self.bias is None else y.add_(self.bias)
 
 
+class RowParallelLinear(Linear):
+    """A linear layer whose inputs are divided among the ranks: each multiplies its own columns, and the sum over all
+    ranks is the result. Only the first rank has a bias, and only it adds the residual."""
+
+    def __init__(self, parameters: Parameters, inputs: int, outputs: Mapping[str, int], *, bias: bool = False) -> None:
+        super().__init__(parameters, inputs, outputs, bias=bias)
+        self._group = parameters.group
+
+    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, this rank's inputs] → [tokens, out]"""
+        own_residual = residual if self._group.shard.is_first else None
+        return self._group.all_reduce(super().__call__(x, norm=norm, residual=own_residual))
+
+
 class GatedLinear:
     """`silu(norm(x) Gᵀ) · (norm(x) Uᵀ)`: the first half of a gated feed-forward block."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.moe.experts import Experts
@@ -15,13 +16,14 @@ from cortex.neuron.layers.parameters import Binding, Parameters
 
 
 class MoE:
-    """Holds all experts in one stack. The shared expert is split into parts of the width of a routed expert.
+    """Holds all experts of this rank in one stack. The shared expert is split into parts of a routed expert's width.
 
     The checkpoint may store routed experts separately or stacked.
     """
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
-        hidden, inner, routed = config.hidden, config.inner, config.experts
+        self._group = parameters.group
+        hidden, inner, routed = config.hidden, config.inner, len(config.held)
         packed = _packed_experts(parameters, config, prefix)
         if packed is not None:
             self.experts: Experts | PackedExperts = packed
@@ -29,8 +31,8 @@ class MoE:
         num_experts = routed + config.num_shared
         gate_up = parameters.empty(num_experts, 2 * inner, hidden)
         down = parameters.empty(num_experts, hidden, inner)
-        router = parameters.empty(routed + bool(config.shared_inner), hidden)
-        parameters.bind(f"{prefix}.gate.weight", router[:routed])
+        router = parameters.empty(config.experts + bool(config.shared_inner), hidden)
+        parameters.bind(f"{prefix}.gate.weight", router[: config.experts])
         names = [f"{prefix}.experts.{expert}" for expert in range(routed)]
         parameters.bind(
             f"{prefix}.experts.gate_up_proj",
@@ -47,27 +49,30 @@ class MoE:
             parts=[Binding(f"{name}.down_proj.weight", matrix) for name, matrix in zip(names, down, strict=False)],
         )
         if config.shared_inner:
-            parameters.bind(f"{prefix}.shared_expert_gate.weight", router[routed:])
+            parameters.bind(f"{prefix}.shared_expert_gate.weight", router[config.experts :])
             _bind_shared(parameters, gate_up[routed:], down[routed:], config.shared_inner, f"{prefix}.shared_expert")
-        self.experts = Experts(router, gate_up, down, config.top_k, config.renormalise, config.num_shared)
+        self.experts = Experts(
+            router, gate_up, down, config.top_k, config.renormalise, config.num_shared, config.held.start
+        )
 
     def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [tokens, hidden] → hidden + experts(norm(hidden))"""
-        return mixture(hidden, norm.weight, norm.eps, self.experts)
+        residual = hidden if self._group.shard.is_first else torch.zeros_like(hidden)
+        return self._group.all_reduce(mixture(hidden, norm.weight, norm.eps, self.experts, residual))
 
 
 def _packed_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> PackedExperts | None:
     """Experts that stay quantised; None if they are dense, of several formats, or include a shared expert."""
     if config.shared_inner:
         return None
-    names = [f"{prefix}.experts.{expert}" for expert in range(config.experts)]
+    names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     halves = [(f"{name}.{half}_proj.weight", config.inner) for name in names for half in ("gate", "up")]
     downs = [(f"{name}.down_proj.weight", config.hidden) for name in names]
     if not parameters.can_stack(halves) or not parameters.can_stack(downs):
         return None
     gate_up, down = parameters.packed_stack(halves, config.hidden), parameters.packed_stack(downs, config.inner)
     router = parameters.load(f"{prefix}.gate.weight", config.experts, config.hidden)
-    return PackedExperts(router, gate_up, down, config.top_k, config.renormalise)
+    return PackedExperts(router, gate_up, down, config.top_k, config.renormalise, first=config.held.start)
 
 
 def _bind_shared(parameters: Parameters, gate_up: Tensor, down: Tensor, shared_inner: int, prefix: str) -> None:

@@ -18,6 +18,7 @@ from cortex.neuron.kernels.products.four_bit import FourBitMatrix
 from cortex.neuron.kernels.products.four_bit_size import GROUP, ROW_BLOCK
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.packing import PackedMatrix, empty_matrix
+from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,11 @@ class Parameters:
         dtype: torch.dtype,
         four_bits: FourBitOffer = NO_FOUR_BITS,
         packing: PackingOffer = NOTHING_PACKED,
+        group: ParallelGroup = SINGLE_RANK,
     ) -> None:
+        """`group`: the ranks that the model is divided among. The layers get the sizes of this rank's share."""
         self.device = device
+        self.group = group
         self.dtype = dtype
         self.bindings: list[Binding] = []
         self.four_bit_bindings: list[FourBitBinding] = []

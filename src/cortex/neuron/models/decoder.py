@@ -32,8 +32,7 @@ class DecoderLayer:
         self.mlp_norm = model.new_norm(f"{prefix}.post_attention_layernorm.weight")
         self.mlp: MLP | MoE
         if isinstance(feed_forward, MLPConfig):
-            hidden, inner, bias = feed_forward.hidden, feed_forward.inner, feed_forward.bias
-            self.mlp = MLP(parameters, hidden, inner, f"{prefix}.mlp", bias=bias)
+            self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
         else:
             self.mlp = MoE(parameters, feed_forward, f"{prefix}.mlp")
 

@@ -30,4 +30,5 @@ class Llama(Architecture):
         """The feed-forward block of one layer; every Llama layer has the same."""
         del index
         inner = count_in(self.raw, "intermediate_size")
-        return MLPConfig(self.config.hidden, inner, bias=bool(self.raw.get("mlp_bias", False)))
+        bias = bool(self.raw.get("mlp_bias", False))
+        return MLPConfig(self.config.hidden, inner, bias=bias, output_bias=bias)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, SCALED_COLUMNS, Layout
+from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, SCALED_COLUMNS, Layout
 from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.weights.stored import TensorInfo
 
 QUANTISABLE: Final = frozenset({"F32", "F16", "BF16"})
 """Formats that a recipe applies to."""
+STORED_LAYOUTS: Final = {**GGML_LAYOUTS, **PUBLISHED_LAYOUTS}
 
 
 def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> dict[str, Layout]:
@@ -19,8 +20,8 @@ def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> 
     for name, info in tensors.items():
         if len(info.shape) != 2:
             continue
-        if info.dtype in GGML_LAYOUTS:
-            layouts[name] = GGML_LAYOUTS[info.dtype]
+        if info.dtype in STORED_LAYOUTS and info.shape[1] % SCALED_COLUMNS == 0:
+            layouts[name] = STORED_LAYOUTS[info.dtype]
         elif recipe is not None and info.dtype in QUANTISABLE and info.shape[1] % SCALED_COLUMNS == 0:
             layouts[name] = recipe.layout_of(name)
     return layouts

@@ -11,6 +11,7 @@ from cortex.neuron.models.llama import Llama
 from cortex.neuron.models.qwen3 import Qwen3
 from cortex.neuron.models.qwen3_moe import Qwen3Moe
 from cortex.neuron.models.qwen3_next import Qwen3Next, Qwen35, Qwen35Multimodal
+from cortex.neuron.weights.safetensors.published import is_readable
 
 FAMILIES: dict[str, type[Architecture]] = {
     "llama": Llama,
@@ -42,13 +43,15 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _reject_quantised(config: Mapping[str, Any]) -> None:
-    """Rejects weights that are useless without the scales stored beside them (FP8, AWQ, GPTQ and similar)."""
+    """Rejects weights that are quantised in a way that cannot be read."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         quantised = part.get("quantization_config")
-        if quantised:
-            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        if not quantised:
+            continue
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        if not is_readable(method):
             raise UnsupportedModel(
                 f"the weights are quantised ({method or 'method not named'}), which is not supported in safetensors; "
-                "use the model's unquantised repository, or a GGUF file"
+                "use FP8, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
             )

@@ -31,6 +31,8 @@ class WeightStorage:
     """Whether matrices that are stored in groups are kept in that form, too (on a CPU that computes faster so)."""
     packing: Mapping[str, Layout] = field(default_factory=dict)
     """Name of a tensor → the layout in which it stays quantised; tensors left out are dense."""
+    kv_item_bytes: int | None = None
+    """Of one number in the KV cache; None: `item_bytes`."""
 
     def matrix_bytes(self, rows: int, columns: int, stored_format: str = _DENSE) -> int:
         """What one matrix takes. Every matrix is sized here and nowhere else, so that a new form changes one place."""
@@ -63,15 +65,16 @@ class WeightStorage:
 
 
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
-    """All parameters of a model."""
+    """All parameters of a model; of a divided one, those of this rank."""
     config, prefix = architecture.config, architecture.prefix
     norm_bytes = config.hidden * (_FLOAT32_BYTES if architecture.zero_centred_norm else storage.item_bytes)
+    vocab = len(architecture.shard.part(config.vocab))
     if config.tied:  # the head multiplies by the embedding
-        ends = storage.linear_bytes(config.hidden, {f"{prefix}.embed_tokens": config.vocab})
+        ends = storage.linear_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
     else:
-        embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": config.vocab})
-        ends = storage.matrix_bytes(config.vocab, config.hidden) if embedding is None else embedding
-        ends += storage.linear_bytes(config.hidden, {"lm_head": config.vocab})
+        embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
+        ends = storage.matrix_bytes(vocab, config.hidden) if embedding is None else embedding
+        ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
     total = ends + norm_bytes
     for index, layer in enumerate(architecture.layers):
         name = f"{prefix}.layers.{index}"
@@ -131,7 +134,7 @@ def _mlp_bytes(config: MLPConfig, storage: WeightStorage, prefix: str) -> int:
     gate_up = {f"{prefix}.gate_proj": config.inner, f"{prefix}.up_proj": config.inner}
     total = storage.linear_bytes(config.hidden, gate_up)
     total += storage.linear_bytes(config.inner, {f"{prefix}.down_proj": config.hidden})
-    return total + (2 * config.inner + config.hidden) * config.bias * storage.item_bytes
+    return total + (2 * config.inner * config.bias + config.hidden * config.output_bias) * storage.item_bytes
 
 
 def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
@@ -139,7 +142,7 @@ def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
         return packed + storage.matrix_bytes(config.experts, config.hidden)
-    num_experts = config.experts + config.num_shared
+    num_experts = len(config.held) + config.num_shared
     total = storage.matrix_bytes(num_experts * 2 * config.inner, config.hidden)
     total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
     return total + storage.matrix_bytes(config.experts + bool(config.shared_inner), config.hidden)
@@ -147,7 +150,7 @@ def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
 
 def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:
     """Experts that stay quantised: those without shared ones whose matrices all have one layout."""
-    names = [f"{prefix}.experts.{expert}" for expert in range(config.experts)]
+    names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     halves = {f"{name}.{half}_proj": config.inner for name in names for half in ("gate", "up")}
     downs = {f"{name}.down_proj": config.hidden for name in names}
     for stack in (halves, downs):

@@ -21,7 +21,8 @@ from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.node.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.supervisor import Damaged, SleepRejected, WorkerLost
+from cortex.neuron.worker.model_host import Damaged, SleepRejected
+from cortex.neuron.worker.process import WorkerLost
 from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown
 from cortex.wire.node import ModelState
 
@@ -127,7 +128,7 @@ class ModelController:
         """The options hold for the next load. A sleeping model wakes where it is, unless `model` excludes its device:
         then it is unloaded first."""
         sleeping = self.instance if self.life.state is ModelState.ASLEEP else None
-        if sleeping is not None and model.devices and sleeping.supervisor.device.index not in model.devices:
+        if sleeping is not None and model.devices and not set(sleeping.host.device_indices) <= set(model.devices):
             self._post(events.EnsureGone())
         if self.life.state in (ModelState.COLD, ModelState.FAILED, ModelState.UNLOADING):
             self.model = model

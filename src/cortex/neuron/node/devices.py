@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.factory import WorkerFactory
+from cortex.neuron.worker.group import WorkerGroup
+from cortex.neuron.worker.model_host import ModelHost
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
+from cortex.neuron.worker.replicas import LockDevices, WorkerReplicas
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.node import Device, DeviceHealth
 
@@ -37,10 +44,34 @@ class NodeDevices:
         self._read_devices = read_devices
         self._reserve = reserve
         self._worker_factory = WorkerFactory(engine)
+        self._lock_directory = tempfile.mkdtemp(prefix="neuron-devices-")
         self.supervisors = {
-            device.index: WorkerSupervisor(DeviceAddress.of(device), self._worker_factory, timeouts=timeouts)
+            device.index: WorkerSupervisor(
+                DeviceAddress.of(device, inventory.num_host_shares), self._worker_factory, timeouts=timeouts
+            )
             for device in inventory.devices
         }
+
+    def host(self, indices: Sequence[int], num_replicas: int, lock_devices: LockDevices) -> ModelHost:
+        """Where a model goes that takes these devices: one replica on each equal part of them, the lowest index first.
+        `lock_devices`: see `WorkerReplicas`."""
+        if num_replicas == 1:
+            return self._one_host(indices)
+        size = len(indices) // num_replicas
+        parts = [sorted(indices)[start : start + size] for start in range(0, len(indices), size)]
+        return WorkerReplicas([partial(self._one_host, part) for part in parts], lock_devices)
+
+    def _one_host(self, indices: Sequence[int]) -> ModelHost:
+        """One device as a whole, or a group."""
+        if len(indices) == 1:
+            return self.supervisors[indices[0]]
+        ordered = sorted(indices)
+        return WorkerGroup([self.supervisors[index] for index in ordered], [self._lock_of(index) for index in ordered])
+
+    def _lock_of(self, index: int) -> str:
+        path = Path(self._lock_directory) / f"device-{index}"
+        path.touch()
+        return str(path)
 
     def health(self) -> tuple[DeviceHealth, ...]:
         """As of the latest sample."""
@@ -61,6 +92,7 @@ class NodeDevices:
         """Ends all workers, whatever is in them."""
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors.values()))
         await self._worker_factory.close()
+        await asyncio.to_thread(shutil.rmtree, self._lock_directory, ignore_errors=True)
 
     def _health(self, device: Device) -> DeviceHealth:
         reading = self._readings.get(device.index, DeviceReading(device.total_bytes, 0))

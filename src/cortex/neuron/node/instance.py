@@ -18,18 +18,17 @@ from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
-from cortex.neuron.worker.supervisor import Resident, WorkerSupervisor
+from cortex.neuron.worker.model_host import ModelHost, Resident
 from cortex.wire.errors import (
     CortexError,
     GenerationFailed,
     InvalidValue,
     Overloaded,
-    PromptTooLongForMemory,
     Recovering,
     ShuttingDown,
-    prompt_too_long,
 )
 from cortex.wire.node import ModelLoad
+from cortex.wire.prompt_overflow import prompt_too_long, prompt_too_long_for_memory
 
 _CACHE_TOKENS_AHEAD = 512
 """KV cache that a request needs beyond its prompt before it starts. The engine keeps as much ahead of each sequence."""
@@ -60,15 +59,15 @@ class _Running:
 class Instance:
     """The `ModelSink` of one loaded model. Belongs to the daemon's loop."""
 
-    def __init__(self, model_id: str, supervisor: WorkerSupervisor, limits: Limits, callbacks: ModelCallbacks) -> None:
+    def __init__(self, model_id: str, host: ModelHost, limits: Limits, callbacks: ModelCallbacks) -> None:
         self.model_id = model_id
-        self.supervisor = supervisor
+        self.host = host
         self.lost_reason: str | None = None
         """Why the worker that held the model is gone."""
         self._max_prompt_tokens = limits.max_prompt_tokens
         self._callbacks = callbacks
         self._resident: Resident | None = None
-        self._admission = Admission(limits.max_num_seqs, limits.max_queue)
+        self._admission = Admission(limits.max_num_seqs * host.num_replicas, limits.max_queue)
         self._requests: dict[str, _Running] = {}
         self._closed: CortexError | None = None
         self._has_produced = False
@@ -103,12 +102,13 @@ class Instance:
         """Seconds since the last request ended; 0 while one runs."""
         return 0.0 if self._requests else time.monotonic() - self._idle_since_s
 
-    def load(self) -> ModelLoad:
-        """How busy the model is. The counts are current; the rest is as of the engine's latest report."""
+    def load(self, num_in_preparation: int = 0) -> ModelLoad:
+        """How busy the model is. The counts are current; the rest is as of the engine's latest report.
+        `num_in_preparation` requests wait before they are submitted."""
         waiting_in_engine = self._stats.waiting
         return ModelLoad(
             running=max(0, self._admission.running - waiting_in_engine),
-            waiting=self._admission.waiting + waiting_in_engine,
+            waiting=self._admission.waiting + waiting_in_engine + num_in_preparation,
             kv_used_fraction=round(self._stats.used_pages / max(self._stats.num_pages, 1), 4),
             tokens_per_s=self._throughput.per_s(time.monotonic()),
         )
@@ -128,7 +128,7 @@ class Instance:
         queued = QueuedRequest(
             request.principal,
             len(request.prompt) + min(request.max_tokens, _CACHE_TOKENS_AHEAD),
-            start=lambda: self.supervisor.submit(self.resident, request),
+            start=lambda: self.host.submit(self.resident, request),
             reject=lambda retry_after_s: self._end_with_error(
                 request.id, self._overloaded(self._admission.waiting, retry_after_s)
             ),
@@ -159,7 +159,7 @@ class Instance:
             return
         if running.queued.has_slot:
             # The engine frees the slot: its final output follows.
-            self.supervisor.cancel(self.resident, request_id)
+            self.host.cancel(self.resident, request_id)
         else:
             running.generation.push(StepOutput(request_id, finish="cancelled"))
             self._release(running, finished=False)
@@ -228,23 +228,23 @@ class Instance:
         """Ends every request with `error`, now."""
         self.close_admission(error)
         for running in list(self._requests.values()):
-            self.supervisor.cancel(self.resident, running.request.id)
+            self.host.cancel(self.resident, running.request.id)
             self._end_with_error(running.request.id, error)
 
     async def sleep(self) -> None:
         """Moves the weights to host memory and frees the rest. Raises SleepRejected or WorkerLost."""
         self.end(ShuttingDown(f"{self.model_id} was put to sleep; try again to have it woken"))
-        self._resident = await self.supervisor.sleep(self.resident)
+        self._resident = await self.host.sleep(self.resident)
 
     async def wake(self) -> None:
         """Serves again. Raises LoadRejected (the model is asleep as before), Damaged or WorkerLost."""
-        self._resident = await self.supervisor.wake(self.resident)
+        self._resident = await self.host.wake(self.resident)
         self._closed = None
 
     async def unload(self) -> Reclaimed:
         """Frees all memory. The instance must not be used afterwards."""
         self.end(ShuttingDown(f"{self.model_id} was unloaded; try again to have it loaded"))
-        return await self.supervisor.unload(self.resident)
+        return await self.host.unload(self.resident)
 
     def _end_with_error(self, request_id: str, error: CortexError) -> None:
         if (running := self._requests.get(request_id)) is not None:
@@ -265,13 +265,11 @@ class Instance:
 def _request_error(kind: FaultKind, message: str, running: _Running, *, alone: bool) -> CortexError:
     if kind is FaultKind.REQUEST:
         return InvalidValue(message)
+    if kind is FaultKind.DEVICE:
+        return Recovering(f"{message}; try again", retry_after_s=1)
     if kind is FaultKind.OUT_OF_MEMORY:
         if alone and not running.queued.has_output:
-            tokens = len(running.request.prompt)
-            return PromptTooLongForMemory(
-                f"a prompt of {tokens} tokens does not fit the device's memory; shorten it ({message})",
-                details={"prompt_tokens": tokens},
-            )
+            return prompt_too_long_for_memory(len(running.request.prompt), message)
         return Overloaded(f"the device ran out of memory beside other requests; try again ({message})", retry_after_s=5)
     return GenerationFailed(f"the engine failed on this request: {message}")
 

@@ -12,7 +12,8 @@ import platform
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,18 @@ from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.loading.files import fetch, find_local
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
-from cortex.neuron.node.loading.loader import MAX_DEVICES_PER_MODEL, ModelLoader
+from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
 from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.text.preparation import Prepared
+from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.discovery import Inventory, discover, read_devices
+from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
 from cortex.neuron.worker.factory import ENGINE
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
@@ -50,6 +54,7 @@ from cortex.wire.node import (
     NodeEvent,
     UnloadRequest,
 )
+from cortex.wire.packed_request import PackedRequest
 
 _SAMPLE_S = 1.0
 _SCAN_EVERY_SAMPLES = 30
@@ -64,7 +69,8 @@ class Parts:
     read_devices: ReadDevices = read_devices
     fetch: Fetch = fetch
     find_local: FindLocal = find_local
-    open_text: Callable[[Path], TextSource] = TokenizerClient
+    open_text: Callable[[Path], TextSource] | None = None
+    """None: a tokenizer process for each model."""
     capabilities_of: Callable[[Path], Capabilities] = capabilities_of
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
@@ -84,7 +90,8 @@ class Node:
         self._policy = parts.policy
         self._started_s = time.monotonic()
         self._library = Library(config)
-        self._texts = Texts(parts.open_text)
+        open_text = parts.open_text or partial(TokenizerClient, memory_bytes=config.text.memory_mb << 20)
+        self._texts = Texts(open_text, config.text, limits.max_queue)
         self._loader = ModelLoader(
             config,
             self._library,
@@ -97,6 +104,7 @@ class Node:
             capabilities_of=parts.capabilities_of,
         )
         self._controllers: dict[str, ModelController] = {}
+        self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._sleep_budget = SleepBudget(
             self._sleep_budget_bytes,
             self._sleeping_models,
@@ -119,7 +127,8 @@ class Node:
     async def start(cls, config: NeuronConfig, parts: Parts | None = None) -> Node:
         """Returns a node that serves at once; default models load in the background."""
         parts = parts or Parts()
-        node = cls(config, await asyncio.to_thread(parts.discover), parts)
+        inventory = divided(await asyncio.to_thread(parts.discover), config.cpu_devices)
+        node = cls(config, inventory, parts)
         node._run_in_background(node.devices.warm(), "import the engine")
         await node._scan_cache()
         node._regular = [
@@ -139,6 +148,8 @@ class Node:
             models=self.models(),
             activation=self._startup_models.status(),
             failing_tasks=failing,
+            pulls=self.files.pulls,
+            disk=self.files.disk,
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -147,10 +158,12 @@ class Node:
     def model(self, model_id: str) -> ModelStatus:
         """Raises ModelNotFound."""
         controller = self._controllers.get(model_id)
-        model = controller.model if controller is not None else self._library.find(model_id)
+        known = self._library.find(model_id)
+        model = controller.model if controller is not None else known
         survey = self._loader.surveys.get(model_id)
         footprint = self._loader.footprint(model, survey.facts) if survey is not None else None
-        return describe(model, controller, survey, footprint)
+        num_in_preparation = self._texts.num_jobs(model_id)
+        return describe(model, controller, survey, footprint, num_in_preparation, self.files.disk_bytes(model))
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' counters by model id, as of their latest reports; models in memory only."""
@@ -178,6 +191,7 @@ class Node:
             offered = ", ".join(self.discovery.harnesses)
             raise LoadFailed(f"this node has no harness {shorten(request.harness)!r}; it has {offered}")
         model = self._library.adopt(request)
+        self.files.reject_if_deleting(model)
         if wait:
             await self._controller(model.id).ensure_ready(model)
         else:
@@ -197,13 +211,47 @@ class Node:
     async def text(self, model_id: str) -> TextModel:
         """The model's tokenizer, template and parsers, read once and without its weights. Raises ModelNotFound,
         LoadFailed or ShuttingDown."""
+        return await self._texts.get(model_id, await self._text_path(model_id))
+
+    async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
+        """The prompts and the grammar of a request, prepared in the tokenizer process of its model; cancelling the call
+        ends that. With `in_context`, the prompts must fit the model's context. Raises a CortexError."""
+        model_id = request.head.model
+        path = await self._text_path(model_id)
+        rules = self._prompt_rules(model_id)
+        if in_context:
+            limits = self._config.limits
+            rules = replace(
+                rules,
+                context_tokens=self.model(model_id).context_tokens,
+                max_prompt_tokens=limits.max_prompt_tokens,
+            )
+        return await self._texts.prepare(model_id, path, request, rules, principal)
+
+    async def count_tokens(self, request: PackedRequest, *, principal: str) -> int:
+        """The number of tokens in the prompt of a request, which need not fit the context. Raises as `prepare` does."""
+        model_id = request.head.model
+        path = await self._text_path(model_id)
+        return await self._texts.count(model_id, path, request, self._prompt_rules(model_id), principal)
+
+    async def encode(self, model_id: str, text: str, *, principal: str) -> tuple[int, ...]:
+        """The tokens of a text, including control tokens in it. Raises as `prepare` does."""
+        return await self._texts.encode(model_id, await self._text_path(model_id), text, principal)
+
+    def _prompt_rules(self, model_id: str) -> PromptRules:
+        controller = self._controllers.get(model_id)
+        model = controller.model if controller is not None else self._library.find(model_id)
+        return PromptRules(control_tokens_in_messages=model.control_tokens_in_messages)
+
+    async def _text_path(self, model_id: str) -> Path:
+        """The model's local files. Raises ModelNotFound, LoadFailed or ShuttingDown."""
         self._reject_when_closing()
         model = self._library.find(model_id)
         survey = self._loader.surveys.get(model_id)
         path = survey.facts.path if survey is not None else await self._loader.find_local(model)
         if path is None:
             raise LoadFailed(f"the files of {model_id} are not on this node yet; POST /models/load fetches them")
-        return await self._texts.get(model_id, path)
+        return path
 
     def submit(self, model_id: str, request: EngineRequest) -> Generation:
         """Starts or queues a request for a model that is ready.
@@ -235,11 +283,13 @@ class Node:
             async with asyncio.timeout(self._config.drain_s):
                 await asyncio.gather(*(instance.drained() for instance in instances))
         for instance in instances:
+            instance.host.stop_reloads()
             instance.end(_shutting_down())
         for controller in controllers:
             controller.close()
         await self.devices.close()
         await self._texts.close()
+        await self.files.close()
         await asyncio.gather(*(controller.closed() for controller in controllers))
         await asyncio.gather(*self._background, *(task.ended() for task in self._regular), return_exceptions=True)
         self._feed.close()
@@ -269,6 +319,14 @@ class Node:
         """Whether the model is loaded or asleep, or about to be."""
         controller = self._controllers.get(model_id)
         return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
+
+    def _models_in_memory(self) -> list[tuple[str, Path | None]]:
+        surveys = self._loader.surveys
+        return [
+            (model_id, surveys[model_id].facts.path if model_id in surveys else None)
+            for model_id in self._controllers
+            if self._is_in_memory(model_id)
+        ]
 
     def _sleeping_models(self) -> list[SleepingModel]:
         return [
@@ -303,6 +361,7 @@ class Node:
 
     async def _scan_cache(self) -> None:
         self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
+        await self.files.scan()
 
 
 def _shutting_down() -> ShuttingDown:
@@ -319,8 +378,10 @@ def _discovery(inventory: Inventory) -> Discovery:
         os=f"{platform.system()} {platform.release()}",
         version=cortex.__version__,
         devices=inventory.devices,
+        kernel=platform.release(),
         driver=inventory.driver,
+        cuda_version=inventory.cuda_version,
         driver_problem=inventory.driver_problem,
-        max_devices_per_model=MAX_DEVICES_PER_MODEL,
+        max_devices_per_model=len(inventory.devices),
         harnesses=HARNESSES,
     )

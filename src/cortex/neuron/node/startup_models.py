@@ -29,7 +29,8 @@ class StartupModels:
         self._pending = list(model_ids)
         self._in_progress: str | None = None
         self._completed: list[str] = []
-        self._failed: list[str] = []
+        self._failed: dict[str, str] = {}
+        """Model → reason."""
         self._load = load
         self._on_changed = on_changed
         self._first_retry_s = first_retry_s
@@ -43,6 +44,7 @@ class StartupModels:
             in_progress=self._in_progress,
             completed=tuple(self._completed),
             failed=tuple(self._failed),
+            reasons=dict(self._failed),
         )
 
     async def run(self) -> None:
@@ -70,10 +72,10 @@ class StartupModels:
                 unreachable.append(model_id)
             except CortexError as error:
                 log.error("default model %s: load failed: %s", model_id, error.message)
-                self._failed.append(model_id)
-            except Exception:  # a bug in one load must not keep the other models from loading
+                self._failed[model_id] = error.message
+            except Exception as error:  # a bug in one load must not keep the other models from loading
                 log.exception("default model %s: load failed unexpectedly", model_id)
-                self._failed.append(model_id)
+                self._failed[model_id] = f"unexpected {type(error).__name__}: {error}"
             else:
                 self._completed.append(model_id)
             finally:

@@ -12,8 +12,14 @@ from cortex.wire.node import Capabilities, ModelLoad, ModelState, ModelStatus
 
 
 def describe(
-    model: KnownModel, controller: ModelController | None, survey: Survey | None, footprint: Footprint | None
+    model: KnownModel,
+    controller: ModelController | None,
+    survey: Survey | None,
+    footprint: Footprint | None,
+    num_in_preparation: int,
+    disk_bytes: int | None,
 ) -> ModelStatus:
+    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet."""
     facts = survey.facts if survey is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
@@ -26,7 +32,8 @@ def describe(
     return ModelStatus(
         id=model.id,
         state=life.state if life is not None else ModelState.COLD,
-        devices=(instance.supervisor.device.index,) if instance is not None else model.devices,
+        devices=instance.host.device_indices if instance is not None else model.devices,
+        num_devices=model.num_devices,
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,
@@ -34,12 +41,14 @@ def describe(
         estimate_bytes=footprint.expected_bytes if footprint is not None else None,
         least_bytes=footprint.least_bytes if footprint is not None else None,
         measured_bytes=resident.measured_bytes if resident is not None else None,
+        kv_bytes=resident.info.kv_bytes if resident is not None else None,
         host_bytes=instance.host_bytes if instance is not None else 0,
+        disk_bytes=disk_bytes,
         context_tokens=context_tokens,
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
-        load=instance.load() if instance is not None else ModelLoad(),
+        load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
         reason=life.reason if life is not None else None,
         state_age_s=round(time.monotonic() - life.since_s, 3) if life is not None else 0.0,
         idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,

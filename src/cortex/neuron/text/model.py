@@ -11,7 +11,7 @@ from typing import Final
 from cortex.neuron.text import files
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.facts import TextFacts
-from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar, is_constrained
+from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.output.detect import (
     PYTHON_TAG,
     TOOL_CALL_CLOSE,
@@ -25,15 +25,24 @@ from cortex.neuron.text.output.parser import OutputParser, call_syntax, new_call
 from cortex.neuron.text.output.reasoning import ReasoningSplitter, ReasoningWatch, closes_reasoning, opens_reasoning
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
-from cortex.neuron.text.template.prompt import Rendered, prompt_text, render_conversation, render_raw
+from cortex.neuron.text.template.literal_content import LiteralContent
+from cortex.neuron.text.template.prompt import (
+    NO_RULES,
+    PromptRules,
+    Rendered,
+    prompt_text,
+    render_conversation,
+    render_raw,
+)
 from cortex.neuron.text.template.template_source import TemplateSources
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
-from cortex.neuron.text.tokenizer.encoder import TextEncoder
+from cortex.neuron.text.tokenizer.encoder import NoEncoder, TextEncoder
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.weights.gguf.metadata import read_metadata
+from cortex.wire.constraints import is_constrained
 from cortex.wire.node import Capabilities
-from cortex.wire.requests import GenerateRequest
+from cortex.wire.requests import EFFORT_TOKENS, GenerateRequest
 
 _OUTPUT_MARKERS: Final = (PYTHON_TAG, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)
 
@@ -62,7 +71,16 @@ class TextModel:
             tools_template,
             facts.generation,
             _reasoning_end(template, tokenizer),
-            _notes(facts.templates, has_vision=facts.has_vision),
+            _notes(facts.templates, tools_template, has_vision=facts.has_vision),
+        )
+
+    @classmethod
+    def without_encoder(cls, facts: TextFacts, reasoning_end: tuple[int, ...]) -> TextModel:
+        """For a process that only turns tokens into text: rendering and encoding raise AssertionError."""
+        template, tools_template = _templates(facts.templates)
+        notes = _notes(facts.templates, tools_template, has_vision=facts.has_vision)
+        return cls(
+            Tokenizer(facts.vocabulary, NoEncoder()), template, tools_template, facts.generation, reasoning_end, notes
         )
 
     @property
@@ -75,7 +93,7 @@ class TextModel:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        return _capabilities(self.template, self.tools_template, self.notes)
+        return _capabilities(self.template, self.notes)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, including control tokens in it; adds no token."""
@@ -85,17 +103,17 @@ class TextModel:
         """The text of `ids`, control tokens spelled out."""
         return self.tokenizer.decode(ids)
 
-    def render(self, request: GenerateRequest, context_tokens: int | None = None) -> Rendered:
-        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; there is no fallback. With
-        `context_tokens`, raises ContextLengthExceeded for a text that certainly has more tokens.
+    def render(self, request: GenerateRequest, rules: PromptRules = NO_RULES) -> Rendered:
+        """The prompt. Raises TemplateRenderFailed, UnsupportedModality or InvalidValue; there is no fallback. Raises
+        ContextLengthExceeded for a text that certainly has more tokens than `rules` allow, before it is tokenised.
 
         Do not call it on the event loop: 100k new tokens take a third of a second. Known turns cost almost nothing.
         """
         if request.prompt is not None:
-            return render_raw(request.prompt, self.tokenizer, context_tokens)
-        return render_conversation(
-            request, self._template_for(request), self.tokenizer, self._reasoning_markers, context_tokens
-        )
+            return render_raw(request.prompt, self.tokenizer, rules)
+        template = self._template_for(request)
+        literal_content = None if rules.control_tokens_in_messages else self._literal_content[template is self.template]
+        return render_conversation(request, template, self.tokenizer, self._reasoning_markers, literal_content, rules)
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer for one response. Control tokens are hidden, except those that the parser reads."""
@@ -108,27 +126,41 @@ class TextModel:
         splitter = scanner = None
         if self._reasoning_markers is not None:
             splitter = self._splitter(rendered)
-        if request.tools and request.tool_choice.mode != "none" and self._tool_syntax is not None:
+        if request.tools and request.tool_choice.mode != "none":
             scanner = CallScanner(call_syntax(self._tool_syntax, request.callable_tools), new_call_id, index)
         return OutputParser(splitter, scanner, index)
 
-    def grammar(self, request: GenerateRequest) -> str | None:
+    def grammar(self, request: GenerateRequest, rules: PromptRules = NO_RULES) -> str | None:
         """The grammar of the output, for `EngineRequest.grammar`; None: no constraint. Raises InvalidValue."""
         if not is_constrained(request):
             return None
-        return build_grammar(
-            request, self.tokenizer, self._tool_syntax, self._reasoning_markers, self._leading_reasoning(request)
-        )
+        return self._grammar(request, self._leading_reasoning(request), rules)
 
-    def response_grammar(self, request: GenerateRequest) -> str | None:
+    def response_grammar(self, request: GenerateRequest, rules: PromptRules = NO_RULES) -> str | None:
         """The grammar of the output after the reasoning. Raises InvalidValue."""
+        return self._grammar(request, LeadingReasoning.ABSENT, rules)
+
+    def _grammar(self, request: GenerateRequest, reasoning: LeadingReasoning, rules: PromptRules) -> str | None:
         return build_grammar(
-            request, self.tokenizer, self._tool_syntax, self._reasoning_markers, LeadingReasoning.ABSENT
+            request,
+            self.tokenizer,
+            self._tool_syntax,
+            self._reasoning_markers,
+            reasoning,
+            rules.max_grammar_characters,
+            rules.max_grammar_cpu_s,
         )
 
     def may_reason(self, request: GenerateRequest) -> bool:
         """Whether the response to `request` may begin with reasoning."""
-        return self._reasoning_markers is not None and request.prompt is None and request.thinking.enabled is not False
+        return self._reasoning_markers is not None and request.prompt is None and request.thinking.switch is not False
+
+    def reasoning_budget(self, request: GenerateRequest) -> int | None:
+        """Most tokens of reasoning: the client's, or those of its effort if the template knows no efforts."""
+        thinking = request.thinking
+        if thinking.budget_tokens is not None or self._template_for(request).mentions("reasoning_effort"):
+            return thinking.budget_tokens
+        return EFFORT_TOKENS.get(thinking.effort or "")
 
     def reasoning_watch(self, rendered: Rendered) -> ReasoningWatch:
         """A watch for one choice of a response that may begin with reasoning."""
@@ -145,7 +177,7 @@ class TextModel:
         prompt = prompt_text(request, self._template_for(request), self.tokenizer)
         if opens_reasoning(prompt.generation_prompt, markers):
             return LeadingReasoning.OPENED
-        if request.thinking.enabled is False or closes_reasoning(prompt.generation_prompt, markers):
+        if request.thinking.switch is False or closes_reasoning(prompt.generation_prompt, markers):
             return LeadingReasoning.ABSENT
         return LeadingReasoning.POSSIBLE
 
@@ -153,8 +185,16 @@ class TextModel:
         return self.tools_template if request.tools else self.template
 
     @cached_property
-    def _tool_syntax(self) -> ToolSyntax | None:
+    def _tool_syntax(self) -> ToolSyntax:
         return tool_syntax(self.tools_template)
+
+    @cached_property
+    def _literal_content(self) -> tuple[LiteralContent | None, LiteralContent | None]:
+        """Of the template with tools, and of the other."""
+        vocabulary = self.tokenizer.vocabulary
+        if not vocabulary.control_texts:
+            return None, None
+        return LiteralContent(vocabulary, self.tools_template), LiteralContent(vocabulary, self.template)
 
     @cached_property
     def _reasoning_markers(self) -> ReasoningMarkers | None:
@@ -178,7 +218,8 @@ def capabilities_of(path: Path) -> Capabilities:
         sources, has_vision = template_source.from_gguf(read_metadata(gguf).metadata), False
     else:
         sources, has_vision = template_source.from_directory(path), files.has_vision(path)
-    return _capabilities(*_templates(sources), _notes(sources, has_vision=has_vision))
+    template, tools_template = _templates(sources)
+    return _capabilities(template, _notes(sources, tools_template, has_vision=has_vision))
 
 
 def _templates(sources: TemplateSources) -> tuple[ChatTemplate, ChatTemplate]:
@@ -187,10 +228,12 @@ def _templates(sources: TemplateSources) -> tuple[ChatTemplate, ChatTemplate]:
     return template, ChatTemplate(sources.with_tools) if sources.with_tools else template
 
 
-def _notes(sources: TemplateSources, *, has_vision: bool) -> tuple[str, ...]:
+def _notes(sources: TemplateSources, tools_template: ChatTemplate, *, has_vision: bool) -> tuple[str, ...]:
     notes = []
     if not (sources.default or sources.with_tools):
         notes.append("the model has no chat template: conversations are written as ChatML")
+    if not tools_template.takes_tools:
+        notes.append("the chat template has no place for tools: they are described in the system message")
     if has_vision:
         notes.append("images are not read: the vision tower is not loaded")
     return tuple(notes)
@@ -201,7 +244,5 @@ def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, .
     return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}\n\n"))
 
 
-def _capabilities(template: ChatTemplate, tools_template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:
-    return Capabilities(
-        tools=tool_syntax(tools_template) is not None, reasoning=reasoning_markers(template) is not None, notes=notes
-    )
+def _capabilities(template: ChatTemplate, notes: tuple[str, ...]) -> Capabilities:
+    return Capabilities(tools=True, reasoning=reasoning_markers(template) is not None, notes=notes)

@@ -1,34 +1,38 @@
-"""A model's tokenizer in its own process, which is started on first use and again when it has died."""
+"""A model's tokenizer process, which is started on first use and again when it has died."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from pathlib import Path
 
+from cortex.ipc.channel import Unsendable
+from cortex.ipc.pool import PoolLost, WorkerLost, WorkerPool
 from cortex.neuron.text.errors import TextModelError
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.tokenizer.encoder import Segmented
-from cortex.neuron.tokenizer_process.process import TokenizerProcess, TokenizerProcessLost
+from cortex.neuron.text.preparation import Prepared
+from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.tokenizer_process.protocol import (
+    Count,
+    Counted,
     Describe,
     Described,
     Encode,
     Encoded,
-    EncodeDocument,
-    EncodedSegmented,
-    EncodeFailed,
-    EncodeSegmented,
+    FilesUnreadable,
+    Job,
+    PackedPrepared,
+    Prepare,
     Reply,
-    Request,
     error_of,
-    segmented_of,
+    out_of_memory,
+    unpack_prepared,
     unpacked,
 )
 from cortex.neuron.weights.errors import CheckpointError
-from cortex.wire.errors import LoadFailed, Recovering
+from cortex.wire.errors import BodyTooLarge, LoadFailed, Recovering
+from cortex.wire.rejection import Rejected
 
 log = logging.getLogger(__name__)
 
@@ -37,23 +41,21 @@ UNREADABLE = (OSError, TextModelError, CheckpointError)
 
 
 class TokenizerClient:
-    """The daemon's side of a tokenizer process, a `TextEncoder`.
+    """The daemon's side of a tokenizer process. Belongs to one loop.
 
-    The async methods belong to the loop that created the client. The others block and must run on other threads.
-    A request whose process dies is sent once more, to a new process.
+    A job whose process dies is run once more, in a new process. A job that ends its own worker fails. Cancelling a call
+    ends its job, wherever it is. Callers bound the number of concurrent jobs: each has a worker process.
     """
 
-    def __init__(self, model: Path) -> None:
-        """Does not start the process."""
+    def __init__(self, model: Path, memory_bytes: int | None = None) -> None:
+        """`memory_bytes`: the most that one job may allocate. Does not start the process."""
         self._model = model
-        self._loop = asyncio.get_running_loop()
-        self._loop_thread_id = threading.get_ident()
+        self._memory_bytes = memory_bytes
         self._starting = asyncio.Lock()
-        self._process: TokenizerProcess | None = None
+        self._pool: WorkerPool[Reply] | None = None
         self._fingerprint: str | None = None
         self._is_closed = False
         self._num_calls = 0
-        self._num_calls_lock = threading.Lock()
         self._last_call_s = time.monotonic()
 
     @property
@@ -64,96 +66,104 @@ class TokenizerClient:
     @property
     def process_id(self) -> int | None:
         """None while no process was started."""
-        return self._process.process_id if self._process is not None else None
+        return self._pool.process_id if self._pool is not None else None
 
     async def read(self) -> TextModel:
         """The model's text. Raises the errors in `UNREADABLE`, or Recovering."""
-        return await asyncio.to_thread(self._read)
+        reply = await self._run(Describe(), is_long=False)
+        assert isinstance(reply, Described)
+        self._fingerprint = reply.fingerprint
+        return TextModel.without_encoder(reply.facts, reply.reasoning_end)
 
     async def wake(self) -> None:
         """Starts the process unless it runs, without waiting until it is ready. Raises OSError or Recovering."""
-        await self._running_process()
+        await self._running_pool()
 
     async def rest(self) -> None:
         """Ends the process; the next call starts a new one."""
         async with self._starting:
-            process, self._process = self._process, None
-            if process is not None:
-                await process.stop()
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                await pool.stop()
 
     async def close(self) -> None:
         """Ends the process for good; running and later calls raise Recovering."""
         self._is_closed = True
         await self.rest()
 
-    # The encoder
+    # Jobs. They raise a CortexError: what is wrong with the request, LoadFailed when a new process can no longer read
+    # the files, or Recovering. `is_long`: the job yields the cores to others.
 
-    def encode(self, text: str) -> list[int]:
-        return unpacked(self._encoded(Encode(text)).ids)
+    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared:
+        """The prompts and the grammar of a packed request."""
+        reply = await self._run_job(Prepare(request, rules), is_long=is_long)
+        assert isinstance(reply, PackedPrepared)
+        return unpack_prepared(reply)
 
-    def encode_document(self, text: str) -> list[int]:
-        return unpacked(self._encoded(EncodeDocument(text)).ids)
+    async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int:
+        """The number of tokens in the prompt of a packed request."""
+        reply = await self._run_job(Count(request, rules), is_long=is_long)
+        assert isinstance(reply, Counted)
+        return reply.num_tokens
 
-    def encode_segmented(self, text: str) -> Segmented:
-        reply = self._call_encoder(EncodeSegmented(text))
-        assert isinstance(reply, EncodedSegmented)
-        return segmented_of(reply)
-
-    def _encoded(self, request: Encode | EncodeDocument) -> Encoded:
-        reply = self._call_encoder(request)
+    async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]:
+        """The tokens of `text`, including control tokens in it."""
+        reply = await self._run_job(Encode(text, rules), is_long=is_long)
         assert isinstance(reply, Encoded)
-        return reply
+        return unpacked(reply.ids)
 
-    def _call_encoder(self, request: Encode | EncodeDocument | EncodeSegmented) -> Reply:
-        """Raises LoadFailed when a new process can no longer read the files, or Recovering."""
+    async def _run_job(self, job: Job, *, is_long: bool) -> Reply:
         try:
-            return self._call(request)
+            return await self._run(job, is_long=is_long)
         except UNREADABLE as error:
             raise LoadFailed(f"the tokenizer of {self._model.name} can no longer be read: {error}") from error
+        except WorkerLost as error:
+            raise out_of_memory() from error
+        except Unsendable as error:
+            raise BodyTooLarge(f"The prompt cannot be tokenised: {error}.") from error
 
-    # Calls
-
-    def _read(self) -> TextModel:
-        reply = self._call(Describe())
-        assert isinstance(reply, Described)
-        self._fingerprint = reply.fingerprint
-        return TextModel.of(reply.facts, self)
-
-    def _call(self, request: Request) -> Reply:
-        """Raises the error that the tokenizer process replied with, or Recovering when it died twice."""
-        assert threading.get_ident() != self._loop_thread_id, "this blocks: it must not run on the event loop"
-        with self._num_calls_lock:
-            self._num_calls += 1
+    async def _run(self, job: Job, *, is_long: bool) -> Reply:
+        """Raises the error that the tokenizer process replied with, WorkerLost, Unsendable, or Recovering when the
+        process died twice."""
+        self._num_calls += 1
         try:
-            return self._call_with_retry(request)
+            for _ in range(2):
+                pool = await self._running_pool()
+                try:
+                    reply = await pool.run(job, in_background=is_long)
+                except PoolLost as error:
+                    log.warning("lost the tokenizer process of %s: %s", self._model, error)
+                    continue
+                if isinstance(reply, FilesUnreadable | Rejected):
+                    raise error_of(reply)
+                return reply
+            raise Recovering(f"the tokenizer process of {self._model.name} died twice during this request; try again")
         finally:
-            with self._num_calls_lock:
-                self._num_calls -= 1
-                self._last_call_s = time.monotonic()
+            self._num_calls -= 1
+            self._last_call_s = time.monotonic()
 
-    def _call_with_retry(self, request: Request) -> Reply:
-        for _ in range(2):
-            process = self._process
-            if process is None or process.has_ended:
-                process = asyncio.run_coroutine_threadsafe(self._running_process(), self._loop).result()
-            try:
-                reply = process.call(request)
-            except TokenizerProcessLost as error:
-                log.warning("lost the tokenizer process of %s: %s", self._model, error)
-                continue
-            if isinstance(reply, EncodeFailed):
-                raise error_of(reply)
-            return reply
-        raise Recovering(f"the tokenizer process of {self._model.name} died twice during this request; try again")
-
-    async def _running_process(self) -> TokenizerProcess:
-        """The process, started if necessary; on the loop. Raises OSError or Recovering."""
+    async def _running_pool(self) -> WorkerPool[Reply]:
+        """The process, started if necessary. Raises OSError or Recovering."""
         async with self._starting:
             if self._is_closed:
                 raise Recovering(f"the tokenizer of {self._model.name} was closed; try again")
-            if self._process is not None and not self._process.has_ended:
-                return self._process
-            if self._process is not None:
-                await self._process.stop()
-            self._process = await TokenizerProcess.start(self._model, self._fingerprint)
-            return self._process
+            if self._pool is not None and not self._pool.has_ended:
+                return self._pool
+            if self._pool is not None:
+                await self._pool.stop()
+            self._pool = await self._start()
+            return self._pool
+
+    async def _start(self) -> WorkerPool[Reply]:
+        """A process that reads the model's files, which must match what was read before."""
+        fingerprint = () if self._fingerprint is None else ("--fingerprint", self._fingerprint)
+        memory = () if self._memory_bytes is None else ("--memory-bytes", str(self._memory_bytes))
+        return await WorkerPool.start(
+            "cortex.neuron.tokenizer_process",
+            *("--model", str(self._model)),
+            *fingerprint,
+            *memory,
+            reply_type=Reply,
+            # A worker is one job; threads of the library's own would also not survive a fork.
+            environment={"TOKENIZERS_PARALLELISM": "false"},
+        )

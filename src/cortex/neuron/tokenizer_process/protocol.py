@@ -1,4 +1,4 @@
-"""The protocol between the daemon and a tokenizer process: requests and replies, on one connection per caller."""
+"""The protocol between the daemon and a tokenizer process: jobs and their replies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import msgspec
 
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.facts import TextFacts
-from cortex.neuron.text.tokenizer.encoder import Segmented
+from cortex.neuron.text.preparation import Prepared
+from cortex.neuron.text.template.prompt import PromptRules, Rendered
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
+from cortex.wire import rejection
+from cortex.wire.errors import PreparationLimitExceeded
+from cortex.wire.rejection import Rejected
 
 _ERROR_TYPES = (
     TokenizerMissing,
@@ -23,15 +27,11 @@ _ERROR_TYPES = (
     OSError,
     TextModelError,
 )
-"""Errors that keep their type across the connection; subclasses come before their bases."""
+"""Errors of a model's files that keep their type; subclasses come before their bases."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Encoded by position: both sides are always the same version."""
-
-
-class Connect(_Message, frozen=True):
-    """On the control socket: a connection comes with this packet, as a file descriptor."""
 
 
 class Describe(_Message, frozen=True):
@@ -39,43 +39,63 @@ class Describe(_Message, frozen=True):
 
 
 class Encode(_Message, frozen=True):
+    """Asks for the tokens of a text, including control tokens in it."""
+
     text: str
+    rules: PromptRules
 
 
-class EncodeDocument(_Message, frozen=True):
-    text: str
+class Prepare(_Message, frozen=True):
+    """Asks for the prompts and the grammar of a request."""
+
+    request: bytes
+    rules: PromptRules
 
 
-class EncodeSegmented(_Message, frozen=True):
-    text: str
+class Count(_Message, frozen=True):
+    """Asks for the number of tokens in the prompt of a request."""
+
+    request: bytes
+    rules: PromptRules
 
 
 class Described(_Message, frozen=True):
     facts: TextFacts
     fingerprint: str
+    reasoning_end: tuple[int, ...]
 
 
 class Encoded(_Message, frozen=True):
+    ids: bytes
     """Token ids as packed 32-bit numbers, which decode much faster than a list."""
 
+
+class Counted(_Message, frozen=True):
+    num_tokens: int
+
+
+class PackedPrompt(_Message, frozen=True):
+    text: str
     ids: bytes
+    turn_ends: tuple[int, ...]
+    starts_in_reasoning: bool
 
 
-class EncodedSegmented(_Message, frozen=True):
-    ids: bytes
-    cut_characters: bytes
-    cut_tokens: bytes
+class PackedPrepared(_Message, frozen=True):
+    prompts: tuple[PackedPrompt, ...]
+    grammar: str | None
+    response_grammar: str | None
 
 
-class EncodeFailed(_Message, frozen=True):
-    """The request failed; `kind` names one of `_ERROR_TYPES`."""
+class FilesUnreadable(_Message, frozen=True):
+    """The model's text files cannot be used; `kind` names one of `_ERROR_TYPES`."""
 
     kind: str
     message: str
 
 
-Request = Describe | Encode | EncodeDocument | EncodeSegmented
-Reply = Described | Encoded | EncodedSegmented | EncodeFailed
+Job = Describe | Encode | Prepare | Count
+Reply = Described | Encoded | Counted | PackedPrepared | FilesUnreadable | Rejected
 
 
 def fingerprint_of(facts: TextFacts) -> str:
@@ -87,25 +107,41 @@ def packed(numbers: Sequence[int]) -> bytes:
     return array("I", numbers).tobytes()
 
 
-def unpacked(numbers: bytes) -> list[int]:
-    return array("I", numbers).tolist()
+def unpacked(numbers: bytes) -> tuple[int, ...]:
+    return tuple(array("I", numbers))
 
 
-def encoded_segmented(segmented: Segmented) -> EncodedSegmented:
-    return EncodedSegmented(packed(segmented.ids), packed(segmented.cut_characters), packed(segmented.cut_tokens))
+def pack_prepared(prepared: Prepared, *, with_text: bool) -> PackedPrepared:
+    """`with_text`: the text of the prompts is needed, too."""
+    prompts = tuple(
+        PackedPrompt(each.text if with_text else "", packed(each.ids), each.turn_ends, each.starts_in_reasoning)
+        for each in prepared.prompts
+    )
+    return PackedPrepared(prompts, prepared.grammar, prepared.response_grammar)
 
 
-def segmented_of(reply: EncodedSegmented) -> Segmented:
-    return Segmented(*(tuple(unpacked(part)) for part in (reply.ids, reply.cut_characters, reply.cut_tokens)))
+def unpack_prepared(reply: PackedPrepared) -> Prepared:
+    prompts = tuple(
+        Rendered(each.text, unpacked(each.ids), each.turn_ends, each.starts_in_reasoning) for each in reply.prompts
+    )
+    return Prepared(prompts, reply.grammar, reply.response_grammar)
 
 
-def encode_failed(error: Exception) -> EncodeFailed:
+def unreadable(error: Exception) -> FilesUnreadable:
     kind = next((kind for kind in _ERROR_TYPES if isinstance(error, kind)), None)
     if kind is None:
-        return EncodeFailed(TextModelError.__name__, f"{type(error).__name__}: {error}; see the node's log")
-    return EncodeFailed(kind.__name__, str(error))
+        return FilesUnreadable(TextModelError.__name__, f"{type(error).__name__}: {error}; see the node's log")
+    return FilesUnreadable(kind.__name__, str(error))
 
 
-def error_of(reply: EncodeFailed) -> Exception:
-    kind = next(kind for kind in _ERROR_TYPES if kind.__name__ == reply.kind)
-    return kind(reply.message)
+def error_of(reply: FilesUnreadable | Rejected) -> Exception:
+    if isinstance(reply, Rejected):
+        return rejection.error_of(reply)
+    return next(kind for kind in _ERROR_TYPES if kind.__name__ == reply.kind)(reply.message)
+
+
+def out_of_memory() -> PreparationLimitExceeded:
+    return PreparationLimitExceeded(
+        "Preparing this request took more memory than this node allows (text.memory_mb in neuron.toml). "
+        "Send a shorter conversation, or a simpler schema or grammar."
+    )

@@ -6,6 +6,7 @@ import torch
 
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.gguf import quants
+from cortex.neuron.weights.safetensors import codes
 from cortex.neuron.weights.stored import StoredTensor
 
 DENSE: dict[str, torch.dtype] = {
@@ -28,18 +29,21 @@ _RUN_BYTES = 256 << 10
 
 
 def mapped_bytes(stored: StoredTensor, start_group: int = 0, num_groups: int | None = None) -> torch.Tensor:
-    """The bytes of groups (default: all from `start_group`) as a uint8 view of the mapped file; no copy."""
+    """The bytes of groups (default: all from `start_group`) as uint8: a view of the mapped file where they are
+    contiguous there, else a copy."""
     if num_groups is None:
         num_groups = stored.num_groups - start_group
-    num_bytes = num_groups * stored.group_bytes
-    if num_bytes == 0:
+    if num_groups * stored.group_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    offset = stored.offset + start_group * stored.group_bytes
-    return torch.frombuffer(stored.file.buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
+    parts = [
+        torch.frombuffer(stored.file.buffer, dtype=torch.uint8, count=num_bytes, offset=offset)
+        for offset, num_bytes in stored.spans(start_group, num_groups)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def decode(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
-    """Decode whole groups of `stored` into rows.
+def decode(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> torch.Tensor:
+    """Decode whole groups of `stored`, from `start_group` on, into rows.
 
     `raw` holds their bytes, flat, on any device. Dense formats keep their dtype and share memory with `raw` if it is
     aligned. Quantised formats become float32.
@@ -47,6 +51,8 @@ def decode(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
     dtype = DENSE.get(stored.format)
     if not stored.num_elements:
         return torch.empty(stored.shape, dtype=dtype or torch.float32, device=raw.device)
+    if stored.beside is not None:
+        return codes.numbers_of(stored, stored.beside, raw, start_group * stored.group_rows)
     if dtype is not None:
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()
@@ -59,11 +65,18 @@ def decode(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-def decode_groups(stored: StoredTensor, raw: torch.Tensor) -> quants.Groups:
-    """Decode whole groups of rows of a matrix into codes, scales and minimums, each [rows, groups per row, ...].
+def has_groups(stored: StoredTensor) -> bool:
+    """Whether `decode_groups` decodes it: codes with a scale for each group of columns."""
+    return stored.format in quants.QUANTISATIONS or stored.format in ("INT4", "INT8", "MXFP4")
 
-    Raises Unsupported if the format is not quantised.
+
+def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> quants.Groups:
+    """Decode whole groups of rows of a matrix, from `start_group` on, into codes, scales and minimums.
+
+    Each is [rows, groups per row, ...]. Raises Unsupported if the format is not quantised.
     """
+    if stored.beside is not None and has_groups(stored):
+        return codes.groups_of(stored, stored.beside, raw, start_group * stored.group_rows)
     quantisation = quants.QUANTISATIONS.get(stored.format)
     if quantisation is None:
         raise Unsupported(f"{stored.file.path}: weights in {stored.format} are dense, not quantised in groups")

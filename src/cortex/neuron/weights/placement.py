@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import torch
 
 from cortex.neuron.weights.checkpoint import Checkpoint
-from cortex.neuron.weights.decode import DENSE, decode, decode_groups
+from cortex.neuron.weights.decode import decode, decode_groups, has_groups
 from cortex.neuron.weights.errors import TensorMissing
 from cortex.neuron.weights.stored import StoredTensor
 
@@ -77,7 +77,7 @@ class Target:
 
     def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Decode the bytes of the piece, which are on the device of the destination, and write its rows."""
-        numbers = decode(self.stored, raw)
+        numbers = decode(self.stored, raw, piece.start_group)
         place: slice | EllipsisType = ...
         if self.stored.shape:
             first_row = piece.start_group * self.stored.group_rows
@@ -131,10 +131,10 @@ class PackedTarget:
     def write(self, piece: WeightPiece, raw: torch.Tensor) -> None:
         """Repack or quantise the bytes of the piece, which are on the device of the matrix."""
         first_row = self._placement.first_row + piece.start_group * self.stored.group_rows
-        if self.stored.format in DENSE:
-            self._placement.matrix.put_numbers(first_row, decode(self.stored, raw))
+        if not has_groups(self.stored):
+            self._placement.matrix.put_numbers(first_row, decode(self.stored, raw, piece.start_group))
             return
-        groups = decode_groups(self.stored, raw)
+        groups = decode_groups(self.stored, raw, piece.start_group)
         self._placement.matrix.put(first_row, groups.q.flatten(1), groups.scale[..., 0], groups.minimum[..., 0])
 
     def pieces(self) -> Iterator[WeightPiece]:

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, FilesMissing, Malformed
+from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.placement import WeightPiece
 
 _NUM_READERS: Final = 8
@@ -124,12 +125,17 @@ class Readers:
 
 def _read(piece: WeightPiece, buffer: Buffer) -> None:
     """Fill `buffer` with the bytes of the piece. If the file shrinks, a read fails cleanly; a mapping would crash."""
-    file = piece.stored.file
-    offset = piece.stored.offset + piece.start_group * piece.stored.group_bytes
+    first = 0
+    for offset, num_bytes in piece.stored.spans(piece.start_group, piece.num_groups):
+        _read_span(piece.stored.file, offset, buffer.memory[first : first + num_bytes])
+        first += num_bytes
+
+
+def _read_span(file: MappedFile, offset: int, memory: memoryview) -> None:
     done = 0
-    while done < piece.num_bytes:
+    while done < len(memory):
         try:
-            count = os.preadv(file.descriptor, [buffer.memory[done : piece.num_bytes]], offset + done)
+            count = os.preadv(file.descriptor, [memory[done:]], offset + done)
         except OSError as error:
             raise FilesMissing(f"cannot read {file.path}: {error.strerror}; check the disk") from error
         if count == 0:

@@ -3,9 +3,54 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
+from cortex.neuron.weights.errors import TensorMissing, Unsupported
+from cortex.neuron.weights.gguf.types import GGMLType
 from cortex.neuron.weights.mapping import MappedFile
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which bytes of a larger tensor in the file belong to a tensor: groups of it, and a part of each group."""
+
+    groups: tuple[range, ...]
+    """Runs of the larger tensor's groups, in order."""
+    stride_bytes: int
+    """From one group of the larger tensor to the next."""
+    skip_bytes: int = 0
+    """From the start of a group to the selected part."""
+
+    def groups_between(self, start: int, stop: int) -> Iterator[range]:
+        """Groups `start` up to `stop` of the selection, as runs of the larger tensor's groups."""
+        for run in self.groups:
+            if part := run[max(0, start) : max(0, stop)]:
+                yield part
+            start, stop = start - len(run), stop - len(run)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a quantised matrix of a published checkpoint needs besides its codes (`safetensors/codes.py`)."""
+
+    name: str
+    """The matrix, for errors."""
+    kind: str
+    """How codes lie in the file: `"plain"`, `"packed"`, `"gptq"`, `"gptq_v2"`, `"awq"` or `"mxfp4"`."""
+    bits: int
+    rows: int
+    """Rows that share a scale, and columns that do."""
+    columns: int
+    scale: StoredTensor
+    zero: StoredTensor | None
+    ordered: StoredTensor | None = None
+    """The group of each column, where columns were quantised in another order."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the file has the matrix by inputs, so that no row of it is in one place."""
+        return self.kind in ("gptq", "gptq_v2", "awq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +69,10 @@ class StoredTensor:
     num_bytes: int
     interleaved_rows: int = 0
     """Rows of one head whose rotary halves are interleaved; decoding separates them. 0: not interleaved."""
+    selection: Selection | None = None
+    """For a part of a larger tensor, whose first byte is at `offset`; None: the bytes are contiguous."""
+    beside: Beside | None = None
+    """For a matrix whose scales are tensors of their own; None: the format is complete in itself."""
 
     @property
     def num_rows(self) -> int:
@@ -36,6 +85,8 @@ class StoredTensor:
     @property
     def group_rows(self) -> int:
         # A vector is one group: its "rows" are single elements, and its blocks span many of them.
+        if self.beside is not None and self.beside.is_transposed:
+            return self.num_rows
         return self.num_rows if len(self.shape) < 2 else self.interleaved_rows or 1
 
     @property
@@ -45,6 +96,71 @@ class StoredTensor:
     @property
     def group_bytes(self) -> int:
         return self.num_bytes // self.num_groups if self.num_groups else 0
+
+    def spans(self, start_group: int, num_groups: int) -> Iterator[tuple[int, int]]:
+        """Where the bytes of these groups are: (offset in the file, number of bytes), in order."""
+        size = self.group_bytes
+        if self.selection is None:
+            yield self.offset + start_group * size, num_groups * size
+            return
+        stride, first = self.selection.stride_bytes, self.offset + self.selection.skip_bytes
+        for run in self.selection.groups_between(start_group, start_group + num_groups):
+            if stride == size:
+                yield first + run.start * stride, len(run) * size
+            else:
+                yield from ((first + group * stride, size) for group in run)
+
+    def with_rows(self, runs: tuple[range, ...]) -> StoredTensor:
+        """The tensor of these rows. Raises TensorMissing if it has no such rows, Unsupported if they are not whole
+        groups."""
+        self._check_divisible()
+        self._check_inside(max((run.stop for run in runs), default=0), dimension=0)
+        shape = (sum(map(len, runs)), *self.shape[1:])
+        num_bytes = self.num_bytes // self.num_rows * shape[0]
+        if len(self.shape) == 1:  # one group
+            self._check_block(runs[0], self.num_rows, "elements")
+            start_bytes = self.num_bytes * runs[0].start // self.num_rows
+            return replace(self, offset=self.offset + start_bytes, shape=shape, num_bytes=num_bytes)
+        size = self.group_rows
+        if any(run.start % size or run.stop % size for run in runs):
+            raise Unsupported(f"{self.file.path}: heads of {size} rows cannot be divided; use fewer devices")
+        groups = tuple(range(run.start // size, run.stop // size) for run in runs)
+        selection = Selection(groups, self.group_bytes)
+        return replace(self, shape=shape, num_bytes=num_bytes, selection=selection)
+
+    def with_columns(self, columns: range) -> StoredTensor:
+        """The tensor of these columns of a matrix. Raises TensorMissing if it has no such columns, Unsupported if they
+        cut a quantised block."""
+        self._check_divisible()
+        self._check_inside(columns.stop, dimension=1)
+        rows, width = self.shape
+        self._check_block(columns, width, "columns")
+        row_bytes = self.num_bytes // rows
+        selection = Selection((range(rows),), row_bytes, row_bytes * columns.start // width)
+        num_bytes = rows * (row_bytes * len(columns) // width)
+        return replace(self, shape=(rows, len(columns)), num_bytes=num_bytes, selection=selection)
+
+    def _check_divisible(self) -> None:
+        if self.beside is not None:
+            raise Unsupported(
+                f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided; use one "
+                "device, a GGUF, or the unquantised model with `quant`"
+            )
+
+    def _check_inside(self, stop: int, dimension: int) -> None:
+        if len(self.shape) <= dimension or (dimension == 1 and len(self.shape) > 2) or stop > self.shape[dimension]:
+            raise TensorMissing(
+                f"{self.file.path} has a tensor of the shape {self.shape}, the model needs {stop} "
+                f"{'columns' if dimension else 'rows'}; is it the model that its config describes?"
+            )
+
+    def _check_block(self, part: range, whole: int, what: str) -> None:
+        block = GGMLType[self.format].block_elements if self.format in GGMLType.__members__ else 1
+        if part.start % block or part.stop % block:
+            raise Unsupported(
+                f"{self.file.path}: {whole} {what} in {self.format}, which has blocks of {block}, cannot be divided "
+                f"after {part.start or part.stop}; use fewer devices, or another quantisation"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,4 +88,4 @@ def group_runs(checkpoint: Checkpoint, name: str, row_multiple: int) -> Iterator
     run_groups *= max(1, RUN_ELEMENTS // (run_groups * stored.group_rows * stored.shape[1]))
     for start in range(0, stored.num_groups, run_groups):
         raw = mapped_bytes(stored, start, min(run_groups, stored.num_groups - start))
-        yield start * stored.group_rows, decode_groups(stored, raw)
+        yield start * stored.group_rows, decode_groups(stored, raw, start)

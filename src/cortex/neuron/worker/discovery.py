@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import pynvml
 from pynvml import NVMLError
 
@@ -43,6 +44,13 @@ class Inventory:
     driver_problem: str | None = None
     """Why a GPU is not used although there may be one."""
     readings: Mapping[int, DeviceReading] = field(default_factory=dict)
+    cuda_version: str | None = None
+    """The latest one that the driver supports."""
+
+    @property
+    def num_host_shares(self) -> int:
+        """How many devices share the host's cores and memory."""
+        return sum(device.kind == "cpu" for device in self.devices) or 1
 
 
 def discover(env: Mapping[str, str] = os.environ) -> Inventory:
@@ -57,13 +65,32 @@ def discover(env: Mapping[str, str] = os.environ) -> Inventory:
     if not visible:
         problem = problem or ("CUDA_VISIBLE_DEVICES hides every GPU" if inventory.devices else None)
         return _cpu_inventory(driver=inventory.driver, driver_problem=problem)
-    return Inventory(visible, inventory.driver, problem, {gpu.index: inventory.readings[gpu.index] for gpu in visible})
+    readings = {gpu.index: inventory.readings[gpu.index] for gpu in visible}
+    return replace(inventory, devices=visible, driver_problem=problem, readings=readings)
+
+
+def divided(inventory: Inventory, cpu_devices: int) -> Inventory:
+    """The inventory with the CPU as `cpu_devices` devices of equal size. GPUs are not divided."""
+    cpu = inventory.devices[0]
+    if cpu.kind != "cpu" or cpu_devices == 1:
+        return inventory
+    devices = tuple(
+        msgspec.structs.replace(
+            cpu,
+            index=index,
+            name=f"{cpu.name} ({index + 1} of {cpu_devices})",
+            total_bytes=cpu.total_bytes // cpu_devices,
+        )
+        for index in range(cpu_devices)
+    )
+    reading = inventory.readings[cpu.index]
+    return replace(inventory, devices=devices, readings=_shares(reading, cpu_devices))
 
 
 def read_devices(devices: tuple[Device, ...]) -> dict[int, DeviceReading]:
-    """Current readings of `devices`, without those that do not respond."""
+    """Current readings of `devices`, which are all of this host, without those that do not respond."""
     if devices and devices[0].kind == "cpu":
-        return dict(_cpu_inventory().readings)
+        return _shares(_cpu_inventory().readings[0], len(devices))
     readings: dict[int, DeviceReading] = {}
     with contextlib.suppress(NVMLError), _Nvml() as nvml:
         for gpu in devices:
@@ -114,7 +141,7 @@ class _Nvml:
             except NVMLError as error:
                 problems.append(f"GPU {index} is not used: {error}; see nvidia-smi and dmesg")
         driver = _text(_library.nvmlSystemGetDriverVersion())
-        return Inventory(tuple(devices), driver, "; ".join(problems) or None, readings)
+        return Inventory(tuple(devices), driver, "; ".join(problems) or None, readings, _cuda_version())
 
     def handle(self, index: int) -> Any:
         return _library.nvmlDeviceGetHandleByIndex(index)
@@ -152,10 +179,24 @@ def _memory(handle: Any) -> tuple[int, int]:
     return int(memory.total), int(memory.free)
 
 
+def _cuda_version() -> str | None:
+    try:
+        version = int(_library.nvmlSystemGetCudaDriverVersion())  # 12040 is 12.4
+    except NVMLError:  # of a driver that is too old to say
+        return None
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def _cpu_inventory(*, driver: str | None = None, driver_problem: str | None = None) -> Inventory:
     memory = read_host_memory()
     device = Device(index=0, kind="cpu", name=_cpu_name(), total_bytes=memory.total_bytes)
     return Inventory((device,), driver, driver_problem, {0: DeviceReading(memory.total_bytes, memory.free_bytes)})
+
+
+def _shares(reading: DeviceReading, count: int) -> dict[int, DeviceReading]:
+    """Equal shares of the host's memory. Together they are what the host has: loads side by side do not overcommit."""
+    share = replace(reading, total_bytes=reading.total_bytes // count, free_bytes=reading.free_bytes // count)
+    return dict.fromkeys(range(count), share)
 
 
 def _cpu_name() -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
-from cortex.neuron.engine.request import EngineStats, LoadSpec
+from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.worker import memory
 from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
 from cortex.neuron.worker.loaded_model import LoadedModel
@@ -29,6 +29,7 @@ from cortex.neuron.worker.protocol import (
     DeviceAddress,
     Event,
     Exit,
+    FollowStep,
     Load,
     Loaded,
     LoadProgress,
@@ -49,6 +50,7 @@ from cortex.neuron.worker.protocol import (
     WakeFailed,
     Woken,
 )
+from cortex.neuron.worker.step_link import FollowerLink, LeaderLink
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.engine import Engine  # imports torch, which `resolve_loader` does at run time
@@ -60,8 +62,8 @@ PROGRESS_INTERVAL_S = 0.05
 PREPARE_AFTER_S = 0.2
 """Idle time before models prepare: a request that waited for its model to load arrives sooner than that."""
 
-EngineLoader = Callable[[LoadSpec, str, Callable[[str, int, int], None], Callable[[], bool]], "Engine"]
-"""`Engine.load`: (spec, device, progress, cancelled) -> engine."""
+EngineLoader = Callable[..., "Engine"]
+"""`load_engine`: (spec, device, progress, cancelled) -> engine; the leader of a divided model also gets its link."""
 
 
 def resolve_loader(name: str) -> EngineLoader:
@@ -74,19 +76,27 @@ def resolve_loader(name: str) -> EngineLoader:
     return loader
 
 
+def _limit_threads(device: DeviceAddress) -> None:
+    """Leaves the other CPU devices of the host their share of the cores. Applies to the calling thread."""
+    if device.num_host_shares > 1:
+        import torch  # the fork server has imported it
+
+        torch.set_num_threads(max(1, torch.get_num_threads() // device.num_host_shares))
+
+
 class Executor:
     """Owned by the engine thread, except `inbox`, `cancel_load` and `report`, which any thread may use."""
 
     def __init__(self, device: DeviceAddress, engine: str, emit: Callable[[Event], None]) -> None:
         """`engine` names the load function as `module:attribute`; `run` imports it, which takes seconds."""
-        self.inbox: queue.SimpleQueue[list[Command]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[list[Command | FollowStep]] = queue.SimpleQueue()
         self.activity: Activity = "start"
         self.progress = 0
         self._device = device
         self._engine = engine
         self._emit = emit
         self._models: dict[int, LoadedModel] = {}
-        self._commands: deque[Command] = deque()
+        self._commands: deque[Command | FollowStep] = deque()
         self._cancelled_loads: set[int] = set()
         self._stats: dict[int, EngineStats] = {}
         self._stats_at_s = 0.0
@@ -103,6 +113,7 @@ class Executor:
     def run(self) -> None:
         """Runs until `Exit`. Raises DeviceFault."""
         self._load_engine = resolve_loader(self._engine)
+        _limit_threads(self._device)
         # Imported objects live as long as the process: no collection needs to visit them.
         gc.collect()
         gc.freeze()
@@ -126,7 +137,7 @@ class Executor:
             except queue.Empty:
                 return
 
-    def _await_commands(self) -> list[Command]:
+    def _await_commands(self) -> list[Command | FollowStep]:
         """The next commands. While there are none, the models prepare themselves, one piece at a time."""
         idle_s = PREPARE_AFTER_S
         while unprepared := [model for model in self._models.values() if not model.is_prepared]:
@@ -149,8 +160,12 @@ class Executor:
         self.progress += 1
         self.activity = "idle"
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: Command | FollowStep) -> None:
         match command:
+            case FollowStep():
+                if (model := self._models.get(command.handle)) is not None:
+                    self.activity = "step"
+                    model.follow(command.plan)
             case Submit():
                 self._submit(command)
             case Cancel():
@@ -206,12 +221,7 @@ class Executor:
         self.activity = "load"
         before = self._measure()
         try:
-            engine = self._load_engine(
-                command.spec,
-                self._device.torch_device,
-                _LoadTurns(self, handle),
-                lambda: handle in self._cancelled_loads,
-            )
+            model = self._loaded(command)
         except (LoadCancelled, LoadError) as error:
             kind = FaultKind.OUT_OF_MEMORY if isinstance(error, NoRoomError) else FaultKind.REQUEST
             self._load_failed(handle, kind, str(error), error)
@@ -220,10 +230,33 @@ class Executor:
             log.error("loading %s failed: %s", command.spec.path, explain(error), exc_info=error)
             self._load_failed(handle, kind, explain(error), error)
         else:
-            self._models[handle] = LoadedModel(handle, engine, self._device, self._emit)
-            self._emit(Loaded(handle, engine.info, before, self._measure()))
+            self._models[handle] = model
+            self._emit(Loaded(handle, model.engine.info, before, self._measure()))
         finally:
             self._cancelled_loads.discard(handle)
+
+    def _loaded(self, command: Load) -> LoadedModel:
+        """Loads a model, or one rank of it with its link to the others."""
+        handle, rank = command.handle, command.spec.rank
+        turns, cancelled = _LoadTurns(self, handle), lambda: handle in self._cancelled_loads
+        arguments = (command.spec, self._device.torch_device, turns, cancelled)
+        if rank is None:
+            return LoadedModel(handle, self._load_engine(*arguments), self._device, self._emit)
+        link: LeaderLink | FollowerLink
+        if rank.rank:
+            engine = self._load_engine(*arguments)
+            try:
+                link = FollowerLink(rank, lambda plan: self.inbox.put([FollowStep(handle, plan)]))
+            except OSError as error:
+                engine.close()
+                raise LoadCancelled(f"the leader of the model ended its load: {error}") from error
+            return LoadedModel(handle, engine, self._device, self._emit, link)
+        link = LeaderLink(rank, self._follow_others)
+        try:
+            return LoadedModel(handle, self._load_engine(*arguments, link), self._device, self._emit, link)
+        except BaseException:
+            link.close()
+            raise
 
     def _load_failed(self, handle: int, kind: FaultKind, message: str, error: Exception) -> None:
         self._free_memory_of(error)
@@ -238,16 +271,26 @@ class Executor:
     def serve_during_load(self) -> None:
         """Executes pending requests and steps the loaded models once; other commands wait."""
         self._receive(wait=False)
-        postponed: deque[Command] = deque()
+        postponed: deque[Command | FollowStep] = deque()
         while self._commands:
             command = self._commands.popleft()
-            if isinstance(command, Submit | Cancel | QueryMemory):
+            if isinstance(command, Submit | Cancel | QueryMemory | FollowStep):
                 self._execute(command)
             else:
                 postponed.append(command)
         self._commands = postponed
         self._step_all()
         self.activity = "load"
+
+    def _follow_others(self) -> None:
+        """Runs the announced steps that wait here. Other commands wait: a step of ours is about to begin."""
+        self._receive(wait=False)
+        pending, self._commands = self._commands, deque()
+        for command in pending:
+            if isinstance(command, FollowStep):
+                self._execute(command)
+            else:
+                self._commands.append(command)
 
     def _unload(self, handle: int) -> None:
         self.activity = "unload"
@@ -306,7 +349,7 @@ class Executor:
         self._models.pop(model.handle, None)
         self._stats = {handle: stats for handle, stats in self._stats.items() if handle != model.handle}
         try:
-            model.engine.close()
+            model.close()
         except Exception as error:
             raise_device_fault(error, "close")
             log.error("closing model %d failed: %s", model.handle, explain(error), exc_info=error)

@@ -18,7 +18,7 @@ from cortex.tasks import run_once
 
 log = logging.getLogger(__name__)
 
-ENGINE = "cortex.neuron.engine.engine:Engine.load"
+ENGINE = "cortex.neuron.engine.parallel.ranks:load_engine"
 """The load function of the built-in engine; tests use a faulty engine instead."""
 
 CLOSE_TIMEOUT_S = 2.0

@@ -12,7 +12,7 @@ import errno
 from collections.abc import Iterator
 from enum import StrEnum
 
-from cortex.neuron.engine.errors import NoRoomError, RequestError
+from cortex.neuron.engine.errors import GroupBroken, NoRoomError, RequestError
 
 
 class FaultKind(StrEnum):
@@ -148,8 +148,8 @@ def _classify_one(error: BaseException) -> FaultKind:
         return FaultKind.OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return FaultKind.OUT_OF_MEMORY
-    if type_names & _DEVICE_TYPES:
-        return FaultKind.DEVICE
+    if isinstance(error, GroupBroken | DeviceFault) or type_names & _DEVICE_TYPES:
+        return FaultKind.DEVICE  # what the other ranks do is not known: all their workers are replaced
     if isinstance(code := getattr(error, "error_code", None), int) and "AcceleratorError" in type_names:
         return _classify_cuda_error(code)
     if type(error).__name__ in _UNTYPED:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.request import EngineRequest, StepOutput
+from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker import memory
-from cortex.neuron.worker.faults import FaultKind, choose_victims, explain, raise_device_fault
+from cortex.neuron.worker.faults import DeviceFault, FaultKind, choose_victims, explain, raise_device_fault
 from cortex.neuron.worker.protocol import DeviceAddress, Event, Outputs, RequestFailed
+from cortex.neuron.worker.step_link import FollowerLink, LeaderLink
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.engine import Engine  # imports torch, which only the engine itself may do
+    from cortex.neuron.engine.parallel.ranks import Follower
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +28,18 @@ class LoadedModel:
     """Sends the events of its requests through `emit`. Every method raises DeviceFault when the device is unusable;
     other errors of a step end requests, or break the model."""
 
-    def __init__(self, handle: int, engine: Engine, device: DeviceAddress, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        handle: int,
+        engine: Engine,
+        device: DeviceAddress,
+        emit: Callable[[Event], None],
+        link: LeaderLink | FollowerLink | None = None,
+    ) -> None:
+        """`link`: to the other ranks of a divided model."""
         self.handle = handle
         self.engine = engine
+        self._link = link
         self.is_prepared = False
         """The engine has nothing left to build for later steps."""
         self.broken: str | None = None
@@ -39,6 +51,19 @@ class LoadedModel:
         self._failing: dict[str, tuple[FaultKind, str]] = {}
         """Requests that were cancelled because a step failed, and the failure to report when they end."""
         self._num_failed_steps = 0
+
+    def close(self) -> None:
+        """Frees everything that the model holds."""
+        if self._link is not None:
+            self._link.close()
+        self.engine.close()
+
+    def follow(self, plan: StepPlan) -> None:
+        """Runs a step that the leader announced. A step that fails leaves the ranks at different places."""
+        try:
+            cast("Follower", self.engine).follow(plan)
+        except Exception as error:
+            raise DeviceFault(f"a rank of a divided model failed in a step: {explain(error)}") from error
 
     def submit(self, request: EngineRequest) -> None:
         try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
+import time
 from dataclasses import dataclass
 
 from cortex.neuron.engine.memory.host import anonymous_bytes, read_host_memory
@@ -16,6 +18,9 @@ from cortex.neuron.worker.protocol import DeviceAddress, MemoryReading
 _SLACK_BYTES = 64 * 1024 * 1024
 """A worker's size changes by this much on its own: caches, arenas, the interpreter."""
 _MIN_FRACTION = 0.9
+_PURGE_DELAY_S = 0.02
+"""Twice as long as the allocator waits before it returns unused memory."""
+_PURGING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,17 @@ def give_back(device: DeviceAddress) -> None:
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         if malloc_trim is not None:
             malloc_trim(0)
+        _purge_library()
         return
     import torch
 
     torch.cuda.empty_cache()
+
+
+def _purge_library() -> None:
+    """On ARM, torch brings an allocator of its own (mimalloc), which `malloc_trim` does not reach. It returns memory
+    that has been unused for a moment, but only when something large is allocated or freed."""
+    torch = sys.modules.get("torch")  # a worker that never used it has nothing to return
+    if torch is not None:
+        time.sleep(_PURGE_DELAY_S)
+        torch.empty(_PURGING_BYTES, dtype=torch.uint8)

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.faults import FaultKind
 from cortex.wire.node import Device, DeviceKind
 
@@ -27,15 +28,19 @@ class DeviceAddress:
     kind: DeviceKind
     index: int
     uuid: str | None = None
+    num_host_shares: int = 1
+    """How many CPU devices share the host's cores and memory with this one, itself included."""
 
     @classmethod
-    def of(cls, device: Device) -> DeviceAddress:
-        return cls(device.kind, device.index, device.uuid)
+    def of(cls, device: Device, num_host_shares: int = 1) -> DeviceAddress:
+        return cls(device.kind, device.index, device.uuid, num_host_shares)
 
     @property
     def thread_name(self) -> str:
         """The name of the engine thread that owns this device."""
-        return "cpu" if self.kind == "cpu" else f"cuda-dev-{self.index}"
+        if self.kind == "cpu":
+            return "cpu" if self.num_host_shares == 1 else f"cpu-dev-{self.index}"
+        return f"cuda-dev-{self.index}"
 
     @property
     def torch_device(self) -> str:
@@ -107,6 +112,19 @@ class QueryMemory(ProtocolMessage, frozen=True, tag="query_memory"):
 
 class Exit(ProtocolMessage, frozen=True, tag="exit"):
     """Exit now, with everything that is loaded."""
+
+
+class AnnouncedStep(ProtocolMessage, frozen=True, tag="step"):
+    """From the leader of a divided model to the other ranks: run this step too."""
+
+    plan: StepPlan
+
+
+class FollowStep(ProtocolMessage, frozen=True):
+    """Within a worker: the leader of this model announced a step."""
+
+    handle: int
+    plan: StepPlan
 
 
 Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | QueryMemory | Exit

@@ -12,13 +12,14 @@ import itertools
 import logging
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from cortex.ipc.channel import Unsendable
-from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost, WorkerProcess, WorkerTimeouts
 from cortex.neuron.worker.protocol import (
     Cancel,
@@ -50,53 +51,11 @@ from cortex.neuron.worker.protocol import (
     Woken,
 )
 
-__all__ = ["Damaged", "LoadRejected", "ModelSink", "Resident", "SleepRejected", "WorkerLost", "WorkerSupervisor"]
-
 log = logging.getLogger(__name__)
 
 RECLAIM_INTERVAL_S = 0.05
 
 WorkerState = Literal["none", "starting", "running", "faulted"]
-
-
-class LoadRejected(Exception):
-    """The worker could not load or wake the model; the message is the engine's own."""
-
-    def __init__(self, kind: FaultKind, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-class SleepRejected(Exception):
-    """The model is not asleep, or its sleep frees too little memory; the message says why. It must be unloaded."""
-
-
-class Damaged(Exception):
-    """The model did not survive its sleep and was closed; the worker still works."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """A model in a worker's memory. Callers use it as an opaque reference, and read its sizes."""
-
-    handle: int
-    info: EngineInfo
-    measured_bytes: int
-    """Its size while awake: the growth of the process, but never less than the engine's own count."""
-    process_bytes: int
-    """The part of the worker's memory that it holds now, and that an unload must free."""
-    host_bytes: int = 0
-    """The size of its weights in host memory while it is asleep; 0 while it is awake."""
-
-
-class ModelSink(Protocol):
-    """Receives the events of one model. Called on the loop; must not raise, must not block."""
-
-    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None: ...
-    def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None: ...
-    def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None: ...
-    def on_stats(self, stats: EngineStats) -> None: ...
-    def on_lost(self, reason: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -128,6 +87,14 @@ class WorkerSupervisor:
         return self._worker.process_id if self._worker is not None else None
 
     @property
+    def num_replicas(self) -> int:
+        return 1
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        return (self.device.index,)
+
+    @property
     def has_models(self) -> bool:
         return bool(self._models)
 
@@ -152,7 +119,7 @@ class WorkerSupervisor:
             raise
         if not isinstance(loaded, Loaded):
             assert isinstance(loaded, ModelLoadFailed)
-            raise LoadRejected(loaded.kind, loaded.message)
+            raise LoadRejected(loaded.kind, loaded.message, cancelled=loaded.cancelled)
         return _resident(loaded)
 
     async def _cancel_load(self, worker: WorkerProcess, handle: int, reply: asyncio.Future[Reply]) -> None:
@@ -253,11 +220,19 @@ class WorkerSupervisor:
         if (model := self._models.get(resident.handle)) is not None and request_id in model.live:
             self._send(Cancel(resident.handle, request_id))
 
+    def stop_reloads(self) -> None:
+        """Does nothing: the owner of a lost model decides about it."""
+
     def _send(self, command: Command) -> None:
         if self._worker is not None:
             self._worker.send(command)
 
     # The worker
+
+    def kill_worker(self, reason: str) -> None:
+        """Kills the worker, with all models in it; their sinks are notified when it has ended."""
+        if self._worker is not None:
+            self._worker.kill(reason)
 
     async def recycle(self) -> bool:
         """Replaces a worker without models, which frees all its memory. False when it has models."""

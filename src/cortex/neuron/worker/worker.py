@@ -78,7 +78,7 @@ def _serve(channel: BlockingChannel[Command], device: DeviceAddress, engine: str
                 for command in commands:
                     if isinstance(command, CancelLoad):
                         executor.cancel_load(command.handle)
-                executor.inbox.put(commands)
+                executor.inbox.put([*commands])
         except (OSError, ChannelError) as error:
             log.error("channel to the daemon failed: %s", error)
         os._exit(0)

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from cortex.wire.body import Fields
 from cortex.wire.errors import UnsupportedModality, shorten
-from cortex.wire.openai_chat.request import read_arguments
 from cortex.wire.requests import Image, Part, Reasoning, Text, ToolCall, ToolResult
+from cortex.wire.tools import read_arguments
 
 
-def read_blocks(fields: Fields, dropped: list[str]) -> Iterator[Part]:
-    """The parts of a turn's `content`. Types of unsupported blocks are added to `dropped`."""
+def read_blocks(fields: Fields) -> Iterator[Part]:
+    """The parts of a turn's `content`. Raises `InvalidValue` for a block of an unknown type: the model would not see
+    it."""
     content = fields.raw("content")
     if isinstance(content, str):
         if content:
@@ -28,7 +29,7 @@ def read_blocks(fields: Fields, dropped: list[str]) -> Iterator[Part]:
             case "tool_result":
                 yield ToolResult(
                     call_id=block.required_text("tool_use_id"),
-                    parts=tuple(_read_result(block, dropped)),
+                    parts=tuple(_read_result(block)),
                     is_error=block.flag("is_error") or False,
                 )
             case "thinking":
@@ -36,7 +37,7 @@ def read_blocks(fields: Fields, dropped: list[str]) -> Iterator[Part]:
             case "redacted_thinking":
                 pass  # encrypted for the vendor's models
             case _:
-                yield from _read_text_or_image(block, dropped)
+                yield from _read_text_or_image(block)
 
 
 def read_text_blocks(fields: Fields, name: str) -> Iterator[Text]:
@@ -45,29 +46,29 @@ def read_text_blocks(fields: Fields, name: str) -> Iterator[Text]:
         yield Text(text=block.required_text("text"))
 
 
-def _read_result(fields: Fields, dropped: list[str]) -> Iterator[Text | Image]:
+def _read_result(fields: Fields) -> Iterator[Text | Image]:
     content = fields.raw("content")
     if isinstance(content, str):
         yield Text(text=content)
         return
     for block in fields.objects("content"):
-        yield from _read_text_or_image(block, dropped)
+        yield from _read_text_or_image(block)
 
 
-def _read_text_or_image(block: Fields, dropped: list[str]) -> Iterator[Text | Image]:
+def _read_text_or_image(block: Fields) -> Iterator[Text | Image]:
     kind = block.text("type")
     match kind:
         case "image":
             yield _read_image(block)
         case "document":
-            yield from _read_document(block, dropped)
+            yield from _read_document(block)
         case "search_result":
             yield Text(text=f"{block.text('title') or ''}\n{block.text('source') or ''}")
-            yield from _read_result(block, dropped)
+            yield from _read_result(block)
         case _ if block.raw("text") is not None:
             yield Text(text=block.required_text("text"))
         case _:
-            dropped.append(kind or "block without a type")
+            raise block.invalid("type", f"blocks of type '{shorten(kind or '')}' are not supported; remove the block")
 
 
 def _read_image(block: Fields) -> Image:
@@ -83,13 +84,13 @@ def _read_image(block: Fields) -> Image:
             raise source.invalid("type", f"'{shorten(other or '')}' is not known; send the image as base64 or url")
 
 
-def _read_document(block: Fields, dropped: list[str]) -> Iterator[Text | Image]:
+def _read_document(block: Fields) -> Iterator[Text | Image]:
     """Only plain text documents are supported. Raises `UnsupportedModality` for others, such as PDF."""
     source = block.object("source")
     if source is not None and source.text("type") == "text":
         yield Text(text=source.required_text("data"))
     elif source is not None and source.text("type") == "content":
-        yield from _read_result(source, dropped)
+        yield from _read_result(source)
     else:
         raise UnsupportedModality(
             "The models here cannot read documents of this kind; send their text.", param=block.param("source")

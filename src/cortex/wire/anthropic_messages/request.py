@@ -1,15 +1,14 @@
-"""Parses a messages body into a `GenerateRequest`. Fields that we use are validated, others are ignored."""
+"""Parses a messages body into a `GenerateRequest`. What becomes of each field is in its field table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
-from cortex.wire import body as wire_body
 from cortex.wire.anthropic_messages.content import read_blocks, read_text_blocks
 from cortex.wire.body import LARGEST_COUNT, Fields
-from cortex.wire.openai_chat.request import CONTINUE, resolve_tool_choice
+from cortex.wire.errors import shorten
+from cortex.wire.field_tables.anthropic_messages import FIELDS
+from cortex.wire.openai_chat.request import CONTINUE
 from cortex.wire.requests import (
     GenerateRequest,
     Message,
@@ -23,6 +22,7 @@ from cortex.wire.requests import (
     ToolResult,
 )
 from cortex.wire.sampling import MAX_TEMPERATURE, read_response_format, read_stops
+from cortex.wire.tools import ToolList
 
 
 def parse(body: bytes) -> GenerateRequest:
@@ -30,24 +30,22 @@ def parse(body: bytes) -> GenerateRequest:
 
     Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
     """
-    fields = wire_body.parse(body)
-    model = fields.model()
+    fields = FIELDS.read(body)
     if not fields.array("messages"):
         raise fields.invalid("messages", "it is required and must hold at least one message")
     messages: list[Message] = []
-    dropped: list[str] = []
     if system := _read_system(fields, "system"):
         messages.append(Message(role="system", parts=system))
     for message in fields.objects("messages"):
-        messages += _read_message(message, dropped)
-    tools = _read_tools(fields, dropped)
+        messages += _read_message(message)
+    found = _read_tools(fields)
     output, thinking = _read_output_config(fields)
     metadata = fields.object("metadata")
     return GenerateRequest(
-        model=model,
+        model=fields.model(),
         messages=tuple(messages),
-        tools=tools,
-        tool_choice=_read_tool_choice(fields, tools, dropped),
+        tools=tuple(found.tools),
+        tool_choice=_read_tool_choice(fields, found),
         output=output,
         thinking=thinking,
         sampling=Sampling(
@@ -61,7 +59,8 @@ def parse(body: bytes) -> GenerateRequest:
         include_usage=True,
         template_args={CONTINUE: True} if _is_prefilled(messages) else {},
         user=metadata.text("user_id") if metadata else None,
-        dropped_tools=tuple(dropped),
+        dropped_tools=tuple(found.dropped),
+        ignored_fields=fields.unknown,
     )
 
 
@@ -74,14 +73,14 @@ def _read_system(fields: Fields, name: str) -> tuple[Text, ...]:
     return tuple(read_text_blocks(fields, name))
 
 
-def _read_message(fields: Fields, dropped: list[str]) -> Iterator[Message]:
+def _read_message(fields: Fields) -> Iterator[Message]:
     """A user turn with tool results becomes tool messages and user messages, in the order of its blocks."""
     role = fields.required_text("role")
     if role in ("system", "developer"):
         if parts := _read_system(fields, "content"):
             yield Message(role="system", parts=parts)
         return
-    blocks = list(read_blocks(fields, dropped))
+    blocks = list(read_blocks(fields))
     if role == "assistant":
         yield Message(role="assistant", parts=tuple(blocks))
         return
@@ -104,15 +103,15 @@ def _is_prefilled(messages: list[Message]) -> bool:
     return last.role == "assistant" and bool(last.parts) and all(isinstance(part, Text) for part in last.parts)
 
 
-def _read_tools(fields: Fields, dropped: list[str]) -> tuple[Tool, ...]:
+def _read_tools(fields: Fields) -> ToolList:
     """The custom tools. Tools of other types run on the vendor's servers and are dropped."""
-    tools: list[Tool] = []
+    found = ToolList()
     for tool in fields.objects("tools"):
         kind = tool.text("type") or "custom"
         if kind != "custom":
-            dropped.append(kind)
+            found.dropped.append(kind)
             continue
-        tools.append(
+        found.tools.append(
             Tool(
                 name=tool.required_text("name"),
                 parameters=tool.mapping("input_schema") or {},
@@ -120,30 +119,40 @@ def _read_tools(fields: Fields, dropped: list[str]) -> tuple[Tool, ...]:
                 strict=tool.flag("strict") or False,
             )
         )
-    return tuple(tools)
+    return found
 
 
-def _read_tool_choice(fields: Fields, tools: tuple[Tool, ...], dropped: list[str]) -> ToolChoice:
+def _read_tool_choice(fields: Fields, found: ToolList) -> ToolChoice:
     choice = fields.object("tool_choice")
     if choice is None:
-        return ToolChoice()
+        return found.resolve(fields, "auto", None, parallel=True)
     kind = choice.text("type") or "auto"
     parallel = not choice.flag("disable_parallel_tool_use")
-    mode = "named" if kind == "tool" else kind
-    return resolve_tool_choice(fields, mode, choice.text("name"), parallel, tools, dropped)
+    return found.resolve(fields, "named" if kind == "tool" else kind, choice.text("name"), parallel=parallel)
 
 
 def _read_output_config(fields: Fields) -> tuple[OutputFormat | None, Thinking]:
-    thinking = Thinking()
-    if (requested := fields.object("thinking")) is not None:
-        # `adaptive` leaves the decision to the model's template.
-        enabled = {"enabled": True, "disabled": False}.get(requested.text("type") or "")
-        thinking = Thinking(
-            enabled=enabled, budget_tokens=requested.integer("budget_tokens", low=0, high=LARGEST_COUNT)
-        )
     config = fields.object("output_config")
     output = fields.object("output_format")
     if config is not None:
-        thinking = msgspec.structs.replace(thinking, effort=config.text("effort"))
         output = config.object("format") or output
+    thinking = _read_thinking(fields.object("thinking"), config.text("effort") if config else None)
     return (read_response_format(output) if output is not None else None), thinking
+
+
+def _read_thinking(requested: Fields | None, effort: str | None) -> Thinking:
+    """Without `thinking` there is none. `adaptive` leaves the decision to the model's template."""
+    if requested is None:
+        return Thinking(effort=effort, shown=False, off_by_default=True)
+    match requested.text("type"):
+        case "disabled":
+            return Thinking(enabled=False, effort=effort, shown=False)
+        case "enabled" | "adaptive" as kind:
+            return Thinking(
+                enabled=True if kind == "enabled" else None,
+                effort=effort,
+                budget_tokens=requested.integer("budget_tokens", low=0, high=LARGEST_COUNT),
+                shown=requested.text("display") != "omitted",
+            )
+        case other:
+            raise requested.invalid("type", f"'{shorten(other or '')}' is not known; use enabled, disabled or adaptive")

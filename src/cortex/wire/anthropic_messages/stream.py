@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
-from cortex.wire import errors
+from cortex.wire import error_encoding, errors
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
     AnyEvent,
     Failure,
     Finish,
     Logprobs,
+    PromptLogprobs,
     ReasoningDelta,
     Start,
     TextDelta,
@@ -21,6 +23,7 @@ from cortex.wire.events import (
     ToolCallStart,
     ToolCallStop,
     Usage,
+    UsageSoFar,
 )
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import Block, gather
@@ -29,12 +32,14 @@ from cortex.wire.sse import frame
 SIGNATURE = "unsigned"
 """Clients send back only thinking blocks with a signature. Ours proves nothing."""
 
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|$)|[{}\[\],]', re.DOTALL)
+"""The signs that structure JSON, and whole strings, which may contain them."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
 def stream_error(error: CortexError) -> bytes:
     """The last event of a stream that failed."""
-    return frame(msgspec.json.encode(errors.envelope(error, Family.ANTHROPIC)), "error")
+    return frame(msgspec.json.encode(error_encoding.envelope(error, Family.ANTHROPIC)), "error")
 
 
 class Encoder:
@@ -45,7 +50,8 @@ class Encoder:
     """
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
-        del request, created  # this dialect does not send them
+        del created  # this dialect does not send it
+        self._shows_reasoning = request.thinking.shown
         self._id = id
         self._model = model
         self._next_block = 0
@@ -57,6 +63,8 @@ class Encoder:
                 opened = self._ensure("text", {"type": "text", "text": ""})
                 return opened + self._delta({"type": "text_delta", "text": text})
             case ReasoningDelta(text=text):
+                if not self._shows_reasoning:
+                    return b""
                 opened = self._ensure("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 return opened + self._delta({"type": "thinking_delta", "thinking": text})
             case ToolCallStart(id=id, name=name):
@@ -67,7 +75,7 @@ class Encoder:
                 return self._end()
             case Start():
                 return self._start(event)
-            case Logprobs():
+            case Logprobs() | PromptLogprobs() | UsageSoFar():
                 return b""  # this dialect has none
             case Finish():
                 return self._end() + self._finish(event)
@@ -109,9 +117,10 @@ class Encoder:
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
     """The whole response as one message. Raises the error of a `Failure`."""
-    del request, created  # this dialect does not send them
+    del created  # this dialect does not send it
     choice = gather(events)[0]
-    content = [_block_body(block) for block in choice.blocks]
+    shows_all = request.thinking.shown
+    content = [_block_body(block) for block in choice.blocks if shows_all or not isinstance(block, Reasoning)]
     return msgspec.json.encode(
         _message_body(id, model, content, *_stop(choice.finish), choice.finish.usage),
     )
@@ -161,8 +170,21 @@ def _block_body(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments as an object. Incomplete JSON of a call that `max_tokens` ended is kept as text."""
+    """The arguments as an object. Of a call that `max_tokens` ended, the members that are complete."""
+    if (value := _decoded(arguments or "{}")) is not None:
+        return value
+    depth, last_comma = 0, 0
+    for found in _STRUCTURE.finditer(arguments):
+        sign = found.group()[0]
+        depth += (sign in "{[") - (sign in "}]")
+        if sign == "," and depth == 1:
+            last_comma = found.start()
+    return _decoded(arguments[:last_comma] + "}") or {}
+
+
+def _decoded(arguments: str) -> dict[str, Any] | None:
     try:
-        return msgspec.json.decode(arguments or "{}")
+        value = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):
-        return {"partial_json": arguments}
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,15 +1,16 @@
-"""Parses a chat-completions body into a `GenerateRequest`. Fields that we use are validated, others are ignored."""
+"""Parses a chat-completions body into a `GenerateRequest`. What becomes of each field is in its field table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from cortex.wire import body as wire_body
-from cortex.wire.body import LARGEST_COUNT, Fields, json_text
+from cortex.wire.body import LARGEST_COUNT, Fields
+from cortex.wire.custom_tools import arguments_of
 from cortex.wire.errors import UnsupportedModality, shorten
+from cortex.wire.field_tables.openai_chat import FIELDS
 from cortex.wire.requests import (
     GenerateRequest,
     Image,
@@ -20,12 +21,20 @@ from cortex.wire.requests import (
     Sampling,
     Text,
     Thinking,
-    Tool,
     ToolCall,
     ToolChoice,
     ToolResult,
 )
-from cortex.wire.sampling import MAX_TOP_LOGPROBS, read_effort, read_output_format, read_sampling
+from cortex.wire.sampling import (
+    MAX_TOP_LOGPROBS,
+    read_effort,
+    read_limits,
+    read_output_format,
+    read_prompt_logprobs,
+    read_sampling,
+    read_truncation,
+)
+from cortex.wire.tools import ToolList, read_arguments, read_function
 
 CONTINUE = "continue_final_message"
 TEMPLATE_SWITCHES = (CONTINUE, "add_generation_prompt")
@@ -42,37 +51,48 @@ _ROLES: dict[str, Role] = {
 
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
-    fields = wire_body.parse(body)
-    model = fields.model()
+    fields = FIELDS.read(body)
     if not fields.array("messages"):
         raise fields.invalid("messages", "it is required and must hold at least one message")
-    tools, dropped_tools = _read_tools(fields)
+    found = _read_tools(fields)
+    as_functions = bool(fields.array("functions"))
     stream_options = fields.object("stream_options")
     template_args = _read_template_args(fields)
     return GenerateRequest(
-        model=model,
+        model=fields.model(),
         messages=tuple(_read_message(message) for message in fields.objects("messages")),
-        tools=tools,
-        tool_choice=_read_tool_choice(fields, tools, dropped_tools),
-        output=read_output_format(fields),
+        truncate_prompt_tokens=read_truncation(fields),
+        tools=tuple(found.tools),
+        tool_choice=_read_tool_choice(fields, found, as_functions=as_functions),
+        as_functions=as_functions,
+        output=read_output_format(fields, fields.object("response_format")),
         thinking=_read_thinking(fields, template_args),
         sampling=_read_chat_sampling(fields),
         stream=fields.flag("stream") or False,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
+        continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         template_args=template_args,
         user=fields.text("user"),
-        dropped_tools=dropped_tools,
+        dropped_tools=tuple(found.dropped),
+        unenforced=tuple(found.unenforced),
+        ignored_fields=fields.unknown,
     )
 
 
 def _read_chat_sampling(fields: Fields) -> Sampling:
-    sampling = read_sampling(fields)
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not wanted:
         raise fields.invalid("top_logprobs", "set 'logprobs' to true to get them")
-    max_tokens = fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT) or sampling.max_tokens
-    return msgspec.structs.replace(sampling, logprobs=wanted, top_logprobs=top_logprobs, max_tokens=max_tokens)
+    max_tokens, n = read_limits(fields)
+    return msgspec.structs.replace(
+        read_sampling(fields),
+        max_tokens=fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT) or max_tokens,
+        n=n,
+        logprobs=wanted,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=read_prompt_logprobs(fields),
+    )
 
 
 def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
@@ -81,9 +101,8 @@ def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
     switch = template_args.get("enable_thinking", template_args.get("thinking"))
     if not isinstance(switch, bool):
         switch = fields.flag("enable_thinking")
-    if switch is None:
-        return thinking
-    return msgspec.structs.replace(thinking, enabled=switch)
+    shown = fields.flag("include_reasoning") is not False
+    return msgspec.structs.replace(thinking, enabled=thinking.enabled if switch is None else switch, shown=shown)
 
 
 def _read_template_args(fields: Fields) -> dict[str, Any]:
@@ -148,6 +167,12 @@ def _read_part(part: Fields) -> Text | Image | Reasoning:
 
 def _read_tool_calls(fields: Fields) -> Iterator[ToolCall]:
     for index, call in enumerate(fields.objects("tool_calls")):
+        if (custom := call.object("custom")) is not None:
+            text = custom.text("input") or ""
+            yield ToolCall(
+                id=call.text("id") or f"call_{index}", name=custom.required_text("name"), arguments=arguments_of(text)
+            )
+            continue
         function = call.object("function") or call
         yield ToolCall(
             id=call.text("id") or f"call_{index}",
@@ -159,94 +184,24 @@ def _read_tool_calls(fields: Fields) -> Iterator[ToolCall]:
         yield ToolCall(id=name, name=name, arguments=read_arguments(legacy, "arguments"))
 
 
-def read_arguments(fields: Fields, name: str) -> str:
-    """The arguments of a call as JSON text, whether the client sent text or an object."""
-    value = fields.raw(name)
-    if value is None or value == "":
-        return "{}"
-    return value if isinstance(value, str) else json_text(value)
-
-
-def _read_tools(fields: Fields) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    tools: list[Tool] = []
-    dropped: list[str] = []
+def _read_tools(fields: Fields) -> ToolList:
+    found = ToolList()
     for tool in fields.objects("tools"):
-        kind = tool.text("type") or "function"
-        if kind == "function":
-            tools.append(read_function(tool.object("function") or tool))
-        else:
-            dropped.append(kind)
-    tools += [read_function(function) for function in fields.objects("functions")]
-    return tuple(tools), tuple(dropped)
+        found.add(tool, tool.text("type") or "function")
+    found.tools += [read_function(function) for function in fields.objects("functions")]
+    return found
 
 
-def read_function(fields: Fields) -> Tool:
-    """The definition of a function: name, description, parameters, strict."""
-    return Tool(
-        name=fields.required_text("name"),
-        parameters=fields.mapping("parameters") or {},
-        description=fields.text("description"),
-        strict=fields.flag("strict") or False,
-    )
-
-
-def _read_tool_choice(fields: Fields, tools: tuple[Tool, ...], dropped: tuple[str, ...]) -> ToolChoice:
-    parallel = fields.flag("parallel_tool_calls") is not False
-    choice = fields.raw("tool_choice")
-    if isinstance(choice, dict):
-        named = fields.object("tool_choice")
-        assert named is not None
-        if (allowed := named.object("allowed_tools")) is not None:
-            choice = resolve_tool_choice(fields, allowed.text("mode") or "auto", None, parallel, tools, dropped)
-            return restrict_tool_choice(choice, allowed, tools)
-        function = named.object("function") or named
-        return resolve_tool_choice(fields, "named", function.text("name"), parallel, tools, dropped)
-    return resolve_tool_choice(fields, fields.text("tool_choice") or "auto", None, parallel, tools, dropped)
-
-
-def restrict_tool_choice(choice: ToolChoice, allowed: Fields, tools: Iterable[Tool]) -> ToolChoice:
-    """`choice` restricted to the functions that `allowed` lists under `tools`; without a list, not restricted.
-
-    Listed tools of other types are dropped, as they are in the request's own list.
-    """
-    if "tools" not in allowed or choice.mode == "none":
-        return choice
-    known = {tool.name for tool in tools}
-    names: list[str] = []
-    for entry in allowed.objects("tools"):
-        if (entry.text("type") or "function") == "function":
-            name = (entry.object("function") or entry).required_text("name")
-            if name not in known:
-                raise entry.invalid("name", f"no tool named '{shorten(name)}' is in 'tools'")
-            names.append(name)
-    if not names:
-        return ToolChoice(mode="none", parallel=choice.parallel)
-    return ToolChoice(mode=choice.mode, parallel=choice.parallel, allowed=tuple(names))
-
-
-def resolve_tool_choice(
-    fields: Fields, mode: str, name: str | None, parallel: bool, tools: Iterable[Tool], dropped: Iterable[str]
-) -> ToolChoice:
-    """The choice that is possible with the remaining tools.
-
-    A required tool that was dropped makes the choice `auto`; one that the request never had is an error.
-    """
-    names = {tool.name for tool in tools}
-    something_dropped = any(True for _ in dropped)
-    match mode:
-        case "auto" | "none":
-            return ToolChoice(mode=mode, parallel=parallel)
-        case "required" | "any":
-            if names:
-                return ToolChoice(mode="required", parallel=parallel)
-            problem = "it requires a tool call but 'tools' is empty"
-        case "named":
-            if name in names:
-                return ToolChoice(mode="named", name=name, parallel=parallel)
-            problem = f"no tool named '{shorten(name or '')}' is in 'tools'"
-        case other:
-            problem = f"'{shorten(other)}' is not known; use auto, none, required or name a function"
-            raise fields.invalid("tool_choice", problem)
-    if something_dropped:
-        return ToolChoice(parallel=parallel)
-    raise fields.invalid("tool_choice", problem)
+def _read_tool_choice(fields: Fields, found: ToolList, *, as_functions: bool) -> ToolChoice:
+    """The choice among tools, or with `as_functions` among functions: their dialect has one call per response."""
+    parallel = not as_functions and fields.flag("parallel_tool_calls") is not False
+    field = "function_call" if as_functions and "function_call" in fields else "tool_choice"
+    if not isinstance(fields.raw(field), dict):
+        return found.resolve(fields, fields.text(field) or "auto", None, parallel=parallel)
+    named = fields.object(field)
+    assert named is not None
+    if (allowed := named.object("allowed_tools")) is not None:
+        choice = found.resolve(fields, allowed.text("mode") or "auto", None, parallel=parallel)
+        return found.restrict(choice, allowed)
+    function = named.object("function") or named.object("custom") or named
+    return found.resolve(fields, "named", function.text("name"), parallel=parallel)

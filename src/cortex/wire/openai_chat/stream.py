@@ -8,13 +8,15 @@ from typing import Any
 import msgspec
 
 from cortex import __version__
-from cortex.wire import errors
+from cortex.wire import error_encoding, errors
+from cortex.wire.custom_tools import InputDecoder, input_of
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
     AnyEvent,
     Failure,
     Finish,
     Logprobs,
+    PromptLogprobs,
     ReasoningDelta,
     Start,
     TextDelta,
@@ -23,9 +25,10 @@ from cortex.wire.events import (
     ToolCallStart,
     ToolCallStop,
     Usage,
+    UsageSoFar,
 )
 from cortex.wire.requests import GenerateRequest, ToolCall
-from cortex.wire.response import ResponseChoice, gather, total_usage
+from cortex.wire.response import ResponseChoice, gather, summed, total_usage
 from cortex.wire.sse import frame
 
 DONE = frame(b"[DONE]")
@@ -35,7 +38,7 @@ SYSTEM_FINGERPRINT = f"fp_cortex_{__version__}"
 
 def stream_error(error: CortexError) -> bytes:
     """The last frame of a stream that failed."""
-    return frame(msgspec.json.encode(errors.envelope(error, Family.OPENAI)))
+    return frame(msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI)))
 
 
 class Encoder:
@@ -44,6 +47,9 @@ class Encoder:
     Log-probabilities are sent with the next delta of their choice. The usage chunk and `[DONE]` follow the finish of
     the last of the `n` choices.
     """
+
+    _continuous: dict[int, Usage]
+    """The latest usage of each choice, for clients that want it in every chunk."""
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
         self._head = {
@@ -54,6 +60,12 @@ class Encoder:
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
         self._include_usage = request.include_usage
+        self._continuous = {}
+        self._shows_reasoning = request.thinking.shown
+        self._as_functions = request.as_functions
+        self._custom_tools = request.custom_tools
+        self._inputs: dict[tuple[int, int], InputDecoder] = {}
+        """The calls of custom tools, by choice and call."""
         self._open_choices = request.sampling.n
         self._finishes: list[Finish] = []
         self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
@@ -63,26 +75,54 @@ class Encoder:
             case TextDelta(text=text):
                 return self._delta(event.index, {"content": text})
             case ReasoningDelta(text=text):
-                return self._delta(event.index, {"reasoning_content": text})
-            case ToolCallStart(call=call, id=id, name=name):
-                function = {"name": name, "arguments": ""}
-                return self._tool_call(event.index, {"index": call, "id": id, "type": "function", "function": function})
-            case ToolCallDelta(call=call, arguments=arguments):
-                return self._tool_call(event.index, {"index": call, "function": {"arguments": arguments}})
-            case ToolCallStop():
+                if self._shows_reasoning:
+                    return self._delta(event.index, {"reasoning_content": text})
+                self._logprobs.pop(event.index, None)
                 return b""
+            case ToolCallStart():
+                return self._begin_call(event)
+            case ToolCallDelta(call=call, arguments=arguments):
+                return self._continue_call(event.index, call, arguments)
+            case ToolCallStop(call=call):
+                decoder = self._inputs.pop((event.index, call), None)
+                rest = "" if decoder is None else decoder.finish()
+                return self._custom_input(event.index, call, rest) if rest else b""
             case Start():
                 return self._delta(event.index, {"role": "assistant", "content": ""})
             case Logprobs(tokens=tokens):
                 self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
                 return b""
+            case UsageSoFar(usage=usage):
+                self._continuous[event.index] = usage
+                return b""
+            case PromptLogprobs():
+                return b""  # a stream has none
             case Finish():
                 return self._finish(event)
             case Failure(code=code, message=message):
                 return stream_error(errors.from_code(code, message))
 
-    def _tool_call(self, index: int, call: dict[str, Any]) -> bytes:
-        return self._delta(index, {"tool_calls": [call]})
+    def _begin_call(self, event: ToolCallStart) -> bytes:
+        if self._as_functions:
+            return self._delta(event.index, {"function_call": {"name": event.name, "arguments": ""}})
+        call: dict[str, Any] = {"index": event.call, "id": event.id}
+        if event.name in self._custom_tools:
+            self._inputs[event.index, event.call] = InputDecoder()
+            call |= {"type": "custom", "custom": {"name": event.name, "input": ""}}
+        else:
+            call |= {"type": "function", "function": {"name": event.name, "arguments": ""}}
+        return self._delta(event.index, {"tool_calls": [call]})
+
+    def _continue_call(self, index: int, call: int, arguments: str) -> bytes:
+        if self._as_functions:
+            return self._delta(index, {"function_call": {"arguments": arguments}})
+        if (decoder := self._inputs.get((index, call))) is not None:
+            text = decoder.push(arguments)
+            return self._custom_input(index, call, text) if text else b""
+        return self._delta(index, {"tool_calls": [{"index": call, "function": {"arguments": arguments}}]})
+
+    def _custom_input(self, index: int, call: int, text: str) -> bytes:
+        return self._delta(index, {"tool_calls": [{"index": call, "custom": {"input": text}}]})
 
     def _delta(self, index: int, delta: dict[str, Any], **finish: str | None) -> bytes:
         logprobs = self._logprobs.pop(index, None)
@@ -99,11 +139,14 @@ class Encoder:
         chunk: dict[str, Any] = {**self._head, "choices": choices}
         if self._include_usage:
             chunk["usage"] = usage
+        if self._continuous and usage is None:
+            chunk["usage"] = usage_body(summed(self._continuous.values()))
         return frame(msgspec.json.encode(chunk))
 
     def _finish(self, event: Finish) -> bytes:
         self._finishes.append(event)
-        ended = self._delta(event.index, {}, finish_reason=event.reason, **_stop_reason(event))
+        reason = _finish_reason(event, as_functions=self._as_functions)
+        ended = self._delta(event.index, {}, finish_reason=reason, **_stop_reason(event))
         if len(self._finishes) < self._open_choices:
             return ended
         if self._include_usage:
@@ -113,35 +156,41 @@ class Encoder:
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
     """The whole response as one body. Raises the error of a `Failure`."""
-    del request  # the events have everything that this dialect sends
     choices = gather(events)
-    return msgspec.json.encode(
-        {
-            "id": id,
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": [_choice_body(choice) for choice in choices],
-            "usage": usage_body(total_usage(choice.finish for choice in choices)),
-        }
-    )
+    body = {
+        "id": id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "system_fingerprint": SYSTEM_FINGERPRINT,
+        "choices": [_choice_body(choice, request) for choice in choices],
+        "usage": usage_body(total_usage(choice.finish for choice in choices)),
+    }
+    if request.sampling.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs_body(choices[0].prompt_logprobs)
+    return msgspec.json.encode(body)
 
 
-def _choice_body(choice: ResponseChoice) -> dict[str, Any]:
+def _choice_body(choice: ResponseChoice, request: GenerateRequest) -> dict[str, Any]:
     calls = choice.tool_calls
     message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if calls else "")}
-    if choice.reasoning:
+    if choice.reasoning and request.thinking.shown:
         message["reasoning_content"] = choice.reasoning
-    if calls:
-        message["tool_calls"] = [tool_call_body(call) for call in calls]
+    if calls and request.as_functions:
+        message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
+    elif calls:
+        message["tool_calls"] = [tool_call_body(call, is_custom=call.name in request.custom_tools) for call in calls]
     return {
         "index": choice.index,
         "message": message,
         "logprobs": logprobs_body(choice.logprobs) if choice.logprobs else None,
-        "finish_reason": choice.finish.reason,
+        "finish_reason": _finish_reason(choice.finish, as_functions=request.as_functions),
         **_stop_reason(choice.finish),
     }
+
+
+def _finish_reason(finish: Finish, *, as_functions: bool) -> str:
+    return "function_call" if as_functions and finish.reason == "tool_calls" else finish.reason
 
 
 def _stop_reason(finish: Finish) -> dict[str, str]:
@@ -149,7 +198,9 @@ def _stop_reason(finish: Finish) -> dict[str, str]:
     return {} if finish.stop_sequence is None else {"stop_reason": finish.stop_sequence}
 
 
-def tool_call_body(call: ToolCall) -> dict[str, Any]:
+def tool_call_body(call: ToolCall, *, is_custom: bool = False) -> dict[str, Any]:
+    if is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -169,6 +220,20 @@ def logprobs_body(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
             {**_token_body(token), "top_logprobs": [_token_body(other) for other in token.top]} for token in tokens
         ],
         "refusal": None,
+    }
+
+
+def prompt_logprobs_body(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
+    """As vLLM writes them: for each token, by id, its own entry and those of the likeliest ones."""
+    return [None if token.logprob is None else _prompt_token_body(token) for token in tokens]
+
+
+def _prompt_token_body(token: TokenLogprob) -> dict[str, Any]:
+    ranked = {other.token_id: (other, rank) for rank, other in enumerate(token.top, start=1)}
+    ranked[token.token_id] = (token, token.rank or 1)
+    return {
+        str(token_id): {"logprob": one.logprob, "rank": rank, "decoded_token": one.token}
+        for token_id, (one, rank) in ranked.items()
     }
 
 

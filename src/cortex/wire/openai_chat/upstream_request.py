@@ -19,6 +19,7 @@ from cortex.wire.requests import (
     ToolCall,
     ToolChoice,
     ToolResult,
+    effort_of,
 )
 
 
@@ -66,6 +67,7 @@ def _sampling_body(request: GenerateRequest) -> dict[str, Any]:
 
 def _template_body(request: GenerateRequest) -> dict[str, Any]:
     thinking = request.thinking
+    effort = thinking.effort or effort_of(thinking.budget_tokens)
     template_args = dict(request.template_args)
     if thinking.enabled is not None:
         template_args.setdefault("enable_thinking", thinking.enabled)
@@ -74,7 +76,7 @@ def _template_body(request: GenerateRequest) -> dict[str, Any]:
         switches.setdefault("add_generation_prompt", False)  # the two exclude each other on other servers
     return {
         **switches,
-        **({"reasoning_effort": thinking.effort} if thinking.effort is not None else {}),
+        **({"reasoning_effort": effort} if effort is not None else {}),
         **({"chat_template_kwargs": template_args} if template_args else {}),
     }
 
@@ -108,7 +110,7 @@ def _message_body(message: Message) -> dict[str, Any]:
     if message.role == "tool":
         results = [part for part in message.parts if isinstance(part, ToolResult)]
         body["tool_call_id"] = results[0].call_id if results else ""
-        body["content"] = _content_body(results[0].parts if results else ())
+        body["content"] = _content_body(results[0].marked_parts if results else ())
         return body
     reasoning = "".join(part.text for part in message.parts if isinstance(part, Reasoning))
     calls = [tool_call_body(part) for part in message.parts if isinstance(part, ToolCall)]

@@ -44,6 +44,8 @@ class _ChoiceReader:
         self.stop_sequence: str | None = None
         self._calls: dict[Any, int] = {}
         self._open_call: int | None = None
+        self._arguments: list[str] = []
+        """Of the open call."""
 
     def read(self, delta: dict[str, Any], logprobs: list[AnyEvent]) -> list[AnyEvent]:
         """The events of one delta, with `logprobs` before its first piece, inside its block."""
@@ -73,7 +75,7 @@ class _ChoiceReader:
             name = _text_of(function, "name")
             id = _text_of(call, "id") or f"call_{number}"
             events.append(ToolCallStart(index=self.index, call=number, id=id, name=name))
-            self._open_call = number
+            self._open_call, self._arguments = number, []
         number = self._calls[key]
         arguments = function.get("arguments")
         if arguments is not None and not isinstance(arguments, str):
@@ -81,16 +83,17 @@ class _ChoiceReader:
         if arguments:
             if number != self._open_call:
                 raise UpstreamInterrupted("The node interleaved the arguments of several tool calls; try again.")
+            self._arguments.append(arguments)
             events.append(ToolCallDelta(index=self.index, call=number, arguments=arguments))
         return events
 
     def _last_key(self) -> Any:
         return next(reversed(self._calls), 0)
 
-    def _close_call(self) -> list[AnyEvent]:
+    def _close_call(self, *, is_complete: bool = True) -> list[AnyEvent]:
         if self._open_call is None:
             return []
-        closed = ToolCallStop(index=self.index, call=self._open_call)
+        closed = ToolCallStop(index=self.index, call=self._open_call, is_complete=is_complete)
         self._open_call = None
         return [closed]
 
@@ -99,7 +102,8 @@ class _ChoiceReader:
         if reason == "stop" and self._calls:
             reason = "tool_calls"
         finish = Finish(index=self.index, reason=reason, usage=usage, stop_sequence=self.stop_sequence)
-        return [*self._close_call(), finish]
+        is_complete = reason != "length" or _is_json("".join(self._arguments))
+        return [*self._close_call(is_complete=is_complete), finish]
 
 
 class _ResponseReader:
@@ -207,6 +211,14 @@ def _numbered(message: dict[str, Any]) -> dict[str, Any]:
     """A whole message whose calls have an `index`, as they have in a stream."""
     calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
     return {**message, "tool_calls": calls}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True
 
 
 def _text_of(values: dict[str, Any], name: str) -> str:

@@ -1,4 +1,4 @@
-"""The OpenAI responses dialect, stateless: every request has its whole conversation."""
+"""The OpenAI responses dialect, without state: every request has its whole conversation. A gateway adds state."""
 
 from cortex.wire.errors import Family
 from cortex.wire.openai_responses.request import parse

@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cortex.wire.body import Fields, json_text
+from cortex.wire.custom_tools import arguments_of
 from cortex.wire.errors import UnsupportedModality, shorten
-from cortex.wire.openai_chat.request import read_arguments
+from cortex.wire.field_tables.openai_responses import ITEMS
+from cortex.wire.field_tables.table import Treatment
 from cortex.wire.requests import Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
+from cortex.wire.tools import read_arguments
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "assistant": "assistant"}
 
 
-def read_input(fields: Fields, dropped: list[str]) -> list[Message]:
-    """The conversation in `input`. Types of unsupported items are added to `dropped`."""
+_WITHOUT_EFFECT = frozenset(kind.name for kind in ITEMS if kind.treatment is Treatment.TOLERATED)
+
+
+def read_input(fields: Fields, noted: list[str]) -> list[Message]:
+    """The conversation in `input`. Types of items without effect are added to `noted`; others that are not known raise
+    `InvalidValue`, because the model would not see them."""
     given = fields.raw("input")
     if isinstance(given, str):
         return [Message(role="user", parts=(Text(text=given),))]
@@ -25,7 +32,7 @@ def read_input(fields: Fields, dropped: list[str]) -> list[Message]:
         raise fields.invalid("input", "it is required: a string or an array of items")
     conversation = _Conversation()
     for item in fields.objects("input"):
-        _read_item(item, conversation, dropped)
+        _read_item(item, conversation, noted)
     return conversation.close()
 
 
@@ -63,7 +70,7 @@ class _Conversation:
             self._turn = []
 
 
-def _read_item(item: Fields, conversation: _Conversation, dropped: list[str]) -> None:
+def _read_item(item: Fields, conversation: _Conversation, noted: list[str]) -> None:
     kind = item.text("type") or "message"
     match kind:
         case "message":
@@ -79,7 +86,7 @@ def _read_item(item: Fields, conversation: _Conversation, dropped: list[str]) ->
         case "function_call":
             conversation.add_call(_read_call(item, read_arguments(item, "arguments")))
         case "custom_tool_call":
-            conversation.add_call(_read_call(item, json_text({"input": item.text("input") or ""})))
+            conversation.add_call(_read_call(item, arguments_of(item.text("input") or "")))
         case "function_call_output" | "custom_tool_call_output":
             result = ToolResult(
                 call_id=item.required_text("call_id"), parts=tuple(_read_content(item, "output", as_json=True))
@@ -87,8 +94,10 @@ def _read_item(item: Fields, conversation: _Conversation, dropped: list[str]) ->
             conversation.add(Message(role="tool", parts=(result,)))
         case "item_reference":
             raise item.invalid("type", "items are not stored here; send the item itself")
+        case _ if kind in _WITHOUT_EFFECT:
+            noted.append(kind)
         case _:
-            dropped.append(kind)
+            raise item.invalid("type", f"items of type '{shorten(kind)}' are not supported; remove the item")
 
 
 def _read_call(item: Fields, arguments: str) -> ToolCall:

@@ -1,15 +1,18 @@
-"""Parses a responses body into a `GenerateRequest`. Fields that we use are validated, others are ignored."""
+"""Parses a responses body into a `GenerateRequest`. What becomes of each field is in its field table."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cortex.wire import body as wire_body
-from cortex.wire.body import LARGEST_COUNT, LARGEST_INTEGER, Fields
-from cortex.wire.openai_chat.request import read_function, resolve_tool_choice, restrict_tool_choice
+import msgspec
+
+from cortex.wire.body import LARGEST_COUNT, Fields
+from cortex.wire.errors import shorten
+from cortex.wire.field_tables.openai_responses import FIELDS, TOOLS
 from cortex.wire.openai_responses.items import read_input
-from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Sampling, Text, Tool, ToolChoice
-from cortex.wire.sampling import MAX_TEMPERATURE, MAX_TOP_LOGPROBS, read_effort, read_response_format, read_stops
+from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, ToolChoice
+from cortex.wire.sampling import MAX_TOP_LOGPROBS, read_effort, read_output_format, read_sampling, read_truncation
+from cortex.wire.tools import ToolList
 
 ECHOED = (
     "instructions",
@@ -31,86 +34,80 @@ ECHOED = (
 
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
-    fields = wire_body.parse(body)
-    model = fields.model()
-    _reject_stored_state(fields)
-    dropped: list[str] = []
-    messages = read_input(fields, dropped)
+    fields = FIELDS.read(body)
+    noted: list[str] = []
+    messages = read_input(fields, noted)
     if instructions := fields.text("instructions"):
         messages.insert(0, Message(role="system", parts=(Text(text=instructions),)))
-    tools = _read_tools(fields, dropped)
+    found = _read_tools(fields)
     reasoning = fields.object("reasoning")
-    template_args = fields.mapping("chat_template_kwargs") or {}
+    text = fields.object("text")
     return GenerateRequest(
-        model=model,
+        model=fields.model(),
         messages=tuple(messages),
-        tools=tools,
-        tool_choice=_read_tool_choice(fields, tools, dropped),
-        output=_read_output(fields),
+        truncate_prompt_tokens=read_truncation(fields),
+        tools=tuple(found.tools),
+        tool_choice=_read_tool_choice(fields, found),
+        output=read_output_format(fields, text.object("format") if text else None),
         thinking=read_effort(reasoning.text("effort") if reasoning else None),
         sampling=_read_sampling(fields),
         stream=fields.flag("stream") or False,
         include_usage=True,
-        template_args=template_args,
+        template_args=fields.mapping("chat_template_kwargs") or {},
         user=fields.text("user"),
-        metadata={name: fields.raw(name) for name in ECHOED if name in fields},
-        dropped_tools=tuple(dropped),
+        metadata=_read_echoed(fields),
+        truncate=_read_truncation(fields),
+        dropped_tools=(*noted, *found.dropped),
+        unenforced=tuple(found.unenforced),
+        ignored_fields=fields.unknown,
     )
 
 
-def _reject_stored_state(fields: Fields) -> None:
-    """Responses are not stored, so that a request cannot refer to an earlier one."""
-    for name in ("previous_response_id", "conversation", "prompt"):
-        if name in fields:
-            raise fields.invalid(name, "responses are not stored here; send the whole conversation in 'input'")
-    if fields.flag("background"):
-        raise fields.invalid("background", "responses are not stored here; use 'stream' for long responses")
+def _read_echoed(fields: Fields) -> dict[str, Any]:
+    """The fields that the response repeats, with the tools that are in force."""
+    echoed = {name: fields.raw(name) for name in ECHOED if name in fields}
+    if "tools" in echoed:
+        known = {kind.name for kind in TOOLS}
+        echoed["tools"] = [tool for tool in echoed["tools"] if tool.get("type", "function") in known]
+    return echoed
+
+
+def _read_truncation(fields: Fields) -> bool:
+    given = fields.text("truncation") or "disabled"
+    if given not in ("auto", "disabled"):
+        raise fields.invalid("truncation", "it must be `auto` or `disabled`")
+    return given == "auto"
 
 
 def _read_sampling(fields: Fields) -> Sampling:
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     wanted = top_logprobs > 0 or "message.output_text.logprobs" in fields.texts("include")
-    return Sampling(
-        temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
-        top_p=fields.number("top_p", low=0, high=1),
-        top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
-        min_p=fields.number("min_p", low=0, high=1),
-        presence_penalty=fields.number("presence_penalty", low=-2, high=2),
-        frequency_penalty=fields.number("frequency_penalty", low=-2, high=2),
-        seed=fields.integer("seed", low=-LARGEST_INTEGER, high=LARGEST_INTEGER),
+    return msgspec.structs.replace(
+        read_sampling(fields),
         max_tokens=fields.integer("max_output_tokens", low=1, high=LARGEST_COUNT),
-        stop=read_stops(fields, "stop"),
         logprobs=wanted,
         top_logprobs=top_logprobs,
     )
 
 
-def _read_output(fields: Fields) -> OutputFormat | None:
-    text = fields.object("text")
-    output = text.object("format") if text else None
-    return read_response_format(output) if output else None
-
-
-def _read_tools(fields: Fields, dropped: list[str]) -> tuple[Tool, ...]:
-    tools: list[Tool] = []
+def _read_tools(fields: Fields) -> ToolList:
+    found = ToolList()
     for tool in fields.objects("tools"):
-        kind = tool.text("type") or "function"
-        if kind == "function":
-            tools.append(read_function(tool.object("function") or tool))
-        else:
-            dropped.append(kind)
-    return tuple(tools)
+        found.add(tool, tool.text("type") or "function")
+    return found
 
 
-def _read_tool_choice(fields: Fields, tools: tuple[Tool, ...], dropped: list[str]) -> ToolChoice:
+def _read_tool_choice(fields: Fields, found: ToolList) -> ToolChoice:
     parallel = fields.flag("parallel_tool_calls") is not False
-    mode: Any = fields.raw("tool_choice")
-    name: str | None = None
-    if isinstance(mode, dict):
-        choice = fields.object("tool_choice")
-        assert choice is not None
-        if choice.text("type") == "allowed_tools":
-            resolved = resolve_tool_choice(fields, choice.text("mode") or "auto", None, parallel, tools, dropped)
-            return restrict_tool_choice(resolved, choice, tools)
-        name, mode = choice.text("name"), "named"
-    return resolve_tool_choice(fields, str(mode or "auto"), name, parallel, tools, dropped)
+    if not isinstance(fields.raw("tool_choice"), dict):
+        return found.resolve(fields, fields.text("tool_choice") or "auto", None, parallel=parallel)
+    choice = fields.object("tool_choice")
+    assert choice is not None
+    match choice.text("type"):
+        case "allowed_tools":
+            resolved = found.resolve(fields, choice.text("mode") or "auto", None, parallel=parallel)
+            return found.restrict(resolved, choice)
+        case "function" | "custom" | None:
+            return found.resolve(fields, "named", choice.text("name"), parallel=parallel)
+        case other:
+            raise fields.invalid("tool_choice", f"tools of type '{shorten(other)}' do not run here; name a function")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from cortex.wire.custom_tools import input_of
 from cortex.wire.events import Finish, TokenLogprob, Usage
 from cortex.wire.openai_chat.stream import logprobs_body
 from cortex.wire.requests import GenerateRequest, Reasoning, Text, ToolCall
@@ -31,12 +32,12 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
         "model": model,
         "output": [],
         "parallel_tool_calls": request.tool_choice.parallel,
-        "previous_response_id": None,
+        "previous_response_id": echoed.get("previous_response_id"),
         "prompt_cache_key": echoed.get("prompt_cache_key"),
         "reasoning": echoed.get("reasoning", {"effort": None, "summary": None}),
         "safety_identifier": echoed.get("safety_identifier"),
         "service_tier": echoed.get("service_tier"),
-        "store": False,
+        "store": echoed.get("store", False),
         "temperature": sampling.temperature,
         "text": echoed.get("text", {"format": {"type": "text"}}),
         "tool_choice": echoed.get("tool_choice", "auto"),
@@ -46,7 +47,7 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
         "truncation": echoed.get("truncation", "disabled"),
         "usage": None,
         "user": echoed.get("user"),
-    }
+    } | ({"background": True} if echoed.get("background") else {})
 
 
 def finished(response: dict[str, Any], items: Sequence[dict[str, Any]], finish: Finish) -> dict[str, Any]:
@@ -69,13 +70,19 @@ def failed(response: dict[str, Any], items: Sequence[dict[str, Any]], code: str,
 _ID_PREFIXES: dict[type[Block], str] = {Text: "msg", Reasoning: "rs", ToolCall: "fc"}
 
 
-def item_id(kind: type[Block], response_id: str, position: int) -> str:
+def item_id(kind: type[Block], response_id: str, position: int, *, is_custom: bool = False) -> str:
     """An id from the response's id, so that a streamed and a whole response have the same item ids."""
-    return f"{_ID_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{position}"
+    prefix = "ctc" if is_custom else _ID_PREFIXES[kind]
+    return f"{prefix}_{response_id.removeprefix('resp_')}_{position}"
 
 
-def item_body(block: Block, id: str, logprobs: Sequence[TokenLogprob], *, status: Status) -> dict[str, Any]:
-    """An output item. Text and reasoning items have exactly one part."""
+def item_body(
+    block: Block, id: str, logprobs: Sequence[TokenLogprob], *, status: Status, is_custom: bool = False
+) -> dict[str, Any]:
+    """An output item. Text and reasoning items have exactly one part. `is_custom`: the call is of a custom tool."""
+    if isinstance(block, ToolCall) and is_custom:
+        call = {"call_id": block.id, "name": block.name, "input": input_of(block.arguments)}
+        return {"id": id, "type": "custom_tool_call", **call, "status": status}
     if isinstance(block, ToolCall):
         return {
             "id": id,

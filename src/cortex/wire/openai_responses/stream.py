@@ -11,12 +11,14 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.custom_tools import InputDecoder
 from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
     Failure,
     Finish,
     Logprobs,
+    PromptLogprobs,
     ReasoningDelta,
     Start,
     TextDelta,
@@ -24,9 +26,11 @@ from cortex.wire.events import (
     ToolCallDelta,
     ToolCallStart,
     ToolCallStop,
+    UsageSoFar,
 )
 from cortex.wire.openai_chat.stream import logprobs_body
 from cortex.wire.openai_responses.response import (
+    Status,
     failed,
     finished,
     item_body,
@@ -60,6 +64,10 @@ class Encoder:
         self.response = response_body(request, id=id, created=created, model=model)
         """The response object of the last status event."""
         self._id = id
+        self._shows_reasoning = request.thinking.shown
+        self._custom_tools = request.custom_tools
+        self._input: InputDecoder | None = None
+        """Of the open call, if it is of a custom tool."""
         self._sequence_number = 0
         self._done_items: list[dict[str, Any]] = []
         self._open: ToolCallStart | type[Text] | type[Reasoning] | None = None
@@ -75,6 +83,8 @@ class Encoder:
                 return opened + self._piece("response.output_text.delta", text, content_index=0, logprobs=logprobs)
             case ReasoningDelta(text=text):
                 self._waiting_logprobs = ()
+                if not self._shows_reasoning:
+                    return b""
                 opened = b"" if self._open is Reasoning else self._begin(Reasoning)
                 return opened + self._piece("response.reasoning_text.delta", text, content_index=0)
             case ToolCallStart():
@@ -82,22 +92,24 @@ class Encoder:
                 return self._begin(event)
             case ToolCallDelta(arguments=arguments):
                 self._waiting_logprobs = ()
-                return self._piece("response.function_call_arguments.delta", arguments)
-            case ToolCallStop():
-                return self._end()
+                return self._continue_call(arguments)
+            case ToolCallStop(is_complete=is_complete):
+                return self._end("completed" if is_complete else "incomplete")
             case Start():
                 created = self._event("response.created", response=self.response)
                 return created + self._event("response.in_progress", response=self.response)
             case Logprobs(tokens=tokens):
                 self._waiting_logprobs += tokens
                 return b""
-            case Finish():
+            case PromptLogprobs() | UsageSoFar():
+                return b""  # this dialect has none
+            case Finish(reason=reason):
                 self._take_logprobs()
-                ended = self._end()
+                ended = self._end("incomplete" if reason in ("length", "content_filter") else "completed")
                 self.response = finished(self.response, self._done_items, event)
                 return ended + self._event(f"response.{self.response['status']}", response=self.response)
             case Failure(code=code, message=message):
-                ended = self._end()
+                ended = self._end("incomplete")
                 self.response = failed(self.response, self._done_items, code, message)
                 return ended + self._event("response.failed", response=self.response)
 
@@ -113,7 +125,14 @@ class Encoder:
     def _item_id(self) -> str:
         kind = ToolCall if isinstance(self._open, ToolCallStart) else self._open
         assert kind is not None, "only an open item has an id"
-        return item_id(kind, self._id, len(self._done_items))
+        return item_id(kind, self._id, len(self._done_items), is_custom=self._input is not None)
+
+    def _continue_call(self, arguments: str) -> bytes:
+        if self._input is None:
+            return self._piece("response.function_call_arguments.delta", arguments)
+        self._pieces.append(arguments)
+        text = self._input.push(arguments)
+        return self._item_event("response.custom_tool_call_input.delta", delta=text) if text else b""
 
     def _piece(self, kind: str, text: str, **values: Any) -> bytes:
         self._pieces.append(text)
@@ -134,18 +153,25 @@ class Encoder:
     def _begin(self, opened: ToolCallStart | type[Text] | type[Reasoning]) -> bytes:
         encoded = self._end()
         self._open, self._pieces, self._logprobs = opened, [], []
-        item = item_body(self._block(), self._item_id(), (), status="in_progress")
+        is_custom = isinstance(opened, ToolCallStart) and opened.name in self._custom_tools
+        self._input = InputDecoder() if is_custom else None
+        item = item_body(self._block(), self._item_id(), (), status="in_progress", is_custom=is_custom)
         parts, item = item.get("content", []), item | ({"content": []} if "content" in item else {})
         encoded += self._event("response.output_item.added", output_index=len(self._done_items), item=item)
         for part in parts:
             encoded += self._item_event("response.content_part.added", content_index=0, part=part)
         return encoded
 
-    def _end(self) -> bytes:
+    def _end(self, status: Status = "completed") -> bytes:
         if self._open is None:
             return b""
-        item = item_body(self._block(), self._item_id(), self._logprobs, status="completed")
-        if isinstance(self._open, ToolCallStart):
+        is_custom = self._input is not None
+        item = item_body(self._block(), self._item_id(), self._logprobs, status=status, is_custom=is_custom)
+        if self._input is not None:
+            rest = self._input.finish()
+            encoded = self._item_event("response.custom_tool_call_input.delta", delta=rest) if rest else b""
+            encoded += self._item_event("response.custom_tool_call_input.done", input=item["input"])
+        elif isinstance(self._open, ToolCallStart):
             encoded = self._item_event(
                 "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
             )
@@ -158,7 +184,7 @@ class Encoder:
             encoded += self._item_event("response.content_part.done", content_index=0, part=part)
         encoded += self._event("response.output_item.done", output_index=len(self._done_items), item=item)
         self._done_items.append(item)
-        self._open = None
+        self._open = self._input = None
         return encoded
 
 

@@ -1,8 +1,6 @@
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -10,7 +8,6 @@ import anthropic
 import openai
 import pytest
 
-from cortex.neuron.api import bodies
 from cortex.wire import failure_report, usage_report
 from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
@@ -44,18 +41,6 @@ async def frames(api: Any, path: str, request: dict[str, Any]) -> list[Frame]:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["x-accel-buffering"] == "no"
         return Parser().feed(await response.read())
-
-
-@pytest.fixture
-async def openai_client(api: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(api_key="k", base_url=api.url + "/v1", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-async def anthropic_client(api: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(api_key="k", base_url=api.url, max_retries=0) as client:
-        yield client
 
 
 async def test_openai_sdk_uses_chat_completions(api: Any, openai_client: openai.AsyncOpenAI) -> None:
@@ -195,7 +180,8 @@ async def test_passes_on_principal_and_request_id(api: Any, chat_body: Any) -> N
 
 
 async def test_lists_dropped_tools_in_a_header(api: Any, chat_body: Any) -> None:
-    request = chat_body(tools=[{"type": "web_search"}, {"type": "bad\r\nx: y"}])
+    clock = {"type": "function", "function": {"name": "clock"}}
+    request = chat_body(tools=[{"type": "web_search"}, {"type": "bad\r\nx: y"}, clock])
     _, _, headers = await api.post("/v1/chat/completions", request)
     assert headers["x-cortex-dropped-tools"] == "web_search, badx: y"
 
@@ -409,14 +395,6 @@ async def test_accepts_a_principal_that_is_not_utf8(api: Any) -> None:
     assert principal.encode()
 
 
-async def test_parses_a_large_body_on_a_thread() -> None:
-    def where(_: bytes) -> threading.Thread:
-        return threading.current_thread()
-
-    assert await bodies.parsed(where, b"{}") is threading.current_thread()
-    assert await bodies.parsed(where, b" " * (1 << 20)) is not threading.current_thread()
-
-
 async def test_serves_a_large_prompt_and_rejects_an_invalid_large_body(api: Any) -> None:
     api.node.context_tokens = 10_000_000
     long = "x" * 500_000
@@ -479,3 +457,17 @@ async def test_rejects_a_body_that_is_declared_as_something_else_than_json(api: 
     status, reply, _ = await api.post(path, body(path), **{"content-type": "text/plain"})
     assert (status, reply["error"]["type"]) == (415, "invalid_request_error")
     assert not api.node.submitted
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
+async def test_error_inside_a_stream_hides_details_where_the_gateway_says_so(api, chat_body, path):
+    api.node.script.fails_after = 2
+    api.node.script.error = LoadFailed("no weights in /models/secret")
+    text = {"/v1/responses": {"input": "hi"}, "/v1/completions": {"prompt": "hi"}}.get(path, {})
+    body = chat_body(stream=True, max_tokens=20, **text)
+    texts = []
+    for headers in ({}, {"x-cortex-error-details": "none"}):
+        async with api.client.post(api.url + path, json=body, headers=headers) as response:
+            texts.append(await response.text())
+    assert ["/models/secret" in text for text in texts] == [True, False]
+    assert "could not be loaded" in texts[1]

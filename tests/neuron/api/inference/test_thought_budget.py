@@ -13,7 +13,8 @@ import pytest
 from cortex.neuron.api.inference.thought_budget import submit
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.template.prompt import Rendered
+from cortex.neuron.text.preparation import prepare
+from cortex.neuron.text.template.prompt import NO_RULES, Rendered
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text, Thinking
 
 THOUGHT = "Let me see whether this goes on for ever and ever. "
@@ -67,12 +68,14 @@ def request(budget_tokens: int, **fields: Any) -> GenerateRequest:
     )
 
 
-async def run(engine: Engine, generate_request: GenerateRequest, max_tokens: int = 1000) -> tuple[str, str | None]:
+async def run(
+    engine: Engine, generate_request: GenerateRequest, max_tokens: int = 1000, grammar: str | None = None
+) -> tuple[str, str | None]:
     job = EngineRequest("r", (1, 2), max_tokens)
     rendered = Rendered("<think>\n", (1, 2), (), starts_in_reasoning=True)
     outputs = [
         output
-        async for batch in submit(engine, engine.text, generate_request, rendered, job)
+        async for batch in submit(engine, engine.text, generate_request, rendered, job, grammar)
         for output in batch  # type: ignore[arg-type]
     ]
     return engine.text.decode(itertools.chain(*(output.tokens for output in outputs))), outputs[-1].finish
@@ -105,9 +108,11 @@ async def test_finishes_with_length_when_no_tokens_are_left_for_the_answer(text:
 async def test_applies_the_output_grammar_after_the_cut(text: TextModel) -> None:
     engine = Engine(text)
     generate_request = request(20, output=OutputFormat(kind="choice", choices=("Forty-two.",)))
-    await run(engine, generate_request)
-    assert engine.jobs[1].grammar == text.response_grammar(generate_request)
-    assert engine.jobs[1].grammar is not None
+    prepared = prepare(text, generate_request, NO_RULES)
+    assert prepared.response_grammar is not None
+    assert prepared.response_grammar != prepared.grammar
+    await run(engine, generate_request, grammar=prepared.response_grammar)
+    assert engine.jobs[1].grammar == prepared.response_grammar
 
 
 async def test_submits_one_sequence_without_budget_or_reasoning(text: TextModel) -> None:

@@ -78,7 +78,7 @@ def test_gather_pads_with_zeros_where_pages_hold_nan(device, dtype, prepared):
     pages = torch.full((2, 3, PAGE_TOKENS, KV_HEADS, DIM), float("nan"), device=device, dtype=dtype)
     pages[:, 2] = 1.0
     pages[:, 1, :5] = 2.0
-    keys, values = cudnn.gather(table, PAGE_TOKENS + 5, 64, *pages)
+    keys, values = cudnn.gather(table, PAGE_TOKENS + 5, 64, *pages, pages.dtype)
     for gathered in (keys, values):
         assert (gathered[:PAGE_TOKENS] == 1.0).all()
         assert (gathered[PAGE_TOKENS : PAGE_TOKENS + 5] == 2.0).all()

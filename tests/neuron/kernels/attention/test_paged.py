@@ -4,6 +4,7 @@ import torch
 from cortex.neuron.kernels.attention.paged import attention, attention_reference
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
+from cortex.neuron.kernels.jit import INTERPRETED
 
 PAGE_TOKENS = 32
 
@@ -92,3 +93,27 @@ def test_repeated_decode_attention_gives_the_same_result(device, dtype):
     first = attention(q, k, v, rules, batch, *pages)
     for _ in range(50):
         assert (attention(q, k, v, rules, batch, *pages) - first).abs().max() < 1e-2
+
+
+def eight_bits(pages: torch.Tensor) -> torch.Tensor:
+    return pages.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefills", [[], [(0, 70), (40, 9)]], ids=["decode", "prefill"])
+def test_pages_in_eight_bits_give_what_their_rounded_numbers_give(device, dtype, prefills, assert_close):
+    if INTERPRETED:
+        pytest.skip("the interpreter has no 8-bit floating-point numbers")
+    batch, num_pages = make_batch([90, 1, 33], prefills, device)
+    tokens = len(batch.positions)
+    q, k, v = (torch.randn(tokens, heads, 64, device=device, dtype=dtype) * 3 for heads in (8, 2, 2))
+    v[0, 0, 0] = 1000  # becomes the largest number that eight bits hold
+    rules = AttentionRules(0.125, torch.cat((torch.ones(128, 32), torch.zeros(128, 32)), 1).to(device))
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 64, device=device, dtype=dtype)
+    kept = eight_bits(pages)
+    out = attention(q, k, v, rules, batch, *kept)
+    rounded = eight_bits(pages).to(torch.float32)
+    small = [eight_bits(part).to(torch.float32) for part in (k, v)]
+    expected = attention_reference(q.float(), *small, rules, batch, *rounded)
+    assert_close(out, expected)
+    assert_close(kept.to(torch.float32), rounded)

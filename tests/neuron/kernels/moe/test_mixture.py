@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -76,6 +78,28 @@ def test_small_and_large_batches_match_the_reference(run, tokens, shape, top_k, 
     hidden = rows_with_clear_routing(tokens, norm, experts)
     reference = mixture_reference(hidden.float(), norm.float(), EPS, exact(experts))
     assert_close(run(hidden, norm, EPS, experts), reference)
+
+
+def held(experts, first, count):
+    """What a rank of a divided model has of `experts`: some routed ones, and all shared ones."""
+    parts = (slice(first, first + count), slice(experts.num_routed, experts.num_experts))
+    gate_up, down = (torch.cat([stack[part] for part in parts]) for stack in (experts.gate_up, experts.down))
+    return dataclasses.replace(experts, gate_up=gate_up, down=down, first=first)
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 2), (mixture_grouped, 37), (mixture_reference, 5)])
+def test_parts_of_a_divided_mixture_add_up_to_the_whole(run, tokens, shared, device, dtype, assert_close):
+    experts = random_experts((24, 17, 7, shared), device, dtype, top_k=3, renormalise=True)
+    norm = torch.randn(24, device=device, dtype=dtype)
+    hidden = rows_with_clear_routing(tokens, norm, experts)
+    nothing = torch.zeros_like(hidden)
+    # The shared experts are on both ranks here, so they count twice.
+    first, second = (run(hidden, norm, EPS, held(experts, *part), nothing) for part in ((0, 3), (3, 4)))
+    alone = run(hidden, norm, EPS, held(experts, 0, 0), nothing) if shared else nothing
+    assert_close(
+        first + second - alone, mixture_reference(hidden.float(), norm.float(), EPS, exact(experts), nothing.float())
+    )
 
 
 @pytest.mark.parametrize(("run", "tokens"), [(mixture_of_rows, 3), (mixture_grouped, 20)])

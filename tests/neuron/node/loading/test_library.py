@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
-from cortex.neuron.node.loading.library import Library, cache_directory, scan_cache
-from cortex.wire.errors import ModelNotFound
+from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
+from cortex.wire.errors import LoadFailed, ModelNotFound
 from cortex.wire.node import LoadRequest
 
 
@@ -40,7 +40,7 @@ def test_lists_only_cached_models_with_weights(tmp_path):
 
 
 CONFIG = NeuronConfig(
-    models=(ModelEntry(id="a", source="/models/a", quant="q8_0", memory_mb=100),),
+    models=(ModelEntry(id="a", source="/models/a", quant="q8_0", memory_mb=100, control_tokens_in_messages=True),),
     default_models=(DefaultModel(model_id="b", source="org/b", devices=(1,)), DefaultModel(model_id="a")),
 )
 
@@ -50,6 +50,7 @@ def test_default_model_inherits_from_its_configured_entry():
     assert {model.id for model in library} == {"a", "b"}
     assert library.find("a").source == "/models/a"
     assert library.find("a").quant == "q8_0"
+    assert library.find("a").control_tokens_in_messages
     assert library.find("b").devices == (1,)
 
 
@@ -59,9 +60,70 @@ def test_load_request_overrides_only_the_options_it_has():
     assert (adopted.source, adopted.devices, adopted.context_tokens) == ("org/b", (1,), 1000)
     assert library.adopt(LoadRequest(model_id="org/new")).source == "org/new"
     assert library.find("org/new")
+    assert not adopted.control_tokens_in_messages
+    opted_out = library.adopt(LoadRequest(model_id="b", control_tokens_in_messages=True))
+    assert opted_out.control_tokens_in_messages
 
 
-@pytest.mark.parametrize("model_id", ["nonsense", "../../etc/passwd", "a/../b", "x" * 500])
+@pytest.mark.parametrize("model_id", ["nonsense", "a/../b", "x" * 500])
 def test_rejects_ids_that_cannot_name_a_model(model_id):
     with pytest.raises(ModelNotFound):
         Library(CONFIG, {}).adopt(LoadRequest(model_id=model_id))
+
+
+def test_configured_division_wins_over_a_request_for_fewer_devices():
+    entries = (ModelEntry(id="m", source="/m", tensor_parallel=2, devices=(2, 3)), ModelEntry(id="one", source="/one"))
+    library = Library(NeuronConfig(models=entries), {})
+    adopted = library.adopt(LoadRequest(model_id="m", devices=(0,)))
+    assert (adopted.tensor_parallel, adopted.devices) == (2, (2, 3))
+    assert library.adopt(LoadRequest(model_id="m", devices=(0, 1))).devices == (0, 1)
+    assert library.adopt(LoadRequest(model_id="one", devices=(0,), tensor_parallel=2)).devices == (0,)
+
+
+@pytest.fixture
+def rooted(tmp_path):
+    """A library with a cache, a model root and a configured model, beside a secret and a link to it."""
+    for name in ("cache", "root", "own", "secret"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "secret")
+    config = NeuronConfig(
+        harness=HarnessSettings(torch=TorchHarness(hf_cache=tmp_path / "cache")),
+        model_roots=(tmp_path / "root",),
+        models=(ModelEntry(id="own", source=str(tmp_path / "own" / "model")),),
+    )
+    return Library(config, {})
+
+
+@pytest.mark.parametrize("path", ["cache/model", "root/model", "root/model/../model", "own/model", "root"])
+def test_load_requests_may_name_paths_in_the_model_roots(rooted, tmp_path, path):
+    path = str(tmp_path / path)
+    assert rooted.adopt(LoadRequest(model_id="new", source=path)).source == path
+    assert rooted.adopt(LoadRequest(model_id=path)).source == path
+
+
+@pytest.mark.parametrize(
+    "path", ["secret/model", "root/link/model", "root/../secret/model", "secret/absent", "own", "rootless"]
+)
+def test_load_requests_may_not_name_other_paths_whether_or_not_they_exist(rooted, tmp_path, path):
+    for model_id in ("new", "own"):
+        with pytest.raises(LoadFailed, match="model_roots"):
+            rooted.adopt(LoadRequest(model_id=model_id, source=str(tmp_path / path)))
+    with pytest.raises(LoadFailed, match="model_roots"):
+        rooted.adopt(LoadRequest(model_id=str(tmp_path / path)[:200]))
+    assert {model.id for model in rooted} == {"own"}
+
+
+@pytest.mark.parametrize("source", ["/etc/pass\0wd", "~nobody-such/x", "./", "../x", "/" + "x" * 4000, "~"])
+def test_rejects_paths_that_are_strange_or_relative(rooted, source):
+    with pytest.raises(LoadFailed, match="model_roots"):
+        rooted.adopt(LoadRequest(model_id="new", source=source))
+    with pytest.raises(LoadFailed, match="model_roots"):
+        rooted.adopt(LoadRequest(model_id=source))
+
+
+def test_number_of_ids_that_requests_add_is_bounded(rooted):
+    for number in range(MAX_ADOPTED):
+        rooted.adopt(LoadRequest(model_id=f"org/m{number}"))
+    with pytest.raises(LoadFailed, match="limit"):
+        rooted.adopt(LoadRequest(model_id="org/one-more"))
+    assert rooted.adopt(LoadRequest(model_id="org/m0")).source == "org/m0"

@@ -9,7 +9,7 @@ from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.files import with_quant
-from cortex.neuron.node.loading.preflight import ModelFacts, check_quant, choose_device, inspect
+from cortex.neuron.node.loading.preflight import ModelFacts, check_quant, choose_devices, inspect
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
@@ -22,22 +22,30 @@ def device(index, total):
     return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
 
 
-def choose(readings, allowed=(), kept=0):
+def choose(readings, allowed=(), kept=0, count=1):
     devices = [device(0, 24), device(1, 24), device(2, 6)]
-    return choose_device(
+    return choose_devices(
         "big",
         8 * GIGABYTE,
         devices,
         {index: DeviceReading(24 * GIGABYTE, free * GIGABYTE) for index, free in readings.items()},
+        count=count,
         allowed=allowed,
         reserve=lambda _: MemoryReserve(kept * GIGABYTE),
     )
 
 
 def test_chooses_the_device_with_the_most_free_memory():
-    assert choose({0: 10, 1: 20, 2: 6}) == 1
-    assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == 0
-    assert choose({0: 10, 1: 10, 2: 6}) == 0
+    assert choose({0: 10, 1: 20, 2: 6}) == (1,)
+    assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == (0,)
+    assert choose({0: 10, 1: 10, 2: 6}) == (0,)
+
+
+def test_chooses_as_many_devices_as_the_model_is_divided_among():
+    assert choose({0: 20, 1: 10, 2: 6}, count=2) == (0, 1)
+    with pytest.raises(InsufficientCapacity, match=r"at least 8\.00 GB on each of 2 devices, but device 1") as rejected:
+        choose({0: 20, 1: 7, 2: 6}, count=2)
+    assert [row["device"] for row in rejected.value.details["devices"]] == [1, 2]
 
 
 def test_rejection_lists_every_device_with_its_numbers_and_reason():
@@ -54,7 +62,7 @@ def test_rejection_lists_every_device_with_its_numbers_and_reason():
 
 
 def test_reserved_memory_is_not_used():
-    assert choose({0: 10, 1: 9}, kept=1) == 0
+    assert choose({0: 10, 1: 9}, kept=1) == (0,)
     with pytest.raises(InsufficientCapacity, match=r"has 7\.00 GB of 24\.00 GB to give, beside 3\.00 GB") as rejected:
         choose({0: 10, 1: 9}, kept=3)
     rows = rejected.value.details["devices"]
@@ -98,7 +106,7 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path):
     ("config", "quant", "reason"),
     [
         ({"model_type": "mamba9000"}, None, "model_type 'mamba9000' is not supported; supported are"),
-        ({"quantization_config": {"quant_method": "fp8"}}, None, r"the weights are quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, None, r"the weights are quantised \(hqq\)"),
         ({"num_attention_heads": 0}, None, "0 for 'num_attention_heads'"),
         ({"max_position_embeddings": "many"}, None, "'many' for 'max_position_embeddings'"),
         ({"num_hidden_layers": 10**9}, None, "1000000000 layers; at most 1000 are supported"),

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from cortex.neuron.text.errors import GrammarRejected
 from cortex.neuron.text.grammar.matcher import Matcher
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.template.prompt import PromptRules
+from cortex.wire.constraints import unenforced_parts
 from cortex.wire.errors import InvalidValue
 from cortex.wire.events import TextDelta, ToolCallDelta, ToolCallStart
 from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text, Thinking, Tool, ToolChoice
@@ -186,6 +188,18 @@ def test_output_is_one_of_the_choices(matchers: Matcher, make_model: Any) -> Non
     assert {draw(matchers, model, grammar, seed) for seed in range(40)} == set(choices)
 
 
+def test_thousands_of_choices_can_be_matched(matchers: Matcher, make_model: Any) -> None:
+    choices = tuple(f"choice number {number}" for number in range(5000))
+    grammar = make_model("chatml").grammar(request(output=OutputFormat(kind="choice", choices=choices)))
+    assert draw(matchers, make_model("chatml"), grammar, 1) in choices
+
+
+def test_rejects_a_grammar_that_takes_too_long_to_compile(make_model: Any) -> None:
+    asked = request(output=OutputFormat(kind="choice", choices=("a", "b")))
+    with pytest.raises(InvalidValue, match=r"0 s to compile .text\.max_grammar_cpu_s"):
+        make_model("chatml").grammar(asked, PromptRules(max_grammar_cpu_s=0))
+
+
 def test_reasoning_is_allowed_only_if_the_model_reasons(matchers: Matcher, make_model: Any) -> None:
     row = numpy.zeros(matchers.mask_words, dtype=numpy.int32)
 
@@ -323,3 +337,90 @@ def test_demo_models_vocabulary_compiles_grammars(demo_model: Path) -> None:
     matcher = Matcher(demo_model, model.vocab_size)
     grammar = model.grammar(request(output=OutputFormat(kind="json_schema", schema=SCHEMA)))
     assert json.loads(draw(matcher, model, grammar or "", seed=1))["city"]
+
+
+LOOKING = {
+    "type": "object",
+    "properties": {
+        "code": {"type": "string", "pattern": r"^(?=.*\d)[a-z0-9]+$", "maxLength": 4},
+        "pattern": {"type": "string", "pattern": r"^[(?=!]x$"},
+        "either": {"anyOf": [{"type": "string", "pattern": r"^\bno\b$"}, {"const": {"pattern": "(?=x)"}}]},
+    },
+    "required": ["code", "pattern", "either"],
+    "additionalProperties": False,
+}
+
+
+def test_enforces_a_schema_without_the_patterns_that_no_grammar_expresses(matchers: Matcher, make_model: Any) -> None:
+    model = make_model("chatml")
+    asked = request(output=OutputFormat(kind="json_schema", schema=LOOKING))
+    assert unenforced_parts(asked) == (
+        "schema.properties.code.pattern",
+        "schema.properties.either.anyOf[0].pattern",
+    )
+    value = json.loads(draw(matchers, model, model.grammar(asked), seed=1))
+    assert set(value) == {"code", "pattern", "either"}
+    assert len(value["code"]) <= 4
+    assert re.fullmatch(r"[(?=!]x", value["pattern"])
+
+
+@pytest.mark.parametrize("pattern", [r"(a)\1", r"(?<!x)y", r"(?P<n>a)(?P=n)", r"a\B", r"a(?!b)"])
+def test_names_patterns_of_forced_tools_that_are_not_enforced(make_model: Any, pattern: str) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    tools = (Tool(name="f", parameters=parameters),)
+    forced = request(tools=tools, tool_choice=ToolChoice(mode="required"))
+    assert unenforced_parts(forced) == ("tools.f.parameters.properties.a.pattern",)
+    assert make_model("hermes").grammar(forced)
+    assert unenforced_parts(request(tools=tools)) == ()
+
+
+@pytest.mark.parametrize("pattern", [r"^\p{L}+$", r"a\\b", r"[\]\1]", r"(?:x|y)", r"\d{2,3}", r"(?i)abc"])
+def test_enforces_patterns_that_a_grammar_expresses(pattern: str) -> None:
+    asked = request(output=OutputFormat(kind="json_schema", schema={"type": "string", "pattern": pattern}))
+    assert unenforced_parts(asked) == ()
+
+
+def test_call_of_a_model_without_tools_in_its_template_is_forced(matchers: Matcher, make_model: Any) -> None:
+    model = make_model("chatml")
+    asked = request(tools=TOOLS, tool_choice=ToolChoice(mode="named", name="get_weather"))
+    parser = model.parser(asked, model.render(asked))
+    events = parser.push(draw(matchers, model, model.grammar(asked), seed=2)) + parser.finish()
+    (start,) = [event for event in events if isinstance(event, ToolCallStart)]
+    arguments = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
+    assert start.name == "get_weather"
+    assert set(json.loads(arguments)) == {"city", "days"}
+
+
+def test_enforces_what_frameworks_send_without_the_keywords_that_no_grammar_expresses(
+    matchers: Matcher, make_model: Any
+) -> None:
+    """As pydantic writes sets, paths and unions. A property may have the name of such a keyword."""
+    pet = {"type": "object", "properties": {"kind": {"const": "pet"}}, "required": ["kind"]}
+    car = {"type": "object", "properties": {"kind": {"const": "car"}}, "required": ["kind"]}
+    schema = {
+        "type": "object",
+        "properties": {
+            "not": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2},
+            "format": {"type": "string", "format": "path", "maxLength": 3},
+            "thing": {"oneOf": [{"$ref": "#/$defs/pet"}, car], "discriminator": {"propertyName": "kind"}},
+            "either": {"oneOf": [{"const": "a"}, {"enum": ["a", "b"]}]},
+            "one": {"oneOf": [{"type": "integer", "format": "int32"}, {"type": "boolean"}]},
+        },
+        "required": ["not", "format", "thing", "either", "one"],
+        "additionalProperties": False,
+        "$defs": {"pet": pet},
+    }
+    asked = request(output=OutputFormat(kind="json_schema", schema=schema))
+    assert unenforced_parts(asked) == (
+        "schema.properties.not.uniqueItems",
+        "schema.properties.format.format",
+        "schema.properties.either.oneOf",
+    )
+    model = make_model("chatml")
+    for seed in range(3):
+        value = json.loads(draw(matchers, model, model.grammar(asked), seed=seed))
+        assert set(value) == set(schema["required"])
+        assert len(value["not"]) <= 2
+        assert value["thing"]["kind"] in ("pet", "car")
+        assert value["either"] in ("a", "b")
+        assert isinstance(value["one"], int)

@@ -236,14 +236,56 @@ def test_rejects_images_in_any_position(make_model: Any) -> None:
             make_model("qwen3").render(GenerateRequest(model="m", messages=(said("user", "x"), message)))
 
 
-def test_rejects_tools_that_the_template_would_drop(make_model: Any) -> None:
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}|{% endfor %}"
+)
+
+
+def test_tools_without_a_place_in_the_template_are_described_in_the_system_message(make_model: Any) -> None:
     model = make_model("chatml")
-    with pytest.raises(UnsupportedModality, match="no place for tools"):
-        model.render(GenerateRequest(model="m", messages=(said("user", "x"),), tools=TOOLS))
+    result = ToolResult(call_id="c1", parts=(Text(text="rain"),))
+    history = (said("user", "x"), CALLING, Message(role="tool", parts=(result,)), said("user", "and now?"))
+    text = model.render(GenerateRequest(model="m", messages=history, tools=TOOLS)).text
+    first, user, assistant, answer, _ = text.split("<|im_start|>")[1:]
+    assert first.startswith("system\n")
+    assert '"name": "get_weather"' in first
+    assert "<tool_call>" in first
+    assert user.rstrip() == "user\nx<|im_end|>"
+    assert assistant.startswith('assistant\n<tool_call>\n{"name": "get_weather", "arguments": {')
+    assert answer.rstrip() == "user\n<tool_response>\nrain\n</tool_response>\nand now?<|im_end|>"
+    with_system = GenerateRequest(model="m", messages=(said("system", "Be kind."), *history), tools=TOOLS)
+    assert "<|im_start|>system\nBe kind.\n\nYou can call functions." in model.render(with_system).text
+    unused = GenerateRequest(model="m", messages=history, tools=TOOLS, tool_choice=ToolChoice(mode="none"))
+    assert "get_weather" in model.render(unused).text
+    assert "You can call functions." not in model.render(unused).text
+
+
+def test_tools_are_described_in_the_first_message_of_a_template_without_system_messages(make_model: Any) -> None:
+    template = ChatTemplate(NO_SYSTEM)
+    model = TextModel(make_model("chatml").tokenizer, template, template, GenerationDefaults())
+    text = model.render(GenerateRequest(model="m", messages=(said("user", "x"),), tools=TOOLS)).text
+    assert text.startswith("user:You can call functions.")
+    assert text.endswith("tags.\n\nx|")
+
+
+def test_rejects_calls_that_the_template_would_drop(make_model: Any) -> None:
+    template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    model = TextModel(make_model("chatml").tokenizer, template, template, GenerationDefaults())
     with pytest.raises(UnsupportedModality, match="tool calls"):
         model.render(GenerateRequest(model="m", messages=(said("user", "x"), CALLING)))
-    unused = GenerateRequest(model="m", messages=(said("user", "x"),), tools=TOOLS, tool_choice=ToolChoice(mode="none"))
-    assert "x" in model.render(unused).text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "chatml", "qwen_xml"])
+def test_prompt_says_that_a_tool_reported_an_error(make_model: Any, family: str) -> None:
+    def rendered(*, is_error: bool) -> str:
+        result = ToolResult(call_id="c1", parts=(Text(text="disk full"),), is_error=is_error)
+        messages = (said("user", "x"), CALLING, Message(role="tool", parts=(result,)))
+        return str(make_model(family).render(GenerateRequest(model="m", messages=messages, tools=TOOLS)).text)
+
+    assert "The tool reported an error:" not in rendered(is_error=False)
+    text = rendered(is_error=True).encode().decode("unicode_escape")
+    assert "The tool reported an error:\ndisk full" in text
 
 
 def test_tool_arguments_that_are_not_json_are_rendered_unchanged(make_model: Any) -> None:

@@ -111,6 +111,32 @@ def test_beside_an_output_format_only_allowed_calls_are_offered(matchers: Matche
     assert not can_say(matchers, model, asked, CALLS["hermes"].format(name="forbidden"))
 
 
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_response_can_end_after_an_allowed_call(
+    matchers: Matcher, make_model: Any, family: str, parallel: bool
+) -> None:
+    """Whatever follows the call, the text never has to contain another one."""
+    model, asked = make_model(family), request(parallel=parallel)
+    allowed = CALLS[family].format(name="allowed")
+    assert can_say(matchers, model, asked, f"Let me see.\n{allowed}")
+    assert can_say(matchers, model, asked, f"{allowed}\nI wait for it.") is parallel
+    state = matchers.compile(model.grammar(asked) or "")
+    for token in model.encode(allowed):
+        state.accept(token)
+    assert state.is_finished is not parallel
+    assert state.is_accepting
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_without_a_choice_no_call_can_be_written(matchers: Matcher, make_model: Any, family: str) -> None:
+    model, asked = make_model(family), request("none")
+    assert can_say(matchers, model, asked, "Hello: {}<tool")
+    assert not can_say(matchers, model, asked, CALLS[family].format(name="allowed"))
+    assert not can_say(matchers, model, asked, "See: <tool_call>")
+    assert can_say(matchers, model, asked, "<function=allowed>") is (family == "hermes")
+
+
 def test_disallowed_call_without_markers_is_text(make_model: Any) -> None:
     model, asked = make_model("llama3"), request()
     assert model.grammar(asked) is None

@@ -15,6 +15,7 @@ from cortex.wire.events import (
     Finish,
     FinishReason,
     Logprobs,
+    PromptLogprobs,
     ReasoningDelta,
     Start,
     TextDelta,
@@ -22,9 +23,14 @@ from cortex.wire.events import (
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
+    ToolCallStop,
     Usage,
+    UsageSoFar,
 )
 from cortex.wire.requests import GenerateRequest
+
+_LEAST_LOGPROB = -9999.0
+"""JSON has no infinity; an impossible token is reported as very unlikely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class Choice:
         self._num_reasoning_tokens = 0
         self._num_cached_tokens = 0
         self._has_called = False
+        self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     @property
     def usage(self) -> Usage:
@@ -81,6 +88,9 @@ class Choice:
             if self.ended:
                 break
             events += self._take(output, timing)
+        if events and self._context.request.continuous_usage:
+            place = 1 if isinstance(events[0], Start) else 0
+            events.insert(place, UsageSoFar(index=self.index, usage=self.usage))
         return _joined(events)
 
     def echo(self) -> list[AnyEvent]:
@@ -92,7 +102,11 @@ class Choice:
             raise GenerationFailed(output.error or "The engine gave no reason; see the node's log.")
         if output.finish == "cancelled":
             raise Overloaded("The node cancelled this request; try again.")
-        events: list[AnyEvent] = [] if self._started else self._start(output.cached_tokens or 0)
+        events: list[AnyEvent] = []
+        if not self._started:
+            events += self._start(output.cached_tokens or 0, output.prompt_logprobs)
+        if self._context.request.sampling.max_tokens == 0:
+            return [*events, *self._end("length", None, timing)]
         self.num_tokens += len(output.tokens)
         if output.logprobs:
             events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
@@ -107,6 +121,14 @@ class Choice:
             events += self._end("stop", stop, timing)
         elif output.finish is not None:
             events += self._end(output.finish, None, timing)
+        return events if self._context.request.tool_choice.parallel else self._until_call(events, timing)
+
+    def _until_call(self, events: list[AnyEvent], timing: Timing) -> list[AnyEvent]:
+        """The events up to the end of a complete call, with which a response without parallel calls ends."""
+        for place, event in enumerate(events, start=1):
+            if isinstance(event, ToolCallStop) and event.is_complete:
+                self.ended = True
+                return [*events[:place], Finish(index=self.index, reason="tool_calls", usage=self.usage, timing=timing)]
         return events
 
     def _shown(self, output: StepOutput) -> Sequence[int]:
@@ -116,9 +138,10 @@ class Choice:
             return tokens[:-1]
         return tokens
 
-    def _start(self, cached_tokens: int) -> list[AnyEvent]:
+    def _start(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs] = ()) -> list[AnyEvent]:
         self._started = True
         context = self._context
+        sampling = context.request.sampling
         self._num_cached_tokens = cached_tokens
         start = Start(
             index=self.index,
@@ -128,10 +151,18 @@ class Choice:
             prompt_tokens=len(context.rendered.ids),
             cached_tokens=self._num_cached_tokens,
         )
+        events: list[AnyEvent] = [start]
+        if sampling.prompt_logprobs is not None:
+            tokens = self._prompt_logprobs(prompt_logprobs, sampling.prompt_logprobs)
+            events.append(PromptLogprobs(index=self.index, tokens=tokens))
         if not context.request.echo:
-            return [start]
-        prompt = context.rendered.text or context.text.decode(context.rendered.ids)
-        return [start, TextDelta(index=self.index, text=prompt)] if prompt else [start]
+            return events
+        if sampling.logprobs:
+            tokens = self._prompt_logprobs(prompt_logprobs, sampling.top_logprobs)
+            events.append(Logprobs(index=self.index, tokens=tokens))
+        if prompt := context.rendered.text or context.text.decode(context.rendered.ids):
+            events.append(TextDelta(index=self.index, text=prompt))
+        return events
 
     def _parse(self, text: str, num_tokens: int) -> list[AnyEvent]:
         events: list[AnyEvent] = list(self._parser.push(text)) if text else []
@@ -168,10 +199,32 @@ class Choice:
             for token, entry in zip(tokens, logprobs, strict=True)
         )
 
+    def _prompt_logprobs(self, entries: Sequence[TokenLogprobs], num_likeliest: int) -> tuple[TokenLogprob, ...]:
+        """Of every prompt token. Nothing predicts the first, and control tokens before the text are not part of it."""
+        rendered, tokenizer = self._context.rendered, self._context.text.tokenizer
+        tokens: list[TokenLogprob] = []
+        is_before = bool(rendered.text)
+        for token_id, entry in zip(rendered.ids, (None, *entries), strict=True):
+            text, spelled = self._spelling(token_id)
+            is_before = is_before and token_id in tokenizer.special_ids and not rendered.text.startswith(text)
+            logprob = None if entry is None else max(entry.logprob, _LEAST_LOGPROB)
+            top = () if entry is None else zip(entry.top_ids[:num_likeliest], entry.top_logprobs, strict=False)
+            likeliest = tuple(self._token(*other) for other in top)
+            shown = () if is_before else spelled
+            tokens.append(TokenLogprob(text, token_id, logprob, shown, likeliest, entry.rank if entry else None))
+        return tuple(tokens)
+
     def _token(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text, spelled = self._spelling(token_id)
+        return TokenLogprob(text, token_id, max(logprob, _LEAST_LOGPROB), spelled, top)
+
+    def _spelling(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        """The text and the bytes of a token. The likeliest tokens are few, and repeat at every position."""
+        if (known := self._spellings.get(token_id)) is not None:
+            return known
         spelled = self._context.text.tokenizer.token_bytes(token_id)
-        # JSON has no infinity; an impossible token is reported as very unlikely.
-        return TokenLogprob(spelled.decode("utf-8", "replace"), token_id, max(logprob, -9999.0), tuple(spelled), top)
+        self._spellings[token_id] = made = (spelled.decode("utf-8", "replace"), tuple(spelled))
+        return made
 
 
 def _joined(events: list[AnyEvent]) -> list[AnyEvent]:

@@ -7,9 +7,13 @@ from typing import TypeVar
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.wire.errors import InvalidValue
 from cortex.wire.requests import GenerateRequest, Sampling
 
 T = TypeVar("T")
+
+MAX_SCORES = 50_000
+"""Log-probabilities of prompts in one response: about 2.5 MB of JSON, which the event loop encodes."""
 
 _LEAST_TOP_P = 1e-6
 """`top_p: 0` means "only the likeliest token"; this keeps exactly that one."""
@@ -28,6 +32,7 @@ def sampling_params(sampling: Sampling, defaults: GenerationDefaults) -> Samplin
         presence_penalty=_first(sampling.presence_penalty, None, ours.presence_penalty),
         frequency_penalty=_first(sampling.frequency_penalty, None, ours.frequency_penalty),
         logit_bias=tuple(sampling.logit_bias.items()),
+        allowed_token_ids=sampling.allowed_token_ids,
         seed=sampling.seed,
         top_logprobs=sampling.top_logprobs if sampling.logprobs else None,
     )
@@ -54,7 +59,8 @@ def engine_requests(
     sampling = request.sampling
     params = sampling_params(sampling, defaults)
     room = max(1, context_tokens - len(prompt))
-    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    # A request for no tokens is submitted only for the scores of its prompt; the one token that it draws is left out.
+    max_tokens = room if sampling.max_tokens is None else max(1, min(sampling.max_tokens, room))
     stop_token_ids = (() if sampling.ignore_eos else eos_ids) + sampling.stop_token_ids
     return tuple(
         EngineRequest(
@@ -67,9 +73,37 @@ def engine_requests(
             grammar=grammar,
             principal=principal,
             checkpoint_at=turn_ends,
+            prompt_logprobs=_num_prompt_logprobs(request),
         )
         for index in range(sampling.n)
     )
+
+
+def scores_prompt(request: GenerateRequest) -> bool:
+    """Whether the client asks for log-probabilities of the prompt."""
+    return _num_prompt_logprobs(request) is not None
+
+
+def check_num_scores(request: GenerateRequest, num_prompt_tokens: int) -> None:
+    """Raises InvalidValue for more log-probabilities of prompts than one response should hold."""
+    num_likeliest = _num_prompt_logprobs(request)
+    if num_likeliest is None:
+        return
+    num_scores = num_prompt_tokens * request.sampling.n * (1 + num_likeliest)
+    if num_scores > MAX_SCORES:
+        raise InvalidValue(
+            f"this asks for {num_scores} log-probabilities of {num_prompt_tokens} prompt tokens, at most {MAX_SCORES} "
+            "are allowed; send shorter or fewer prompts, or ask for fewer of the likeliest tokens",
+            param="prompt_logprobs" if request.sampling.prompt_logprobs is not None else "logprobs",
+        )
+
+
+def _num_prompt_logprobs(request: GenerateRequest) -> int | None:
+    sampling = request.sampling
+    wanted = [] if sampling.prompt_logprobs is None else [sampling.prompt_logprobs]
+    if request.echo and sampling.logprobs:
+        wanted.append(sampling.top_logprobs)
+    return max(wanted, default=None)
 
 
 def _with_seed(params: SamplingParams, index: int) -> SamplingParams:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 
 from aiohttp import web
 
@@ -21,14 +21,19 @@ from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
+from cortex.parsing.parser import BodyParser
 from cortex.telemetry import Tracer
 from cortex.wire import headers as our_headers
-from cortex.wire import usage_report
+from cortex.wire import openai_responses, usage_report
 from cortex.wire.body import check_content_type
 from cortex.wire.dialects import DIALECTS, Dialect, EventEncoder
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.node import Dialect as DialectName
-from cortex.wire.requests import GenerateRequest
+from cortex.wire.openai_responses import kept
+from cortex.wire.packed_request import PackedRequest
+from cortex.wire.public_errors import public
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +47,21 @@ class Inference:
     keepalive_s: float
     strip_billing_header: bool
     tracer: Tracer
+    parser: BodyParser
 
     def handler(self, name: DialectName) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler of one dialect's route."""
-        body_of = bodies.body_of
-        if name == "anthropic_messages":
-            body_of = partial(bodies.messages_body_of, strip_billing=self.strip_billing_header)
 
         async def handle(http: web.Request) -> web.StreamResponse:
             with self.drain_gate.enter(), self.metrics.watch(name) as watch, traced(self.tracer, http, watch):
                 check_content_type(http.headers.get("content-type"))
-                request = await bodies.parsed(DIALECTS[name].parse, await body_of(http))
-                self.backend.model(request.model)
-                watch.model = request.model
+                body = await bodies.body_of(http)
+                strip_billing = bodies.strips_billing(http, self.strip_billing_header)
+                packed = await self.parser.parse(name, body, strip_billing=strip_billing)
+                self.backend.model(packed.head.model)
+                watch.model = packed.head.model
                 try:
-                    return await self._respond(http, DIALECTS[name], request, watch)
+                    return await self._respond(http, DIALECTS[name], packed, watch)
                 except (asyncio.CancelledError, ConnectionError):
                     self.usage_records.add(request_id.get(), watch.usage())
                     raise
@@ -64,18 +69,18 @@ class Inference:
         return handle
 
     async def _respond(
-        self, http: web.Request, dialect: Dialect, request: GenerateRequest, watch: RequestWatch
+        self, http: web.Request, dialect: Dialect, packed: PackedRequest, watch: RequestWatch
     ) -> web.StreamResponse:
+        request = packed.head
         id = dialect.ID_PREFIX + uuid.uuid4().hex
+        if dialect is openai_responses and (stored := kept.from_header(http.headers.get(kept.HEADER, ""))):
+            id, request = stored.id, stored.described(request)
         created = int(time.time())
-        # Header bytes may be invalid UTF-8.
-        principal = http.headers.get(our_headers.PRINCIPAL, "").encode("utf-8", "backslashreplace").decode()
-        session = Session(self.backend, self.drain_gate, request, id=id, created=created, principal=principal)
+        principal = bodies.principal_of(http)
+        session = Session(self.backend, self.drain_gate, packed, id=id, created=created, principal=principal)
         watch.phase = lambda: session.phase
         watch.usage = lambda: session.usage
-        headers = (
-            {our_headers.DROPPED_TOOLS: our_headers.listed(request.dropped_tools)} if request.dropped_tools else {}
-        )
+        headers = our_headers.notes(request)
         if not request.stream:
             events: list[AnyEvent] = []
             async with aclosing(session.events()) as batches:
@@ -106,6 +111,10 @@ class Inference:
                     raise
                 error = responses.error_of(problem, http)
                 watch.failed(error)
-                await stream.write(encoder.encode(Failure(code=error.code, message=error.message)))
+                shown = error
+                if http.headers.get(our_headers.ERROR_DETAILS) == our_headers.NO_DETAILS:
+                    log.info("error shown without details: %s: %s", error.code, error.message)
+                    shown = public(error)
+                await stream.write(encoder.encode(Failure(code=shown.code, message=shown.message)))
         await stream.response.write_eof()
         return stream.response

@@ -11,15 +11,13 @@ from typing import Literal
 from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext
-from cortex.neuron.api.inference.engine_requests import engine_requests
+from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt
 from cortex.neuron.api.inference.thought_budget import submit
 from cortex.neuron.engine.request import EngineRequest, StepOutput
-from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Timing, Usage
 from cortex.wire.node import LoadRequest, ModelState, ModelStatus
-from cortex.wire.requests import GenerateRequest
+from cortex.wire.packed_request import PackedRequest
 from cortex.wire.response import summed
 
 Phase = Literal["load", "render", "prefill", "decode"]
@@ -32,7 +30,7 @@ class Session:
         self,
         backend: Backend,
         drain_gate: DrainGate,
-        request: GenerateRequest,
+        packed: PackedRequest,
         *,
         id: str,
         created: int,
@@ -42,7 +40,7 @@ class Session:
         """The current phase; after the end, the last one."""
         self._backend = backend
         self._drain_gate = drain_gate
-        self._request = request
+        self._packed = packed
         self._id = id
         self._created = created
         self._principal = principal
@@ -56,16 +54,17 @@ class Session:
     async def events(self) -> AsyncGenerator[list[AnyEvent], None]:
         """Batches of events. Raises a `CortexError` when the response cannot start or continue."""
         arrived_s = time.monotonic()
-        request = self._request
+        request = self._packed.head
         status = await self._drain_gate.wait_for(ready(self._backend, request.model))
         self.phase = "render"
         text = await self._drain_gate.wait_for(self._backend.text(request.model))
-        requests = request.one_per_prompt
-        prompts, grammar = await asyncio.to_thread(_prepare, text, requests, status.context_tokens)
+        preparing = self._backend.prepare(self._packed, principal=self._principal)
+        prepared = await self._drain_gate.wait_for(preparing)
+        check_num_scores(request, sum(len(rendered.ids) for rendered in prepared.prompts))
         self.phase = "prefill"
         jobs: list[EngineRequest] = []
         choices = self._choices
-        for single, rendered in zip(requests, prompts, strict=True):
+        for single, rendered in zip(request.one_per_prompt, prepared.prompts, strict=True):
             continuations = engine_requests(
                 single,
                 id=self._id,
@@ -75,14 +74,14 @@ class Session:
                 defaults=text.generation,
                 eos_ids=text.eos_ids,
                 turn_ends=rendered.turn_ends,
-                grammar=grammar,
+                grammar=prepared.grammar,
                 principal=self._principal,
             )
             stops = continuations[0].stop_token_ids
             context = ChoiceContext(self._id, self._created, request.model, single, rendered, text, stops)
             choices += [Choice(context, len(jobs) + number) for number in range(len(continuations))]
             jobs += continuations
-        if request.sampling.max_tokens == 0:
+        if request.sampling.max_tokens == 0 and not scores_prompt(request):
             yield [event for choice in choices for event in choice.echo()]
             return
         generations: list[GenerationStream] = []
@@ -90,7 +89,9 @@ class Session:
         first_s: float | None = None
         try:
             for choice, job in zip(choices, jobs, strict=True):
-                generations.append(submit(self._backend, text, request, choice.rendered, job))
+                generations.append(
+                    submit(self._backend, text, request, choice.rendered, job, prepared.response_grammar)
+                )
             async with aclosing(_merged(generations)) as outputs:
                 async for index, batch in outputs:
                     now_s = time.monotonic()
@@ -118,14 +119,6 @@ async def ready(backend: Backend, model_id: str) -> ModelStatus:
     if status.state in (ModelState.READY, ModelState.RECOVERING):
         return status
     return await backend.load(LoadRequest(model_id=model_id), wait=True)
-
-
-def _prepare(
-    text: TextModel, requests: Sequence[GenerateRequest], context_tokens: int | None
-) -> tuple[list[Rendered], str | None]:
-    """The prompt of each request, and the grammar that they share. Runs on a thread: tokenizing a long conversation
-    would delay streams on the loop."""
-    return [text.render(request, context_tokens) for request in requests], text.grammar(requests[0])
 
 
 async def _merged(generations: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:

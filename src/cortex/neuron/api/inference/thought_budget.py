@@ -7,7 +7,6 @@ depends on its tokens only, not on how they were batched.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
@@ -20,14 +19,20 @@ from cortex.wire.requests import GenerateRequest
 
 
 def submit(
-    backend: Backend, text: TextModel, request: GenerateRequest, rendered: Rendered, job: EngineRequest
+    backend: Backend,
+    text: TextModel,
+    request: GenerateRequest,
+    rendered: Rendered,
+    job: EngineRequest,
+    response_grammar: str | None,
 ) -> GenerationStream:
-    """Submits `job`, with its reasoning limited if the client set a budget. Raises what `backend.submit` raises."""
+    """Submits `job`, with its reasoning limited if the client set a budget; the output after that has
+    `response_grammar`. Raises what `backend.submit` raises."""
     begin = partial(backend.submit, request.model)
-    budget_tokens = request.thinking.budget_tokens
+    budget_tokens = text.reasoning_budget(request)
     if budget_tokens is None or budget_tokens >= job.max_tokens or not text.may_reason(request):
         return begin(job)
-    return BudgetedGeneration(begin, text, request, rendered, job, budget_tokens)
+    return BudgetedGeneration(begin, text, rendered, job, response_grammar, budget_tokens)
 
 
 class BudgetedGeneration:
@@ -37,14 +42,14 @@ class BudgetedGeneration:
         self,
         begin: Callable[[EngineRequest], GenerationStream],
         text: TextModel,
-        request: GenerateRequest,
         rendered: Rendered,
         job: EngineRequest,
+        response_grammar: str | None,
         budget_tokens: int,
     ) -> None:
         self._begin = begin
         self._text = text
-        self._request = request
+        self._response_grammar = response_grammar
         self._job = job
         self._budget_tokens = budget_tokens
         self._watch = text.reasoning_watch(rendered)
@@ -70,7 +75,7 @@ class BudgetedGeneration:
         num_left = self._job.max_tokens - len(self._thought) - len(closing)
         yield [StepOutput(self._job.id, closing, finish=None if num_left > 0 else "length")]
         if num_left > 0:
-            self._running = self._begin(await self._conclusion(closing, num_left))
+            self._running = self._begin(self._conclusion(closing, num_left))
             async for batch in self._running:
                 yield batch
 
@@ -88,7 +93,7 @@ class BudgetedGeneration:
                     return [*batch[:number], last]
         return None
 
-    async def _conclusion(self, closing: tuple[int, ...], max_tokens: int) -> EngineRequest:
+    def _conclusion(self, closing: tuple[int, ...], max_tokens: int) -> EngineRequest:
         """The second sequence, which answers."""
         job = self._job
         return replace(
@@ -97,5 +102,5 @@ class BudgetedGeneration:
             prompt=(*job.prompt, *self._thought, *closing),
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, max(0, job.min_tokens - len(self._thought))),
-            grammar=await asyncio.to_thread(self._text.response_grammar, self._request),
+            grammar=self._response_grammar,
         )

@@ -19,6 +19,7 @@ from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, StepGraphs
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
+from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
 from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PADDING_PAGE
@@ -36,36 +37,45 @@ class Result:
     tokens: list[int]
     healthy: list[bool]
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[list[TokenLogprobs]]
+    """One entry per row whose prompt is scored, in plan order."""
 
 
 class Launched:
     """A step that runs on the device."""
 
-    def __init__(self, drawn: Drawn | None) -> None:
+    def __init__(self, drawn: Drawn | None, scores: Sequence[PromptScores] = ()) -> None:
         self._event: torch.cuda.Event | None = None
         self._host: list[Tensor | None] = []
-        if drawn is None:
-            return
-        parts = (drawn.tokens, drawn.healthy, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
-        self._host = [part if part is None else _to_host(part) for part in parts]
-        if drawn.tokens.is_cuda:
+        self._scores = [one.map(_to_host) for one in scores]
+        if drawn is not None:
+            parts = (drawn.tokens, drawn.healthy, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)
+            self._host = [part if part is None else _to_host(part) for part in parts]
+        computed = [one.logprobs for one in scores] if drawn is None else [drawn.tokens]
+        if any(tensor.is_cuda for tensor in computed):
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> Result:
-        """Waits for the step, and returns its tokens."""
+    def wait(self) -> None:
+        """Returns when the device has computed the step."""
         if self._event is not None:
             self._event.synchronize()
+
+    def read(self) -> Result:
+        """Waits for the step, and returns its tokens."""
+        self.wait()
+        scores = [one.read() for one in self._scores]
         if not self._host:
-            return Result([], [], None)
+            return Result([], [], None, scores)
         parts: list[Any] = [None if part is None else part.tolist() for part in self._host]
         tokens, healthy, logprobs, top_ids, top_logprobs = parts
         if logprobs is None:
-            return Result(tokens, healthy, None)
+            return Result(tokens, healthy, None, scores)
         if top_ids is None:
-            return Result(tokens, healthy, [TokenLogprobs(logprob) for logprob in logprobs])
+            return Result(tokens, healthy, [TokenLogprobs(logprob) for logprob in logprobs], scores)
         rows = zip(logprobs, top_ids, top_logprobs, strict=True)
-        return Result(tokens, healthy, [TokenLogprobs(one, tuple(ids), tuple(many)) for one, ids, many in rows])
+        entries = [TokenLogprobs(one, tuple(ids), tuple(many)) for one, ids, many in rows]
+        return Result(tokens, healthy, entries, scores)
 
 
 class Runner:
@@ -82,7 +92,7 @@ class Runner:
         capture: Capture | None = None,
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
-        as graphs; by default a GPU captures CUDA graphs and a CPU nothing."""
+        as graphs; by default a GPU captures CUDA graphs of a whole model, and a CPU nothing."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
@@ -95,7 +105,8 @@ class Runner:
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self._threads = StepThreads() if self.device.type == "cpu" else None
         self._graphs: StepGraphs | None = None
-        if capture is None and self.device.type == "cuda":
+        # The ranks of a divided model would have to capture the same graphs at the same time.
+        if capture is None and self.device.type == "cuda" and model.parameters.group.shard.is_whole:
             capture = CudaCapture()
         if capture is not None:
             self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens, capture)
@@ -119,19 +130,27 @@ class Runner:
                     self.sampler.assign(row, request, past)
                 except Exception as error:
                     raise StepBlamed(request.id) from error
+            return self._run(plan, draws, mask)
+
+    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None) -> Launched:
+        """Starts a step whose requests have their rows."""
+        with torch.inference_mode():
             self._extend_tables(plan)
             if self._states is not None:
                 self._states.copy(plan.restores)
             inputs = StepInputs.of(plan, self._pages, self.page_tokens)
             is_single = plan.num_singles == len(plan.rows)
-            if self._graphs is not None and is_single and self._graphs.fits(len(plan.rows)):
+            scores: list[PromptScores] = []
+            if any(row.scored for row in plan.rows):
+                drawn = self._forward(plan, inputs, draws, mask, scores)
+            elif self._graphs is not None and is_single and self._graphs.fits(len(plan.rows)):
                 drawn = self._replay(plan, inputs, draws, mask)
             elif self._threads is not None and is_single:
                 with self._threads.decoding(len(plan.rows)):
-                    drawn = self._forward(plan, inputs, draws, mask)
+                    drawn = self._forward(plan, inputs, draws, mask, scores)
             else:
-                drawn = self._forward(plan, inputs, draws, mask)
-            launched = Launched(drawn)
+                drawn = self._forward(plan, inputs, draws, mask, scores)
+            launched = Launched(drawn, scores)
             if self._states is not None:
                 self._states.copy(plan.saves)
             return launched
@@ -154,18 +173,32 @@ class Runner:
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
         return drawn
 
-    def _forward(self, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None) -> Drawn | None:
-        """Runs any step, one launch per operation."""
+    def _forward(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        draws: Sequence[Draw],
+        mask: Tensor | None,
+        scores: list[PromptScores],
+    ) -> Drawn | None:
+        """Runs any step, one launch per operation. Adds the scores of prompts to `scores`."""
         batch = self._batch(plan, inputs)
         hidden = self.model(batch)
+        scores += score_prompts(self.model, hidden, plan, inputs, self._upload)
         if not draws:
             return None
         index = self._upload(inputs.last)
         rows = self._upload(np.fromiter((draw.row for draw in draws), np.int64, len(draws)))
         logits = self.model.logits(hidden.index_select(0, index))
-        drawn = self.sampler.draw(logits, rows, batch.positions[index], draws, mask)
+        drawn = self._draw(logits, rows, batch.positions[index], draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
         return drawn
+
+    def _draw(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
+    ) -> Drawn:
+        """The tokens of a step that was not replayed; see `Sampler.draw`."""
+        return self.sampler.draw(logits, rows, positions, draws, mask)
 
     def _extend_tables(self, plan: StepPlan) -> None:
         if not plan.new_pages:

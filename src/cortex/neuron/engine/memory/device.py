@@ -19,12 +19,13 @@ class DeviceMemory:
     """Kept free for activations and for the libraries' own buffers."""
 
 
-def device_memory(device: torch.device) -> DeviceMemory:
+def device_memory(device: torch.device, num_host_shares: int = 1) -> DeviceMemory:
+    """`num_host_shares`: how many CPU devices divide the host's memory equally."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
         host = read_host_memory()
-        total, free = host.total_bytes, host.free_bytes
+        total, free = host.total_bytes // num_host_shares, host.free_bytes // num_host_shares
     return DeviceMemory(total, free, MemoryReserve.on(device.type, total).bytes_of(free))
 
 

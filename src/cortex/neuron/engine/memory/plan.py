@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
@@ -39,7 +39,7 @@ class ModelSizes:
         config = architecture.config
         return cls(
             weight_bytes=weight_bytes(architecture, storage),
-            page_bytes=PAGE_TOKENS * kv_bytes_per_token(architecture, storage.item_bytes),
+            page_bytes=PAGE_TOKENS * kv_bytes_per_token(architecture, storage.kv_item_bytes or storage.item_bytes),
             slot_bytes=state_bytes(architecture, storage.item_bytes),
             vocab=config.vocab,
             context_tokens=min(context_tokens or config.context_tokens, config.context_tokens),
@@ -93,6 +93,22 @@ class MemoryPlan:
     num_bytes: int
     """All parts together."""
     notes: tuple[str, ...] = ()
+
+    def limited(self, sizes: ModelSizes, num_pages: int, rows: int, checkpoints: int) -> MemoryPlan:
+        """The plan with fewer pages and states, where another rank of the model has less memory."""
+        slots = replace(
+            self.slots, rows=rows, checkpoints=checkpoints, num_bytes=(rows + 1 + checkpoints) * sizes.slot_bytes
+        )
+        if (slots.rows, slots.checkpoints, num_pages) == (self.slots.rows, self.slots.checkpoints, self.num_pages):
+            return self
+        note = f"{num_pages} of {self.num_pages} pages of KV cache: another device of the model has less memory"
+        return MemoryPlan(
+            context_tokens=min(self.context_tokens, (num_pages - 1) * PAGE_TOKENS),
+            num_pages=num_pages,
+            slots=slots,
+            num_bytes=sizes.weight_bytes + slots.num_bytes + num_pages * sizes.page_bytes,
+            notes=(*self.notes, note),
+        )
 
 
 def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:

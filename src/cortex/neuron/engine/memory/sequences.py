@@ -27,7 +27,9 @@ class SequenceMemory:
         slots: StateSlots,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`kv_dtype`: of the pages; None: `dtype`."""
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.slots = slots
@@ -36,13 +38,14 @@ class SequenceMemory:
         """None for a model without recurrent layers."""
         self._model = model
         self._dtype = dtype
+        self._kv_dtype = kv_dtype or dtype
         self._device = device
         self.allocate()
 
     def allocate(self) -> None:
         """Allocates the memory and gives each layer its share."""
         model = self._model
-        kv = KVCache(model.attentions, self.num_pages, self.page_tokens, self._dtype, self._device)
+        kv = KVCache(model.attentions, self.num_pages, self.page_tokens, self._kv_dtype, self._device)
         self.num_bytes = kv.num_bytes
         if model.gated_deltas:
             self.states = StateMemory(model.gated_deltas, self.slots.num_slots, self._dtype, self._device)

@@ -2,7 +2,7 @@
 
 Each row's parameters stay in device memory from the step that admits it; a step only names the rows that draw.
 Options that no row of a batch uses cost nothing: an all-greedy batch is one argmax.
-Order of operations: grammar mask, bans and bias; penalties; temperature; top-k, top-p, min-p; draw.
+Order of operations: grammar mask, allowed tokens, bans and bias; penalties; temperature; top-k, top-p, min-p; draw.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Sampler:
         self._top_p = torch.ones(max_rows, device=device)
         self._min_p = torch.zeros(max_rows, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._allowed: dict[int, Tensor] = {}
+        """[vocab] bool, for rows that may draw only some tokens."""
         self._penalties = Penalties(max_rows, vocab, context_tokens, device)
 
     def assign(self, row: int, request: EngineRequest, drawn: Sequence[int] = ()) -> None:
@@ -63,6 +65,11 @@ class Sampler:
         params = request.sampling
         self._requests[row] = request
         self._params[row] = params
+        self._allowed.pop(row, None)
+        if params.allowed_token_ids:
+            known = [token for token in params.allowed_token_ids if 0 <= token < self.vocab]
+            self._allowed[row] = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
+            self._allowed[row][torch.tensor(known, device=self.device)] = True
         if params.temperature > 0:
             seed = params.seed if params.seed is not None else secrets.randbits(62)
             self._temperature[row] = max(params.temperature, MIN_TEMPERATURE)
@@ -80,6 +87,8 @@ class Sampler:
                 return False
             if request is not None and draw.num_drawn < request.min_tokens:
                 return False
+            if params.allowed_token_ids:
+                return False
         return True
 
     def draw(
@@ -91,6 +100,10 @@ class Sampler:
         raw = logits
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf)
+        if any(param.allowed_token_ids for param in params):
+            everything = torch.ones(self.vocab, dtype=torch.bool, device=self.device)
+            allowed = torch.stack([self._allowed.get(draw.row, everything) for draw in draws])
+            logits = logits.masked_fill(~allowed, -torch.inf)
         logits = self._biased(logits, draws)
         logits = self._penalties.apply(logits, rows, positions, params)
         greedy = [param.temperature <= 0 for param in params]

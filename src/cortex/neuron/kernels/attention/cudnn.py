@@ -111,15 +111,17 @@ def prompt_attention(
     for row in batch.prefills:
         offset = row.offset - batch.num_decodes
         length = planned_length(row.count)
-        keys, values = gather(batch.page_table[row.row], row.count, length, key_pages, value_pages)
+        keys, values = gather(batch.page_table[row.row], row.count, length, key_pages, value_pages, q.dtype)
         parts.append(_attend(q[offset : offset + length], keys, values, rules.scale)[: row.count])
     return parts
 
 
-def gather(table: Tensor, count: int, length: int, key_pages: Tensor, value_pages: Tensor) -> tuple[Tensor, Tensor]:
+def gather(
+    table: Tensor, count: int, length: int, key_pages: Tensor, value_pages: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Keys and values of the first `count` positions in the pages that `table` lists, then zeros up to `length`."""
     _, page_tokens, kv_heads, dim = key_pages.shape
-    keys, values = torch.empty((2, length, kv_heads, dim), dtype=key_pages.dtype, device=key_pages.device)
+    keys, values = torch.empty((2, length, kv_heads, dim), dtype=dtype, device=key_pages.device)
     size = kv_heads * dim
     _gather_kernel[(triton.cdiv(length, GATHERED_TOKENS),)](
         table,
@@ -174,5 +176,7 @@ def _gather_kernel(
     target = token.to(tl.int64) * SIZE + column
     there = (token < count) & (column < SIZE)
     inside = (token < length) & (column < SIZE)
-    tl.store(keys + target, tl.load(key_pages + source, mask=there, other=0.0), mask=inside)
-    tl.store(values + target, tl.load(value_pages + source, mask=there, other=0.0), mask=inside)
+    key = tl.load(key_pages + source, mask=there, other=0.0)
+    tl.store(keys + target, key.to(keys.dtype.element_ty), mask=inside)
+    value = tl.load(value_pages + source, mask=there, other=0.0)
+    tl.store(values + target, value.to(values.dtype.element_ty), mask=inside)

@@ -141,16 +141,20 @@ def _tile(
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    KIND: tl.constexpr,
 ):
-    """Keys and values [tile, dim] of the positions from `tile` on, zero from `end` on, and which of them are valid."""
+    """Keys and values [tile, dim] of the positions from `tile` on, zero from `end` on, and which of them are valid.
+
+    KIND: the dtype that they are converted to; the pages may have a smaller one.
+    """
     position = tile + tl.arange(0, TILE)
     dim = tl.arange(0, DIM_BLOCK)
     valid = position < end
     page = tl.load(table_row + position // PAGE, mask=valid, other=0).to(tl.int64)
     where = (((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
     inside = valid[:, None] & (dim < DIM)[None, :]
-    keys = tl.load(key_pages + where, mask=inside, other=0.0)
-    values = tl.load(value_pages + where, mask=inside, other=0.0)
+    keys = tl.load(key_pages + where, mask=inside, other=0.0).to(KIND)
+    values = tl.load(value_pages + where, mask=inside, other=0.0).to(KIND)
     return keys, values, valid
 
 
@@ -228,8 +232,9 @@ def _decode_kernel(
     # Earlier positions were written by earlier steps: they may be fetched before the wait.
     if HOLD:
         keys, values, valid = _tile(
-            start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE
-        )
+            start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
+            q.dtype.element_ty,
+        )  # fmt: skip
     if OVERLAP:
         gdc_wait()
 
@@ -246,6 +251,7 @@ def _decode_kernel(
     exact = rotated_heads(source, only, DIM, 1, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
     new_key = exact.to(key_pages.dtype.element_ty)  # [1, dim]
     new_value = tl.load(v + index * v_token_stride + kv_head * DIM + dim, mask=dim_inside, other=0.0)
+    new_value = new_value.to(value_pages.dtype.element_ty)  # what later steps will read
     slot = tl.load(slots + index)
 
     highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
@@ -258,8 +264,9 @@ def _decode_kernel(
         begin = start + TILE
     for tile in range(begin, end, TILE):
         keys, values, valid = _tile(
-            tile, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE
-        )
+            tile, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
+            q.dtype.element_ty,
+        )  # fmt: skip
         highest, total, mixed = _absorb(query, keys, values, valid, scale, highest, total, mixed)
 
     if split == active - 1:

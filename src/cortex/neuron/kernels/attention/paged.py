@@ -69,9 +69,12 @@ def attention_reference(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _gather(pages: Tensor, table: Tensor, length: int) -> Tensor:
+def _gather(pages: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """[..., kv heads, length, dim] of the positions in the pages that `table` ([..., pages]) lists."""
-    listed = pages.index_select(0, table.reshape(-1))
+    is_float8 = pages.dtype == torch.float8_e4m3fn
+    listed = (pages.view(torch.uint8) if is_float8 else pages).index_select(0, table.reshape(-1))
+    if is_float8:
+        listed = listed.view(pages.dtype).to(dtype)
     rows = listed.view(*table.shape[:-1], -1, *pages.shape[2:])
     return rows.narrow(-3, 0, length).transpose(-3, -2)
 
@@ -105,7 +108,7 @@ def _decode(q: Tensor, rules: AttentionRules, batch: Batch, key_pages: Tensor, v
     rows, heads, dim = q.shape
     page_tokens = key_pages.shape[1]
     seen = batch.once(("decodes", page_tokens, rules.window), lambda: _Decodes.of(batch, page_tokens, rules.window))
-    k, v = (_gather(pages, seen.table, seen.longest) for pages in (key_pages, value_pages))
+    k, v = (_gather(pages, seen.table, seen.longest, q.dtype) for pages in (key_pages, value_pages))
     grouped = q.view(rows, k.shape[1], -1, dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, scale=rules.scale)
     return out.reshape(rows, heads, dim)
@@ -117,7 +120,7 @@ def _prefill(
     """The chunk of one row, attending to all earlier positions and causally to itself."""
     length = row.start + row.count
     table = table[: -(-length // key_pages.shape[1])]
-    k, v = _gather(key_pages, table, length)[None], _gather(value_pages, table, length)[None]
+    k, v = (_gather(pages, table, length, q.dtype)[None] for pages in (key_pages, value_pages))
     mask = None
     if row.start or rules.window is not None:
         query = torch.arange(row.start, length, device=q.device)[:, None]

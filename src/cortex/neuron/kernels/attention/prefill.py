@@ -171,9 +171,9 @@ def _attend(
         slot = ((page * PAGE + key_position % PAGE) * KV_HEADS + kv_head) * DIM
         where = slot[:, None] + dim[None, :]
         if DIM == DIM_BLOCK:
-            keys = tl.load(key_pages + where)
+            keys = tl.load(key_pages + where).to(query.dtype)
         else:
-            keys = tl.load(key_pages + where, mask=(dim < DIM)[None, :], other=0.0)
+            keys = tl.load(key_pages + where, mask=(dim < DIM)[None, :], other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys))
         if MASKED:
             visible = key_position[None, :] <= position[:, None]
@@ -188,9 +188,9 @@ def _attend(
         weights = tl.exp2(scores * scale - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if DIM == DIM_BLOCK:
-            values = tl.load(value_pages + where)
+            values = tl.load(value_pages + where).to(query.dtype)
         else:
-            values = tl.load(value_pages + where, mask=(dim < DIM)[None, :], other=0.0)
+            values = tl.load(value_pages + where, mask=(dim < DIM)[None, :], other=0.0).to(query.dtype)
         mixed = mixed * shrink[:, None]
         mixed = tl.dot(weights.to(values.dtype), values, mixed)
         highest = higher

@@ -12,6 +12,8 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 HEADS_AT_ONCE = 8
+FLOAT8_MAX = 448.0
+"""The largest number in float8_e4m3fn."""
 
 
 def rotate_and_store(
@@ -98,9 +100,17 @@ def rotate_and_store_by(
     if rules.q_scale is not None and rules.k_scale is not None:
         q = rms_norm_reference(q, rules.q_scale, rules.eps)
         k = rms_norm_reference(k, rules.k_scale, rules.eps)
-    key_pages.flatten(0, 1).index_copy_(0, slots, rotation(k))
-    value_pages.flatten(0, 1).index_copy_(0, slots, v)
+    _store(key_pages, slots, rotation(k))
+    _store(value_pages, slots, v)
     return rotation(q)
+
+
+def _store(pages: Tensor, slots: Tensor, values: Tensor) -> None:
+    """values: [tokens, kv heads, dim]"""
+    if pages.dtype == torch.float8_e4m3fn:  # larger numbers become the largest, as the kernels have it
+        values = values.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(pages.dtype).view(torch.uint8)
+        pages = pages.view(torch.uint8)
+    pages.flatten(0, 1).index_copy_(0, slots, values)
 
 
 @jit
@@ -185,6 +195,7 @@ def _rotate_kernel(
         source = k + token * k_token_stride
         y = rotated_heads(source, head, DIM, KV_HEADS, k_scale, rope_row, eps, DIM, DIM_BLOCK, HALF, NORM)
         where = slot + head[:, None] * DIM + dim[None, :]
-        tl.store(key_pages + where, y.to(out.dtype.element_ty), mask=inside)
+        y = y.to(out.dtype.element_ty)  # rounded as the queries are, then to what the pages hold
+        tl.store(key_pages + where, y.to(key_pages.dtype.element_ty), mask=inside)
         value = tl.load(v + token * v_token_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
-        tl.store(value_pages + where, value, mask=inside)
+        tl.store(value_pages + where, value.to(value_pages.dtype.element_ty), mask=inside)

@@ -32,32 +32,49 @@ class RoutedExperts(Protocol):
     @property
     def slots(self) -> int: ...
 
+    @property
+    def first(self) -> int:
+        """The first of the routed experts that are held."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """The number of routed experts that are held; the shared ones always are."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Experts stacked in one tensor per matrix: first the routed experts, then the shared ones, which every token uses.
 
-    A shared expert that is several times as wide as the others is stored as several experts: the sum is the same.
+    A shared expert that is several times as wide as the others is stored as several experts: the sum is the same. A
+    rank of a divided model holds a run of the routed experts, and routes over all of them.
     """
 
     router: Tensor
     """[routed (+ 1), hidden]: a score for each routed expert; with shared experts, the last row is their gate"""
     gate_up: Tensor
-    """[experts, 2 · inner, hidden]"""
+    """[held experts, 2 · inner, hidden]"""
     down: Tensor
-    """[experts, hidden, inner]"""
+    """[held experts, hidden, inner]"""
     top_k: int
     """Routed experts per token."""
     renormalise: bool
     """Whether the weights of the selected experts are scaled to sum to one after the softmax over all."""
     num_shared: int = 0
+    first: int = 0
+    """The first routed expert that is held."""
 
     @property
     def num_experts(self) -> int:
-        return len(self.gate_up)
+        return self.num_routed + self.num_shared
 
     @property
     def num_routed(self) -> int:
+        return len(self.router) - bool(self.num_shared)
+
+    @property
+    def num_held(self) -> int:
         return len(self.gate_up) - self.num_shared
 
     @property

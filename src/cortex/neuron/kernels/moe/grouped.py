@@ -59,8 +59,9 @@ def expand_grouped(x: Tensor, lists: PairLists, experts: Experts, tile: Tiling) 
 
 
 def contract_grouped(inner: Tensor, lists: PairLists, experts: Experts, tile: Tiling) -> Tensor:
-    """weight · inner Dᵀ by pair. inner: [tokens · slots, inner] → [tokens · slots, hidden]"""
-    out = torch.empty((len(inner), experts.down.shape[1]), dtype=inner.dtype, device=inner.device)
+    """weight · inner Dᵀ by pair. inner: [tokens · slots, inner] → [tokens · slots, hidden]; 0 for experts not held"""
+    allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
+    out = allocate((len(inner), experts.down.shape[1]), dtype=inner.dtype, device=inner.device)
     _launch(inner, experts.down, lists, out, tile, pairs_per_row=1, gated=False)
     return out
 

@@ -122,6 +122,27 @@ def list_pairs_reference(logits: Tensor, experts: RoutedExperts) -> PairLists:
     return PairLists(choice.weights, counts, members)
 
 
+def held_choice(choice: ExpertChoice, experts: RoutedExperts) -> ExpertChoice:
+    """The choice by the numbers of the held experts. An expert that is not held becomes the first one, with weight 0:
+    its product is computed and not used, because leaving it out of a small batch would take longer."""
+    if experts.num_held == experts.num_routed:
+        return choice
+    is_shared = choice.experts >= experts.num_routed
+    number = choice.experts - experts.first
+    is_held = (number >= 0) & (number < experts.num_held)
+    number = number.where(is_held, 0).where(~is_shared, choice.experts - experts.num_routed + experts.num_held)
+    return ExpertChoice(number.to(torch.int32), choice.weights.where(is_held | is_shared, 0.0))
+
+
+def held_lists(lists: PairLists, experts: RoutedExperts) -> PairLists:
+    """The lists of the held experts."""
+    if experts.num_held == experts.num_routed:
+        return lists
+    parts = (slice(experts.first, experts.first + experts.num_held), slice(experts.num_routed, experts.num_experts))
+    counts = torch.cat([lists.counts[part] for part in parts])
+    return PairLists(lists.weights, counts, torch.cat([lists.members[part] for part in parts]))
+
+
 def _choice_constants(experts: RoutedExperts) -> dict[str, int | bool]:
     return {
         "ROUTED": experts.num_routed,

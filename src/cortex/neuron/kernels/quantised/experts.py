@@ -34,12 +34,18 @@ class PackedExperts:
     router: Tensor
     """[experts, hidden]"""
     gate_up: PackedMatrix
-    """[experts · 2 · inner, hidden]: the gate's rows of an expert, then those of up"""
+    """[held experts · 2 · inner, hidden]: the gate's rows of an expert, then those of up"""
     down: PackedMatrix
-    """[experts · hidden, inner]"""
+    """[held experts · hidden, inner]"""
     top_k: int
     renormalise: bool
     num_shared: int = 0
+    first: int = 0
+    """The first expert that is held."""
+
+    @property
+    def num_held(self) -> int:
+        return self.down.outputs // self.gate_up.inputs
 
     @property
     def num_experts(self) -> int:
@@ -62,10 +68,11 @@ class PackedExperts:
         kind, hidden = self.router.dtype, self.gate_up.inputs
         return Experts(
             self.router,
-            unpacked(self.gate_up).to(kind).view(self.num_experts, -1, hidden),
-            unpacked(self.down).to(kind).view(self.num_experts, hidden, -1),
+            unpacked(self.gate_up).to(kind).view(self.num_held, -1, hidden),
+            unpacked(self.down).to(kind).view(self.num_held, hidden, -1),
             self.top_k,
             self.renormalise,
+            first=self.first,
         )
 
 
@@ -91,14 +98,15 @@ def contract_packed_rows(inner: Tensor, choice: ExpertChoice, experts: PackedExp
 def expand_packed_grouped(x: Tensor, lists: PairLists, experts: PackedExperts) -> Tensor:
     """silu(x Gᵀ) · x Uᵀ by pair. x: [tokens, hidden], normed → [pairs, inner]"""
     out = torch.empty((len(x) * experts.slots, experts.inner), dtype=x.dtype, device=x.device)
-    _launch(x, experts.gate_up, experts.num_experts, lists, out, pairs_per_row=experts.slots, gated=True)
+    _launch(x, experts.gate_up, experts.num_held, lists, out, pairs_per_row=experts.slots, gated=True)
     return out
 
 
 def contract_packed_grouped(inner: Tensor, lists: PairLists, experts: PackedExperts) -> Tensor:
-    """weight · inner Dᵀ by pair. inner: [pairs, inner] → [pairs, hidden]"""
-    out = torch.empty((len(inner), experts.gate_up.inputs), dtype=inner.dtype, device=inner.device)
-    _launch(inner, experts.down, experts.num_experts, lists, out, pairs_per_row=1, gated=False)
+    """weight · inner Dᵀ by pair. inner: [pairs, inner] → [pairs, hidden]; 0 for experts that are not held"""
+    allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
+    out = allocate((len(inner), experts.gate_up.inputs), dtype=inner.dtype, device=inner.device)
+    _launch(inner, experts.down, experts.num_held, lists, out, pairs_per_row=1, gated=False)
     return out
 
 

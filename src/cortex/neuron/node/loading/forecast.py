@@ -32,7 +32,8 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecasts for the models and devices of a node, under its limits."""
+    """Forecasts for the models and devices of a node, under its limits. With the facts of one rank of a divided model,
+    they are those of one of its devices."""
 
     config: NeuronConfig
 
@@ -45,15 +46,22 @@ class Forecast:
 
         It is never more than the engine needs, so that a model that fits is not rejected.
         """
-        sizes = facts.sizes(self._item_bytes(device), model.context_tokens, is_packed=self.keeps_quantised(device))
+        sizes = facts.sizes(
+            self._item_bytes(device),
+            model.context_tokens,
+            is_packed=self.keeps_quantised(device),
+            kv_item_bytes=_kv_item_bytes(model),
+        )
         kv_tokens = min(_MIN_KV_TOKENS, sizes.context_tokens)
         num_pages = max(MIN_PAGES, -(-kv_tokens // PAGE_TOKENS) + 1)
         return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + self._penalty_bytes(sizes)
 
     def ceiling_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
         """The most it may take of the device: the operator's limit, or on a GPU its weights and a few full contexts."""
-        if model.memory_bytes is not None or device.kind == "cpu":
-            return model.memory_bytes
+        if model.memory_bytes is not None:
+            return model.memory_bytes // facts.num_ranks
+        if device.kind == "cpu":
+            return None
         return self._sizes(model, facts, device).ceiling_bytes
 
     def expected_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
@@ -69,11 +77,12 @@ class Forecast:
         return plan.num_bytes
 
     def footprint(self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> Footprint:
-        """The footprint on those of `devices` that the model may use. All are of one kind."""
+        """The footprint on those of `devices` that the model may use, all ranks and replicas together. All are of one
+        kind."""
         allowed = [device for device in devices if not model.devices or device.index in model.devices] or devices
         return Footprint(
-            min(self.least_bytes(model, facts, device) for device in allowed),
-            max(self.expected_bytes(model, facts, device) for device in allowed),
+            model.num_devices * min(self.least_bytes(model, facts, device) for device in allowed),
+            model.num_devices * max(self.expected_bytes(model, facts, device) for device in allowed),
         )
 
     def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
@@ -84,6 +93,7 @@ class Forecast:
             model.context_tokens,
             has_four_bits=has_four_bits,
             is_packed=self.keeps_quantised(device),
+            kv_item_bytes=_kv_item_bytes(model),
         )
 
     def keeps_quantised(self, device: Device) -> bool:
@@ -95,3 +105,7 @@ class Forecast:
 
     def _penalty_bytes(self, sizes: ModelSizes) -> int:
         return penalty_bytes(self.config.limits.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
+
+
+def _kv_item_bytes(model: KnownModel) -> int | None:
+    return 1 if model.kv_dtype == "fp8" else None

@@ -17,10 +17,15 @@ from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.body import MAX_MODEL_NAME
-from cortex.wire.errors import ModelNotFound, shorten
-from cortex.wire.node import LoadRequest
+from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
+from cortex.wire.node import KVDtype, LoadRequest
 
 _CACHE_PREFIX = "models--"
+_PATH_PREFIXES = ("/", "./", "../", "~")
+_NOWHERE = Path()
+"""Inside no root: roots are absolute."""
+MAX_ADOPTED = 1000
+"""Ids that load requests may add. They are kept until the end of the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,14 @@ class KnownModel:
     tensor_parallel: int = 1
     context_tokens: int | None = None
     memory_bytes: int | None = None
+    control_tokens_in_messages: bool = False
+    replicas: int = 1
+    kv_dtype: KVDtype = "auto"
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices it takes, each replica its own."""
+        return self.tensor_parallel * self.replicas
 
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
@@ -50,6 +63,12 @@ class Library:
     def __init__(self, config: NeuronConfig, env: Mapping[str, str] = os.environ) -> None:
         self.cache = cache_directory(config, env)
         self._models = {model.id: model for model in _configured(config)}
+        self._configured = frozenset(self._models)
+        configured = (Path(model.source) for model in self._models.values() if model.source.startswith(_PATH_PREFIXES))
+        self._roots = tuple(_resolved(path) for path in (self.cache, *config.model_roots, *configured))
+        """Where the paths of load requests must be. The operator's own sources are among them."""
+        self._adopted: set[str] = set()
+        """Models that load requests have named."""
 
     def __iter__(self) -> Iterator[KnownModel]:
         return iter(tuple(self._models.values()))
@@ -63,27 +82,65 @@ class Library:
         hint = f"did you mean {', '.join(near)}?" if near else "GET /models lists the models"
         raise ModelNotFound(f"this node knows no model {shorten(model_id)!r}; {hint}", param="model")
 
+    def is_configured(self, model_id: str) -> bool:
+        return model_id in self._configured
+
     def adopt(self, request: LoadRequest) -> KnownModel:
         """The model with the options of a load request, and the configured ones where the request has none. A new id
         is kept with its source; the other options hold for this load alone.
 
-        Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path.
+        Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path. Raises LoadFailed for
+        a path outside the model roots, whether or not it exists.
         """
         known = self._models.get(request.model_id)
+        source = request.source or (known.source if known is not None else request.model_id)
+        if known is None or source != known.source:
+            self._check_source(source)
         if known is None:
-            source = request.source or request.model_id
             if request.source is None and not _names_a_model(source):
                 return self.find(request.model_id)
+            if len(self._adopted) >= MAX_ADOPTED:
+                raise LoadFailed(
+                    f"load requests have named {MAX_ADOPTED} models on this node, which is the limit; restart it, or"
+                    " list the models that it serves in neuron.toml"
+                )
+            self._adopted.add(request.model_id)
             known = self._models[request.model_id] = KnownModel(request.model_id, source)
+        # A gateway may name fewer devices than the model is configured to take here.
+        has_enough = len(request.devices) >= known.num_devices
+        # It divides a model among the devices that it names, but does not know of replicas.
+        tensor_parallel = max(request.tensor_parallel, known.tensor_parallel)
         return replace(
             known,
-            source=request.source or known.source,
+            source=source,
             harness=request.harness,
             quant=request.quant or known.quant,
-            devices=request.devices or known.devices,
-            tensor_parallel=max(request.tensor_parallel, known.tensor_parallel),
+            devices=request.devices if has_enough else known.devices,
+            tensor_parallel=tensor_parallel if known.replicas == 1 else known.tensor_parallel,
             context_tokens=request.context_tokens or known.context_tokens,
+            control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
+            kv_dtype=request.kv_dtype or known.kv_dtype,
         )
+
+    def forget(self, model_id: str) -> None:
+        """The model's files are gone. A configured model stays: it can be downloaded again."""
+        if model_id not in self._configured:
+            self._models.pop(model_id, None)
+            self._adopted.discard(model_id)
+
+    def _check_source(self, source: str) -> None:
+        """Raises LoadFailed for a path that load requests may not name."""
+        if not source.startswith(_PATH_PREFIXES) and not _exists(source):
+            return  # not a path: the hub, or the caller, rejects what it does not know
+        try:
+            path = _resolved(Path(source))
+        except (OSError, RuntimeError, ValueError):  # no valid name, an unknown user, a loop of links
+            path = _NOWHERE
+        if not any(path.is_relative_to(root) for root in self._roots):
+            raise LoadFailed(
+                f"the path {shorten(source)!r} is outside the model roots of this node; add its directory to"
+                " `model_roots` in neuron.toml, or list the model there"
+            )
 
     def discovered(self, model_ids: list[str]) -> list[str]:
         """Adds models found in the cache. Returns the new ids."""
@@ -119,6 +176,18 @@ def _has_weights(folder: Path) -> bool:
         return False
 
 
+def _exists(source: str) -> bool:
+    try:
+        return Path(source).exists()
+    except (OSError, ValueError):  # too long, or no valid name
+        return False
+
+
+def _resolved(path: Path) -> Path:
+    """The place that `path` leads to, links followed."""
+    return path.expanduser().resolve()
+
+
 def _names_a_model(source: str) -> bool:
     """Whether `source` is an existing path or a possible hub id. A relative path must begin with `.` or `~`, so that
     the working directory of the daemon does not change the meaning of a name."""
@@ -137,8 +206,12 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             entry.harness,
             entry.quant,
             entry.devices,
+            entry.tensor_parallel,
             context_tokens=entry.context_tokens,
             memory_bytes=entry.memory_mb << 20 if entry.memory_mb else None,
+            replicas=entry.replicas,
+            control_tokens_in_messages=entry.control_tokens_in_messages,
+            kv_dtype=entry.kv_dtype,
         )
     for default in config.default_models:
         configured = next((entry for entry in config.models if entry.id == default.model_id), None)
@@ -148,7 +221,11 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             default.harness,
             default.quant or (configured.quant if configured else None),
             default.devices,
-            default.tensor_parallel,
+            max(default.tensor_parallel, configured.tensor_parallel if configured else 1),
             context_tokens=default.context_tokens,
             memory_bytes=default.memory_mb << 20 if default.memory_mb else None,
+            replicas=max(default.replicas, configured.replicas if configured else 1),
+            control_tokens_in_messages=default.control_tokens_in_messages
+            or (configured is not None and configured.control_tokens_in_messages),
+            kv_dtype=configured.kv_dtype if configured and default.kv_dtype == "auto" else default.kv_dtype,
         )

@@ -1,8 +1,8 @@
 """Loads models: from a name to an instance that serves.
 
-`ModelLoader.load` reads from top to bottom: resolve the files, preflight them, find a device with room, load the
-weights in its worker while the tokenizer starts. Blocking work runs on threads. A load that fails or is cancelled
-leaves nothing behind.
+`ModelLoader.load` reads from top to bottom: resolve the files, preflight them, find a device with room (or as many as
+the model is divided among), load the weights in its worker while the tokenizer starts. Blocking work runs on threads. A
+load that fails or is cancelled leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
-from cortex.neuron.node.loading.preflight import ModelFacts, choose_device, inspect
+from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.supervisor import LoadRejected, WorkerSupervisor
+from cortex.neuron.worker.model_host import LoadRejected, ModelHost
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
 from cortex.wire.node import Capabilities, Device
 
 log = logging.getLogger(__name__)
 
-MAX_DEVICES_PER_MODEL = 1
-"""Reported in `/discovery`, so that a gateway plans no load that would be rejected here."""
 _SETTLE_S = 2.0
 """A device may report memory as used for this long after it was freed."""
 _SETTLE_INTERVAL_S = 0.2
@@ -48,6 +46,7 @@ class Survey:
     """What a model's files say about it."""
 
     facts: ModelFacts
+    """Of the whole model, or of one rank of a divided one."""
     capabilities: Capabilities
     requested_quant: str | None
 
@@ -75,6 +74,7 @@ class ModelLoader:
         self._library = library
         self._devices = devices.all
         self._supervisors = devices.supervisors
+        self._host = devices.host
         self._forecast = forecast
         self._read_devices = read_devices
         self._fetch = fetch
@@ -90,23 +90,24 @@ class ModelLoader:
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
         self._reject_unsupported(model)
-        path = await self.find_local(model) or await self._download(model, callbacks.on_progress)
+        path = await self.find_local(model) or await self.download(model, callbacks.on_progress)
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
-        async with self._room_for(model, survey.facts) as device:
-            instance = Instance(model.id, self._supervisors[device.index], self._config.limits, callbacks)
-            await self._load_weights(instance, self._spec(model, survey.facts, device), path)
+        async with self._room_for(model, survey.facts) as devices:
+            host = self._host([device.index for device in devices], model.replicas, self._locked)
+            instance = Instance(model.id, host, self._config.limits, callbacks)
+            await self._load_weights(instance, self._spec(model, survey.facts, devices), path)
             return instance
 
     async def wake(self, instance: Instance) -> None:
-        """Wakes a sleeping model on its device. Raises InsufficientCapacity or LoadFailed (the model is asleep as
+        """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
         before), Damaged or WorkerLost (nothing of it is left)."""
-        async with self._device_locks[instance.supervisor.device.index]:
+        async with self._locked(instance.host.device_indices):
             while True:
                 try:
                     return await instance.wake()
                 except LoadRejected as error:
-                    if error.kind is not FaultKind.OUT_OF_MEMORY or not _is_settling(instance.supervisor):
+                    if error.kind is not FaultKind.OUT_OF_MEMORY or not _is_settling(instance.host):
                         raise _load_error(instance.model_id, error) from error
                 await asyncio.sleep(_SETTLE_INTERVAL_S)
 
@@ -116,7 +117,8 @@ class ModelLoader:
         """The local path of the model when all of it is on disk."""
         return await asyncio.to_thread(self._find_local, model.source, self._library.cache, model.quant)
 
-    async def _download(self, model: KnownModel, on_progress: Callable[[str, int, int], None]) -> Path:
+    async def download(self, model: KnownModel, on_progress: Callable[[str, int, int], None]) -> Path:
+        """The local path of the model, after downloading what is missing. Raises LoadFailed."""
         loop = asyncio.get_running_loop()
         cancelled = threading.Event()
 
@@ -141,10 +143,12 @@ class ModelLoader:
 
     def _reject_unsupported(self, model: KnownModel) -> None:
         """Raises LoadFailed for options that this node cannot satisfy."""
-        if model.tensor_parallel > MAX_DEVICES_PER_MODEL:
+        allowed = len(set(model.devices)) if model.devices else len(self._devices)
+        if model.num_devices > allowed:
+            replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
             raise LoadFailed(
-                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}; "
-                "this node runs a model on one device: leave it at 1 and choose a model that fits"
+                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use {allowed} "
+                f"device{'' if allowed == 1 else 's'} of this node; lower it, or choose a model that fits fewer devices"
             )
         for index in model.devices:
             if index not in self._device_locks:
@@ -154,10 +158,16 @@ class ModelLoader:
     async def survey(self, model: KnownModel, path: Path) -> Survey:
         """Reads the model's headers and chat template on a thread, once. Raises LoadFailed."""
         known = self.surveys.get(model.id)
-        if known is not None and (known.facts.path, known.requested_quant) == (path, model.quant):
+        wanted = (path, model.quant, model.tensor_parallel)
+        if known is not None and (known.facts.path, known.requested_quant, known.facts.num_ranks) == wanted:
             return known
         survey = self.surveys[model.id] = await asyncio.to_thread(self._read_files, model, path)
         return survey
+
+    def forget(self, model_id: str) -> None:
+        """The model's files are gone."""
+        self.surveys.pop(model_id, None)
+        self._unreadable.discard(model_id)
 
     async def survey_library(self) -> None:
         """Surveys every model whose files are complete, so that its size is known before it is loaded."""
@@ -174,7 +184,7 @@ class ModelLoader:
                 log.warning("%s", error.message)
 
     def _read_files(self, model: KnownModel, path: Path) -> Survey:
-        facts = inspect(path, model.quant, name=model.id)
+        facts = inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)
         if facts.recipe is not None and not all(map(self._forecast.keeps_quantised, self._devices)):
             raise LoadFailed(
                 f"{model.id} is not quantised at load on this node, which takes a GPU and the dtype auto or bfloat16; "
@@ -190,31 +200,41 @@ class ModelLoader:
         """The model's memory on those of this node's devices that it may use."""
         return self._forecast.footprint(model, facts, self._devices)
 
-    # Room on a device
+    # Room on the devices
 
     @contextlib.asynccontextmanager
-    async def _room_for(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[Device]:
-        """A device with room for the model; no other load runs there meanwhile. Raises InsufficientCapacity."""
+    async def _room_for(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[tuple[Device, ...]]:
+        """The devices with room for the model, as many as it needs; no other load runs there meanwhile.
+        Raises InsufficientCapacity."""
         without_load = tuple(device for device in self._devices if not self._device_locks[device.index].locked())
         try:
-            index = await self._choose(model, facts, without_load)
+            indices = await self._choose(model, facts, without_load)
         except InsufficientCapacity:
-            index = await self._choose(model, facts, self._devices)
-        async with self._device_locks[index]:
-            device = next(device for device in self._devices if device.index == index)
-            await self._choose(model, facts, (device,))  # the load before this one may have taken the memory
-            yield device
+            indices = await self._choose(model, facts, self._devices)
+        async with self._locked(indices):
+            devices = tuple(device for device in self._devices if device.index in indices)
+            await self._choose(model, facts, devices)  # the load before this one may have taken the memory
+            yield devices
 
-    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> int:
+    @contextlib.asynccontextmanager
+    async def _locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
+        """No other load runs on these devices. Loads that need several of them wait in the same order."""
+        async with contextlib.AsyncExitStack() as locked:
+            for index in sorted(indices):
+                await locked.enter_async_context(self._device_locks[index])
+            yield
+
+    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> tuple[int, ...]:
         """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
         while True:
             readings = await asyncio.to_thread(self._read_devices, self._devices)
             try:
-                return choose_device(
+                return choose_devices(
                     model.id,
                     self._forecast.least_bytes(model, facts, self._devices[0]),
                     candidates,
                     readings,
+                    count=model.num_devices,
                     allowed=model.devices,
                     reserve=self._forecast.reserve,
                 )
@@ -225,25 +245,29 @@ class ModelLoader:
 
     # Worker and weights
 
-    def _spec(self, model: KnownModel, facts: ModelFacts, device: Device) -> LoadSpec:
+    def _spec(self, model: KnownModel, facts: ModelFacts, devices: tuple[Device, ...]) -> LoadSpec:
+        """What each of `devices` loads, of which the one with the least to give decides."""
+        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in devices]
         limits = self._config.limits
         return LoadSpec(
             path=str(facts.path),
             dtype=self._config.harness.torch.dtype,
             quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,
+            kv_dtype=model.kv_dtype,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
-            memory_bytes=self._forecast.ceiling_bytes(model, facts, device),
+            memory_bytes=min((ceiling for ceiling in ceilings if ceiling is not None), default=None),
             min_free_bytes=limits.min_free_vram_mb << 20,
+            num_host_shares=sum(each.kind == "cpu" for each in self._devices) or 1,
         )
 
     async def _load_weights(self, instance: Instance, spec: LoadSpec, path: Path) -> None:
         """Loads the weights and starts the tokenizer side by side. Where either fails, and when this is cancelled,
         the weights are unloaded again. Raises LoadFailed, InsufficientCapacity or WorkerLost."""
-        supervisor = instance.supervisor
+        host = instance.host
         tokenizer = asyncio.create_task(self._texts.awake(instance.model_id, path))
-        weights = asyncio.create_task(supervisor.load(spec, instance))
+        weights = asyncio.create_task(host.load(spec, instance))
         try:
             await asyncio.wait({weights, tokenizer}, return_when=asyncio.FIRST_EXCEPTION)
             if tokenizer.done():
@@ -254,7 +278,7 @@ class ModelLoader:
             weights.cancel()
             await asyncio.wait({weights})
             if not weights.cancelled() and weights.exception() is None:
-                await supervisor.unload(weights.result())
+                await host.unload(weights.result())
             if isinstance(error, LoadRejected):
                 raise _load_error(instance.model_id, error) from error
             raise
@@ -265,6 +289,6 @@ def _load_error(model_id: str, error: LoadRejected) -> CortexError:
     return kind(f"{model_id}: {error}")
 
 
-def _is_settling(supervisor: WorkerSupervisor) -> bool:
-    """Whether memory was freed on the device just now, so that a reading of it may be too low."""
-    return asyncio.get_running_loop().time() - supervisor.freed_at_s <= _SETTLE_S
+def _is_settling(host: ModelHost) -> bool:
+    """Whether memory was freed there just now, so that a reading of it may be too low."""
+    return asyncio.get_running_loop().time() - host.freed_at_s <= _SETTLE_S

@@ -14,15 +14,17 @@ from typing import Any
 
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.reserve import MemoryReserve
-from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS, Layout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
+from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import packed_layouts
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage
-from cortex.neuron.weights.checkpoint import open_checkpoint
+from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
@@ -47,49 +49,71 @@ class ModelFacts:
     """Tensors that stay quantised on a GPU → their layout there."""
     recipe: Recipe | None = None
     """How dense matrices are quantised at load, if the operator wants that."""
+    num_ranks: int = 1
+    """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
 
     @property
     def family(self) -> str:
         return str(self.architecture.raw["model_type"])
 
     @property
+    def is_published(self) -> bool:
+        """Whether it is a quantised checkpoint in safetensors."""
+        return (self.quant or "").upper() in PUBLISHED_LAYOUTS
+
+    @property
     def context_tokens(self) -> int:
         return self.architecture.config.context_tokens
 
     def sizes(
-        self, item_bytes: int, context_tokens: int | None, *, has_four_bits: bool = False, is_packed: bool = False
+        self,
+        item_bytes: int,
+        context_tokens: int | None,
+        *,
+        has_four_bits: bool = False,
+        is_packed: bool = False,
+        kv_item_bytes: int | None = None,
     ) -> ModelSizes:
         """What the model's parts take if it computes in numbers of `item_bytes`. `is_packed`: as on a GPU."""
-        storage = WeightStorage(item_bytes, self.formats, has_four_bits, self.packing if is_packed else {})
+        packing = self.packing if is_packed else {}
+        storage = WeightStorage(item_bytes, self.formats, has_four_bits, packing, kv_item_bytes)
         return ModelSizes.of(self.architecture, storage, context_tokens)
 
 
-def inspect(path: Path, quant: str | None = None, *, name: str | None = None) -> ModelFacts:
+def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:
     """Reads the config and the headers of the files at `path`. With `quant`, a GGUF file must be stored in that format,
     and dense weights are quantised so as they are loaded.
 
-    `name`: the model's name for messages, because a snapshot's folder is named by a digest. Raises LoadFailed.
+    `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
+    model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed.
     """
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint: Checkpoint = open_checkpoint(path)
     except CheckpointError as error:
         raise LoadFailed(str(error)) from error
     name = name or path.name
     try:
         recipe = _recipe(path, name, quant)
-        facts = _read_facts(path, checkpoint.config, checkpoint.tensors, recipe)
+        architecture = read_architecture(checkpoint.config)
+        if num_ranks > 1:
+            last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
+            whole, architecture = architecture, architecture.sharded(last)
+            checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
+        facts = _read_facts(path, architecture, checkpoint.tensors, recipe)
     except UnsupportedModel as error:
         raise LoadFailed(f"{name} cannot be loaded: {error}") from error
+    except CheckpointError as error:
+        raise LoadFailed(f"{name} cannot be divided among {num_ranks} devices: {error}") from error
     finally:
         checkpoint.close()
-    if quant is not None and recipe is None:
+    if quant is not None and (recipe is None or facts.is_published):
         check_quant(facts, name, quant)
     return facts
 
 
 def _recipe(path: Path, name: str, quant: str | None) -> Recipe | None:
-    """How dense weights are to be quantised; None for GGUF files, which are what they are. Raises LoadFailed."""
-    if quant is None or path.suffix == ".gguf":
+    """How dense weights are to be quantised; None for files that are quantised already. Raises LoadFailed."""
+    if quant is None or path.suffix == ".gguf" or quant.upper() in PUBLISHED_LAYOUTS:
         return None
     recipe = recipe_of(quant)
     if recipe is None:
@@ -101,45 +125,45 @@ def _recipe(path: Path, name: str, quant: str | None) -> Recipe | None:
 
 
 def check_quant(facts: ModelFacts, name: str, quant: str) -> None:
-    """Raises LoadFailed unless a GGUF file is quantised as `quant`."""
+    """Raises LoadFailed unless files that are quantised already are quantised as `quant`."""
     wanted, stored = recipe_of(quant), recipe_of(facts.quant or "")
     is_named = quant.upper() in facts.path.stem.upper()
     is_stored = _MIXTURE.sub("", quant.upper()) == (facts.quant or "").upper()
     if is_named or is_stored or (wanted is not None and wanted == stored):
         return
     raise LoadFailed(
-        f"{name} is quantised as {facts.quant or 'plain numbers'}, not as {quant}; name the GGUF of {quant} "
-        "as the source, or omit `quant`"
+        f"{name} is quantised as {facts.quant or 'plain numbers'}, not as {quant}; name the "
+        f"{'unquantised model' if facts.is_published else f'GGUF of {quant}'} as the source, or omit `quant`"
     )
 
 
 def _read_facts(
-    path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], recipe: Recipe | None
+    path: Path, architecture: Architecture, tensors: Mapping[str, TensorInfo], recipe: Recipe | None
 ) -> ModelFacts:
-    """Raises UnsupportedModel."""
-    architecture = read_architecture(config)
     formats = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in _DENSE_FORMATS}
     elements: Counter[str] = Counter()
     for tensor in tensors.values():
         elements[tensor.dtype] += math.prod(tensor.shape)
     most = max(elements, key=lambda stored: elements[stored], default="F32")
     quant = most.lower() if most not in _DENSE_FORMATS else recipe.name if recipe is not None else None
-    return ModelFacts(path, architecture, quant, formats, packed_layouts(tensors, recipe), recipe)
+    num_ranks = architecture.shard.size
+    return ModelFacts(path, architecture, quant, formats, packed_layouts(tensors, recipe), recipe, num_ranks)
 
 
-def choose_device(
+def choose_devices(
     model_id: str,
     need_bytes: int,
     devices: Sequence[Device],
     readings: Mapping[int, DeviceReading],
     *,
+    count: int,
     allowed: Sequence[int],
     reserve: Callable[[Device], MemoryReserve],
-) -> int:
-    """The index of the device with the most free memory among those where `need_bytes` fit; only `allowed` ones, if any
-    are given.
+) -> tuple[int, ...]:
+    """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
+    `allowed` ones, if any are given.
 
-    Raises InsufficientCapacity with the needed and the available bytes of every device.
+    Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
     """
     table: list[dict[str, Any]] = []
     fitting: list[tuple[int, int]] = []
@@ -170,16 +194,17 @@ def choose_device(
                 "reason": reason,
             }
         )
-    if fitting:
-        return -max(fitting)[1]
+    if len(fitting) >= count:
+        return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
     rows = "; ".join(
         f"device {row['device']} ({row['name']}) has {_gigabytes(row['have_bytes'])} of "
         f"{_gigabytes(row['total_bytes'])} to give, beside {_gigabytes(row['kept_free_bytes'])} kept free: "
         f"{row['reason']}"
         for row in table
     )
+    each = "" if count == 1 else f" on each of {count} devices"
     raise InsufficientCapacity(
-        f"{model_id} needs at least {_gigabytes(need_bytes)}, but {rows}", details={"devices": table}
+        f"{model_id} needs at least {_gigabytes(need_bytes)}{each}, but {rows}", details={"devices": table}
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
+from cortex.wire.relaxed_schema import relaxed
 
 # With unbounded white space, small models write nothing else until they run out of tokens.
 _WHITE_SPACE: Final = r"[ \n\t]{0,32}"
@@ -27,6 +28,12 @@ class LarkGrammar:
         self._rules.append(f"{name}: {body}")
         return name
 
+    def terminal(self, stem: str, body: str) -> str:
+        """Adds a terminal, with `stem` in upper case, and returns its name. It is matched as one regular expression:
+        thousands of alternatives cost little, where as a rule they exceed the parser's limits."""
+        assert stem.isupper()
+        return self.rule(stem, body)
+
     def marker(self, text: str) -> str:
         """The token `text` if the vocabulary has it as one token, else its characters."""
         token = self._tokenizer.whole_id(text)
@@ -34,23 +41,25 @@ class LarkGrammar:
 
     def text_until(self, end: str) -> str:
         """Any text up to and including the first `end`."""
-        self._need_text()
         token = self.marker(end)
         if token.startswith("<["):
-            return f"TEXT {token}"
+            return f"{self.text_without(end)} {token}"
+        self._need_text()
         name = f"until_{len(self._rules)}"
         self._rules.append(f"{name}[lazy]: TEXT {token}")
         return name
 
-    def text_without(self, part: str) -> str:
-        """Any text in which `part` does not occur."""
+    def text_without(self, *parts: str) -> str:
+        """Any text in which none of `parts` occurs."""
         name = f"WITHOUT_{len(self._rules)}"
-        self._rules.append(f"{name}: /(.|\\n)*/ & ~(/(.|\\n)*/ {literal(part)} /(.|\\n)*/)")
+        excluded = "".join(f" & ~(/(.|\\n)*/ {literal(part)} /(.|\\n)*/)" for part in parts)
+        self._rules.append(f"{name}: /(.|\\n)*/{excluded}")
         return name
 
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        """JSON of this schema; `lenient` ignores keywords that cannot be enforced."""
-        options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient}
+        """JSON of this schema without the parts that no grammar can express; `lenient` also ignores invalid ones."""
+        schema = relaxed(schema).schema
+        options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient, "coerce_one_of": True}
         stated = schema.get("x-guidance")
         return self.other(
             {"json_schema": {**schema, "x-guidance": options | (stated if isinstance(stated, dict) else {})}}

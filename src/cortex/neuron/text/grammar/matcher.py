@@ -43,7 +43,8 @@ class Matcher:
         try:
             import llguidance
         except ImportError as error:
-            raise GrammarRejected("constrained output needs the package llguidance; install cortex[neuron]") from error
+            what = "constrained output needs the package llguidance: pip install 'cortex-fleet[neuron]'"
+            raise GrammarRejected(what) from error
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()

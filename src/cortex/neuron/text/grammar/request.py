@@ -8,6 +8,7 @@ The grammar library is imported with the first such request.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
 from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.neuron.text.tools.grammar import MARKED, add_calls, add_free_response
+from cortex.neuron.text.tools.grammar import MARKED, OPENINGS, add_calls, add_free_response
+from cortex.wire.constraints import is_constrained
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
 
@@ -31,24 +33,18 @@ class LeadingReasoning(Enum):
     """The prompt has opened reasoning, which the model must close first."""
 
 
-def is_constrained(request: GenerateRequest) -> bool:
-    choice = request.tool_choice
-    return request.output is not None or choice.mode in ("required", "named") or _is_restricted(request)
-
-
-def _is_restricted(request: GenerateRequest) -> bool:
-    """Whether the model may call only some of the tools in its prompt."""
-    return request.tool_choice.mode == "auto" and request.callable_tools != request.tools
-
-
 def build_grammar(
     request: GenerateRequest,
     tokenizer: Tokenizer,
-    syntax: ToolSyntax | None,
+    syntax: ToolSyntax,
     markers: ReasoningMarkers | None,
     reasoning: LeadingReasoning,
+    max_characters: int | None = None,
+    max_cpu_s: float | None = None,
 ) -> str | None:
-    """The grammar, or None for unconstrained output; raises InvalidValue for what cannot be enforced."""
+    """The grammar, or None for unconstrained output; raises InvalidValue for what cannot be enforced, and for a grammar
+    of more than `max_characters`, or that takes more than `max_cpu_s` to compile."""
+    limits = (max_characters, max_cpu_s)
     if not is_constrained(request) or (request.output is None and _parser_suffices(request, syntax)):
         return None
     grammar = LarkGrammar(tokenizer)
@@ -56,23 +52,26 @@ def build_grammar(
     mode = request.tool_choice.mode
     if mode in ("required", "named"):
         tools = _chosen(request)
-        calls = add_calls(grammar, syntax or ToolSyntax.PLAIN_JSON, tools, parallel=request.tool_choice.parallel)
-        return _checked(grammar, f"{before}{calls}", param="tools")
+        calls = add_calls(grammar, syntax, tools, parallel=request.tool_choice.parallel)
+        return _checked(grammar, f"{before}{calls}", "tools", *limits)
+    if request.output is None and mode == "none":
+        return _checked(grammar, f"{before}{grammar.text_without(*OPENINGS[syntax])}", "tools", *limits)
     if request.output is None:
-        assert syntax is not None, "a model without a tool-call syntax has no calls to restrict"
         free = add_free_response(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
-        return _checked(grammar, f"{before}{free}", param="tools")
+        return _checked(grammar, f"{before}{free}", "tools", *limits)
     response = _response(grammar, request.output)
-    if request.callable_tools and mode == "auto" and syntax is not None:
+    if request.callable_tools and mode == "auto":
         # The client can parse either.
         calls = add_calls(grammar, syntax, request.callable_tools, parallel=request.tool_choice.parallel)
         response = f"({response} | {calls})"
-    return _checked(grammar, f"{before}{response}", param="response_format")
+    return _checked(grammar, f"{before}{response}", "response_format", *limits)
 
 
-def _parser_suffices(request: GenerateRequest, syntax: ToolSyntax | None) -> bool:
+def _parser_suffices(request: GenerateRequest, syntax: ToolSyntax) -> bool:
     """Whether the restriction holds without a grammar: if calls have no markers, the output parser treats only JSON
     that names a callable tool as a call, and everything else as text."""
+    if request.tool_choice.mode == "none":
+        return syntax not in OPENINGS
     return request.tool_choice.mode == "auto" and syntax not in MARKED
 
 
@@ -113,7 +112,7 @@ def _response(grammar: LarkGrammar, output: OutputFormat) -> str:
         case "choice":
             if not output.choices:
                 raise InvalidValue("there is nothing to choose from; give at least one choice", param="response_format")
-            return grammar.rule("choice", " | ".join(map(literal, output.choices)))
+            return grammar.terminal("CHOICE", " | ".join(map(literal, output.choices)))
 
 
 def _text(output: OutputFormat) -> str:
@@ -139,14 +138,27 @@ def _lark(text: str) -> Mapping[str, Any]:
         raise InvalidValue(f"the grammar cannot be read: {shorten(str(error))}", param="response_format") from error
 
 
-def _checked(grammar: LarkGrammar, start: str, *, param: str) -> str:
+def _checked(grammar: LarkGrammar, start: str, param: str, max_characters: int | None, max_cpu_s: float | None) -> str:
     import llguidance
 
     try:
         built = grammar.build(start)
     except RecursionError as error:
         raise InvalidValue("the schema is nested too deeply to be enforced; flatten it", param=param) from error
+    if max_characters is not None and len(built) > max_characters:
+        raise InvalidValue(
+            f"the output format is a grammar of {len(built)} characters, at most {max_characters} are allowed on this "
+            "node (text.max_grammar_kb in neuron.toml); use fewer choices or a smaller schema",
+            param=param,
+        )
+    began_s = time.thread_time()
     problem = llguidance.LLMatcher.validate_grammar(built)
+    if max_cpu_s is not None and time.thread_time() - began_s > max_cpu_s:
+        raise InvalidValue(
+            f"the output format takes more than {max_cpu_s:g} s to compile (text.max_grammar_cpu_s in neuron.toml); "
+            "simplify the schema or the grammar",
+            param=param,
+        )
     if problem:
         raise InvalidValue(f"the output format cannot be enforced: {shorten(problem.strip())}", param=param)
     return built

@@ -8,7 +8,7 @@ A template writes the tool calls and reasoning of earlier turns in the model's o
 | `<tool_call>` | Hermes JSON: `<tool_call>{"name": …, "arguments": …}</tool_call>` |
 | `<|python_tag|>`, or both `"name"` and `"parameters"` spelled out | Llama JSON: `{"name": …, "parameters": …}` |
 | the variable `tools`, and none of these | plain JSON: `{"name": …, "arguments": …}` |
-| no variable `tools` | not at all: the model has no tools |
+| no variable `tools` | Hermes JSON, as `template/generic_tools.py` describes it to the model |
 
 A model whose template contains one of the pairs in `REASONING_MARKERS` writes its reasoning between them.
 """
@@ -55,9 +55,9 @@ _SPELLS_NAME: Final = re.compile(r"""\\?["']name\\?["']\s*:""")
 _SPELLS_PARAMETERS: Final = re.compile(r"""\\?["']parameters\\?["']\s*:""")
 
 
-def tool_syntax(template: ChatTemplate) -> ToolSyntax | None:
-    if "tools" not in template.variables:
-        return None
+def tool_syntax(template: ChatTemplate) -> ToolSyntax:
+    if not template.takes_tools:
+        return ToolSyntax.HERMES_JSON
     if template.mentions("<function="):
         return ToolSyntax.QWEN_XML
     if template.mentions(TOOL_CALL_OPEN):

@@ -69,6 +69,20 @@ class ChatTemplate:
         except jinja2.TemplateError:
             return frozenset()
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it has a place for the descriptions of tools."""
+        return "tools" in self.variables
+
+    @cached_property
+    def literals(self) -> frozenset[str]:
+        """The strings in its expressions, such as words that it looks for; none for a template that does not parse."""
+        try:
+            constants = _ENVIRONMENT.parse(self.source).find_all(jinja2.nodes.Const)
+            return frozenset(constant.value for constant in constants if isinstance(constant.value, str))
+        except jinja2.TemplateError:
+            return frozenset()
+
     def mentions(self, word: str) -> bool:
         """Whether the template's source contains `word`: a field that it reads or a marker that it writes."""
         return word in self.source

@@ -1,6 +1,7 @@
 """A request's conversation as the variables that chat templates expect.
 
-Nothing is injected, reordered or dropped. If templates differ about a form, the template itself decides.
+Nothing is reordered or dropped. If templates differ about a form, the template itself decides. Only a template without
+a place for tools gets them in the system message.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from cortex.neuron.text.template import generic_tools
 from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.system_form import system_form
 from cortex.wire.errors import InvalidValue, UnsupportedModality
 from cortex.wire.requests import (
+    EFFORT_TOKENS,
     GenerateRequest,
     Image,
     Message,
@@ -22,6 +25,7 @@ from cortex.wire.requests import (
     Tool,
     ToolCall,
     ToolResult,
+    effort_of,
 )
 
 _RESERVED: Final = frozenset({"messages", "tools"})
@@ -34,28 +38,37 @@ def variables(request: GenerateRequest, template: ChatTemplate, named_tokens: Ma
             f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; use the request's own fields",
             param="chat_template_kwargs",
         )
-    _reject_unsupported_tools(request, template)
+    _reject_hidden_calls(request, template)
+    tools = [_tool(tool) for tool in request.tools]
+    turns = messages(request.messages, template)
+    if not template.takes_tools:
+        turns = generic_tools.described(turns, tools if request.tool_choice.mode != "none" else [], template)
     return {
         **named_tokens,
         "documents": None,
         "add_generation_prompt": True,
-        **_thinking(request),
+        **_thinking(request, template),
         **request.template_args,
-        "messages": messages(request.messages, template),
-        "tools": [_tool(tool) for tool in request.tools] or None,
+        "messages": _with_system_form(turns, template),
+        "tools": tools or None,
     }
 
 
 def messages(conversation: Iterable[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-    """The turns as plain JSON values, one for one; system messages in the form that the template accepts."""
+    """The turns as plain JSON values, one for one."""
     names_by_call: dict[str, str] = {}
     rendered = []
     for position, message in enumerate(conversation):
         rendered.append(_message(message, position, template, names_by_call))
         names_by_call.update((part.id, part.name) for part in message.parts if isinstance(part, ToolCall))
-    if any(message["role"] == "system" for message in rendered[1:]):
-        return system_form(template).fit(rendered)
     return rendered
+
+
+def _with_system_form(turns: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+    """The turns with system messages in the form that the template accepts."""
+    if any(turn["role"] == "system" for turn in turns[1:]):
+        return system_form(template).fit(turns)
+    return turns
 
 
 def _message(
@@ -72,7 +85,8 @@ def _message(
                 value.setdefault("name", names_by_call[result.call_id])
             if result.is_error:
                 value["is_error"] = True
-            parts = (*(part for part in parts if part is not result), *result.parts)
+            shown = result.parts if template.mentions("is_error") else result.marked_parts
+            parts = (*(part for part in parts if part is not result), *shown)
     if calls := [part for part in parts if isinstance(part, ToolCall)]:
         form = call_form(template)
         value["tool_calls"] = [_call(call, form) for call in calls]
@@ -119,31 +133,27 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _thinking(request: GenerateRequest) -> dict[str, Any]:
+def _thinking(request: GenerateRequest, template: ChatTemplate) -> dict[str, Any]:
     """The thinking options under the names that templates use; left out if the request does not set them."""
     thinking = request.thinking
+    effort, budget = thinking.effort, thinking.budget_tokens
     switch: dict[str, Any] = {}
-    if thinking.enabled is not None:
-        switch |= {"enable_thinking": thinking.enabled, "thinking": thinking.enabled}
-    if thinking.effort is not None:
-        switch["reasoning_effort"] = thinking.effort
-    if thinking.budget_tokens is not None:
-        switch["thinking_budget"] = thinking.budget_tokens
+    if thinking.switch is not None:
+        switch |= {"enable_thinking": thinking.switch, "thinking": thinking.switch}
+    if thinking.switch is False and template.mentions("thinking_budget"):
+        budget = 0
+    if effort is not None or budget:
+        switch["reasoning_effort"] = effort or effort_of(budget)
+    if budget is not None or effort in EFFORT_TOKENS:
+        switch["thinking_budget"] = EFFORT_TOKENS[effort] if budget is None and effort is not None else budget
     return switch
 
 
-def _reject_unsupported_tools(request: GenerateRequest, template: ChatTemplate) -> None:
-    """Rejects tools that the template would drop: the model would invent a format."""
-    if request.tools and request.tool_choice.mode != "none" and "tools" not in template.variables:
-        raise UnsupportedModality(
-            "this model's chat template has no place for tools; "
-            "remove them, set tool_choice to none, or choose a model whose capabilities include tools",
-            param="tools",
-        )
+def _reject_hidden_calls(request: GenerateRequest, template: ChatTemplate) -> None:
+    """Rejects calls of earlier turns that a template with a place for tools would drop."""
     called = any(isinstance(part, ToolCall) for message in request.messages for part in message.parts)
-    if called and not template.mentions("tool_calls"):
+    if called and template.takes_tools and not template.mentions("tool_calls"):
         raise UnsupportedModality(
-            "the conversation has tool calls, and this model's chat template cannot show them; "
-            "choose a model whose capabilities include tools",
+            "the conversation has tool calls, and this model's chat template cannot show them; choose another model",
             param="messages",
         )

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from cortex.neuron.text.output.detect import ReasoningMarkers
 from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
-from cortex.wire.errors import InvalidValue, TemplateRenderFailed, prompt_too_long
+from cortex.wire.errors import InvalidValue, TemplateRenderFailed
+from cortex.wire.prompt_overflow import prompt_too_large, prompt_too_long
 from cortex.wire.requests import GenerateRequest
 
 _CONTINUE: Final = "continue_final_message"
 # The space shows whether the template trimmed the message that is continued.
 _MARK: Final = "\ue000continue here\ue001 "
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """The bounds of a prompt and its grammar. None: no bound."""
+
+    context_tokens: int | None = None
+    """The context of the model, which the prompt shares with the response."""
+    max_prompt_tokens: int | None = None
+    """The node's own limit for prompts."""
+    max_characters: int | None = None
+    max_grammar_characters: int | None = None
+    max_grammar_cpu_s: float | None = None
+    """How long compiling the grammar may take. The engine compiles it again, while other requests wait."""
+    control_tokens_in_messages: bool = False
+    """Whether the text of a control token in a message becomes that token, as in the reference library."""
+
+
+NO_RULES: Final = PromptRules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +63,15 @@ class PromptText:
     """Its end, after the last finished turn: the beginning of the response."""
     turn_ends: tuple[int, ...]
     """Character positions where finished turns end."""
+    literal_at: tuple[int, ...] = ()
+    """Characters at which no control token begins, ascending."""
 
 
-def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer, context_tokens: int | None = None) -> Rendered:
+def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer, rules: PromptRules) -> Rendered:
     """A prompt without a template; text gets the tokens that the model expects around a document. Raises InvalidValue
     or ContextLengthExceeded."""
     if isinstance(prompt, str):
-        _check_length(prompt, tokenizer, context_tokens)
+        _check_length(prompt, tokenizer, rules)
         return Rendered(prompt, tuple(tokenizer.encode_document(prompt)))
     for edge in (min(prompt, default=0), max(prompt, default=0)):
         if not 0 <= edge < tokenizer.vocab_size:
@@ -63,12 +87,14 @@ def render_conversation(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     markers: ReasoningMarkers | None,
-    context_tokens: int | None = None,
+    literal_content: LiteralContent | None,
+    rules: PromptRules,
 ) -> Rendered:
-    """Raises TemplateRenderFailed, UnsupportedModality, InvalidValue or ContextLengthExceeded."""
-    prompt = prompt_text(request, template, tokenizer)
-    _check_length(prompt.text, tokenizer, context_tokens)
-    encoded = tokenizer.encode_segmented(prompt.text)
+    """With `literal_content`, text of the client yields no control token. Raises TemplateRenderFailed,
+    UnsupportedModality, InvalidValue or ContextLengthExceeded."""
+    prompt = prompt_text(request, template, tokenizer, literal_content)
+    _check_length(prompt.text, tokenizer, rules)
+    encoded = tokenizer.encode_segmented(prompt.text, prompt.literal_at)
     # Only positions at cuts are stable: elsewhere the next turn's text could merge with the last token.
     turn_ends = {encoded.cut_before(end) for end in prompt.turn_ends}
     return Rendered(
@@ -79,13 +105,25 @@ def render_conversation(
     )
 
 
-def prompt_text(request: GenerateRequest, template: ChatTemplate, tokenizer: Tokenizer) -> PromptText:
+def prompt_text(
+    request: GenerateRequest,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    literal_content: LiteralContent | None = None,
+) -> PromptText:
     """Renders the prompt, and finds the turn ends by rendering fewer messages: a prefix of the prompt is stable."""
     if not request.messages:
         raise InvalidValue("messages is empty; send at least one message", param="messages")
     values = conversation.variables(request, template, tokenizer.named_tokens)
     continues = bool(values.pop(_CONTINUE, False))
-    text = _continuation(template, values) if continues else template.render(values)
+    render = partial(_continuation, template) if continues else template.render
+    literal_at: tuple[int, ...] = ()
+    if literal_content is None:
+        text = render(values)
+    else:
+        trusted = tokenizer.named_tokens.keys() - request.template_args.keys()
+        literal = literal_content.render(render, values, trusted)
+        text, literal_at = literal.text, literal.literal_at
     messages = values["messages"]
     finished = len(messages) - 1 if continues else len(messages)
     last_query = max((i + 1 for i, message in enumerate(messages) if message["role"] == "user"), default=0)
@@ -96,14 +134,22 @@ def prompt_text(request: GenerateRequest, template: ChatTemplate, tokenizer: Tok
         text,
         text[ends.get(finished) or 0 :],
         tuple(sorted({end for end in ends.values() if end is not None})),
+        literal_at,
     )
 
 
-def _check_length(text: str, tokenizer: Tokenizer, context_tokens: int | None) -> None:
+def _check_length(text: str, tokenizer: Tokenizer, rules: PromptRules) -> None:
     """Raises ContextLengthExceeded before tokenising: 20 MB of text would take one core a minute."""
-    if context_tokens is None or (least := tokenizer.min_tokens(text)) < context_tokens:
-        return
-    raise prompt_too_long(least, context_tokens)
+    least, context_tokens, most = tokenizer.min_tokens(text), rules.context_tokens, rules.max_prompt_tokens
+    if context_tokens is not None and (least >= context_tokens or least > (most or context_tokens)):
+        raise prompt_too_long(least, context_tokens, most)
+    check_size(text, rules)
+
+
+def check_size(text: str, rules: PromptRules) -> None:
+    """Raises ContextLengthExceeded for more text than the node tokenises."""
+    if rules.max_characters is not None and len(text) > rules.max_characters:
+        raise prompt_too_large(len(text), rules.max_characters)
 
 
 def _end_of(template: ChatTemplate, values: dict[str, Any], count: int, text: str) -> int | None:

@@ -41,12 +41,18 @@ class SystemForm:
 def system_form(template: ChatTemplate) -> SystemForm:
     """The form that the template shows completely; the default form if it accepts no system message at all."""
     first, other = ({"role": "system", "content": text} for text in (_FIRST, _OTHER))
-    if not _shows(template, [first, _USER]):
+    if not takes_system(template):
         return SystemForm()
     return SystemForm(
         takes_several=_shows(template, [first, other, _USER]),
         takes_later=_shows(template, [first, _USER, _ASSISTANT, other, _USER]),
     )
+
+
+@lru_cache(maxsize=64)
+def takes_system(template: ChatTemplate) -> bool:
+    """Whether the template shows a system message at the beginning."""
+    return _shows(template, [{"role": "system", "content": _FIRST}, _USER])
 
 
 def _shows(template: ChatTemplate, messages: list[dict[str, Any]]) -> bool:

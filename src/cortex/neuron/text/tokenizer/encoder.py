@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,23 @@ class TextEncoder(Protocol):
         """Ids of a document, with the begin and end tokens that the model was trained with."""
         ...
 
-    def encode_segmented(self, text: str) -> Segmented:
-        """Like `encode`, with the positions of cuts around whole tokens; known parts of a long text cost little."""
+    def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
+        """Like `encode`, with the positions of cuts around whole tokens; known parts of a long text cost little. At the
+        characters `literal_at`, ascending, no whole token begins: the text there is only text."""
         ...
+
+
+class NoEncoder:
+    """The encoder of a process that does not tokenise: a caller has confused the processes."""
+
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError(
+            f"this process does not tokenise; send the {len(text)} characters to the process that does"
+        )
+
+    def encode_document(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
+        del literal_at
+        return Segmented(tuple(self.encode(text)), (), ())

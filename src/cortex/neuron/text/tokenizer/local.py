@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ class LocalEncoder:
     def encode_document(self, text: str) -> list[int]:
         return self._tokenizer.encode_document(text)
 
-    def encode_segmented(self, text: str) -> Segmented:
-        return self._segments.encode(text)
+    def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
+        return self._segments.encode(text, literal_at)
 
 
 def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:

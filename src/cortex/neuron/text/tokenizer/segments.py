@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 import threading
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Final
 
 from cortex.neuron.text.tokenizer.encoder import Segmented
@@ -27,8 +29,13 @@ _WINDOW_CHARACTERS: Final = 1 << 16
 """Searched at once: a search blocks all other threads."""
 
 
+_BREAK: Final = "\ufdd0"
+"""A noncharacter: no vocabulary has a token of it."""
+
+
 class SegmentEncoder:
-    """Encodes exactly like `tokenizer.encode`. Safe to share between threads; its cache is bounded."""
+    """Encodes exactly like `tokenizer.encode`, but for text that is to be taken literally. Safe to share between
+    threads; its cache is bounded."""
 
     def __init__(
         self,
@@ -48,24 +55,36 @@ class SegmentEncoder:
         self._num_characters = 0
         self._lock = threading.Lock()
 
-    def encode(self, text: str) -> Segmented:
-        return self._encode_whole(text) if self._pattern is None else self._encode_segments(self._pattern, text)
+    def encode(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
+        """At the characters `literal_at`, ascending, no whole token begins."""
+        if self._pattern is None:
+            return self._encode_whole(text, literal_at)
+        return self._encode_segments(self._pattern, text, literal_at)
 
-    def _encode_segments(self, pattern: re.Pattern[str], text: str) -> Segmented:
+    def _encode_segments(self, pattern: re.Pattern[str], text: str, literal_at: Sequence[int]) -> Segmented:
         ids: list[int] = []
         cuts: list[tuple[int, int]] = []
         position = 0
-        for found in self._whole_tokens(pattern, text):
-            ids += self._segment(text[position : found.start()])
+        for found in self._whole_tokens(pattern, text, frozenset(literal_at)):
+            ids += self._literal_segment(text, position, found.start(), literal_at)
             cuts.append((found.start(), len(ids)))
             ids.append(self._ids_by_whole[found.group()])
             cuts.append((found.end(), len(ids)))
             position = found.end()
-        ids += self._segment(text[position:])
+        ids += self._literal_segment(text, position, len(text), literal_at)
         return _segmented(ids, cuts)
 
-    def _whole_tokens(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-        """The same as `pattern.finditer`, searched window by window."""
+    def _literal_segment(self, text: str, start: int, end: int, literal_at: Sequence[int]) -> list[int] | array[int]:
+        """The ids of a part of `text` without whole tokens. Where it contains the text of one, it is encoded in two
+        pieces: the library would find the token in the whole."""
+        inside = literal_at[bisect_left(literal_at, start) : bisect_left(literal_at, end)]
+        if not inside:
+            return self._segment(text[start:end])
+        bounds = (start, *(at + 1 for at in inside), end)
+        return [token for piece in pairwise(bounds) for token in self._segment(text[slice(*piece)])]
+
+    def _whole_tokens(self, pattern: re.Pattern[str], text: str, literal_at: frozenset[int]) -> Iterator[re.Match[str]]:
+        """Like `pattern.finditer`, without tokens that begin at a literal character, searched window by window."""
         position = 0
         while position < len(text):
             window_end = position + self._window_characters
@@ -73,18 +92,29 @@ class SegmentEncoder:
             found = pattern.search(text, position, window_end + self._longest_whole - 1)
             if found is None or found.start() >= window_end:
                 position = window_end
+            elif found.start() in literal_at:
+                position = found.start() + 1
             else:
                 yield found
                 position = found.end()
 
-    def _encode_whole(self, text: str) -> Segmented:
-        encoding = self._tokenizer.encoding(text)
+    def _encode_whole(self, text: str, literal_at: Sequence[int]) -> Segmented:
+        """As one text, because the ids of a part depend on the whole. A character that no token merges with breaks the
+        texts of tokens that are literal; its own tokens are left out."""
+        bounds = (0, *(at + 1 for at in literal_at), len(text))
+        breaks = [at + 1 + number for number, at in enumerate(literal_at)]
+        encoding = self._tokenizer.encoding(_BREAK.join(text[slice(*piece)] for piece in pairwise(bounds)))
         whole = set(self._ids_by_whole.values())
+        ids: list[int] = []
         cuts: list[tuple[int, int]] = []
-        for i, (token, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            num_breaks = bisect_left(breaks, start)
+            if end == start + 1 and breaks[num_breaks : num_breaks + 1] == [start]:
+                continue
+            ids.append(token)
             if token in whole:
-                cuts += [(start, i), (end, i + 1)]
-        return _segmented(encoding.ids, cuts)
+                cuts += [(start - num_breaks, len(ids) - 1), (end - num_breaks, len(ids))]
+        return _segmented(ids, cuts)
 
     def _segment(self, text: str) -> list[int] | array[int]:
         if len(text) < _MIN_CACHED_CHARACTERS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,9 +49,9 @@ class Tokenizer:
         """Ids of a document, with the begin and end tokens that the model was trained with."""
         return self.encoder.encode_document(text)
 
-    def encode_segmented(self, text: str) -> Segmented:
-        """Like `encode`, with the positions of cuts around whole tokens."""
-        return self.encoder.encode_segmented(text)
+    def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
+        """Like `encode`, with the positions of cuts around whole tokens; none begins at a character in `literal_at`."""
+        return self.encoder.encode_segmented(text, literal_at)
 
     def min_tokens(self, text: str) -> int:
         """A lower bound for the number of tokens of `text`, from its length alone."""

@@ -53,6 +53,22 @@ class Vocabulary:
         """One more than the largest id; a model's embedding may have more rows than that."""
         return len(self.bounds) // _BOUND_BYTES - 1
 
+    @property
+    def control_texts(self) -> frozenset[str]:
+        """The texts of control tokens: those declared as such, those that end or begin a text, and `<|…|>`."""
+        named = {*self.named_tokens.values()}
+        return frozenset(
+            token.text
+            for token in self.whole_tokens
+            if token.text
+            and (
+                token.is_special
+                or token.id in self.eos_ids
+                or token.text in named
+                or (token.text.startswith("<|") and token.text.endswith("|>"))
+            )
+        )
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, perhaps part of a character; empty for an id outside the vocabulary."""
         if not 0 <= token_id < self.size:

@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
-from cortex.neuron.text.output.detect import TOOL_CALL_CLOSE, TOOL_CALL_OPEN, ToolSyntax
+from cortex.neuron.text.output.detect import PYTHON_TAG, TOOL_CALL_CLOSE, TOOL_CALL_OPEN, ToolSyntax
 from cortex.neuron.text.tools.qwen_xml import FUNCTION_CLOSE, FUNCTION_OPEN, PARAMETER_CLOSE, PARAMETER_OPEN
 from cortex.wire.requests import Tool
 
 MARKED = frozenset({ToolSyntax.HERMES_JSON, ToolSyntax.QWEN_XML})
 """Syntaxes in which a call is between markers, anywhere in the response."""
+OPENINGS = {
+    ToolSyntax.HERMES_JSON: (TOOL_CALL_OPEN,),
+    ToolSyntax.QWEN_XML: (TOOL_CALL_OPEN, FUNCTION_OPEN),
+    ToolSyntax.LLAMA_JSON: (PYTHON_TAG,),
+}
+"""What begins a call anywhere in the response."""
 
 
 def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
@@ -25,15 +31,15 @@ def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, 
 
 
 def add_free_response(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Adds rules for any text, optionally with calls of `tools` at its end; returns the rule's name.
+    """Adds rules for any text, in which what follows the marker is a call of one of `tools`; returns the rule's name.
 
-    Only for `MARKED` syntaxes: what follows the marker must be a call of one of `tools`.
+    Only for `MARKED` syntaxes. Unless `parallel`, the response ends with its first call.
     """
     bodies = " | ".join(_body(grammar, kind, tool) for tool in tools)
     rest = grammar.rule("rest", f'"\\n" ({bodies}) "\\n" {grammar.marker(TOOL_CALL_CLOSE)}')
-    more = f' ("\\n" {grammar.marker(TOOL_CALL_OPEN)} {rest})*' if parallel else ""
-    calls = grammar.rule("calls", f"{grammar.text_until(TOOL_CALL_OPEN)} {rest}{more}")
-    return grammar.rule("free", f"{grammar.text_without(TOOL_CALL_OPEN)} | {calls}")
+    call = f"{grammar.text_until(TOOL_CALL_OPEN)} {rest}"
+    text = grammar.text_without(TOOL_CALL_OPEN)
+    return grammar.rule("free", f"({call})* {text}" if parallel else f"{text} | {call}")
 
 
 def _add_call(grammar: LarkGrammar, kind: ToolSyntax, tool: Tool) -> str:

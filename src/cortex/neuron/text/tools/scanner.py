@@ -56,7 +56,7 @@ class CallScanner:
                 self._emit(self._gap + self._opening + "".join(self._body), events)
             if self._announced:
                 self.broke_off = True
-                self._end_call(events)
+                self._end_call(events, is_complete=False)
         self._emit(self._held, events)
         self._held = ""
         return events
@@ -126,8 +126,8 @@ class CallScanner:
         self._end_call(events)
         return progress.rest
 
-    def _end_call(self, events: list[CallEvent]) -> None:
-        events.append(ToolCallStop(index=self._index, call=self._num_calls))
+    def _end_call(self, events: list[CallEvent], *, is_complete: bool = True) -> None:
+        events.append(ToolCallStop(index=self._index, call=self._num_calls, is_complete=is_complete))
         self._reader = None
         self._announced = False
         self._num_calls += 1

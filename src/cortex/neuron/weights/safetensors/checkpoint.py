@@ -10,6 +10,7 @@ from cortex.neuron.weights.directory import model_file, read_json, read_optional
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malformed, TensorMissing
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.safetensors.header import parse_header
+from cortex.neuron.weights.safetensors.published import assemble
 from cortex.neuron.weights.stored import StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SafetensorsCheckpoint:
         self.generation_config: Mapping[str, Any] = read_optional_json(directory, "generation_config.json")
         self._files: list[MappedFile] = []
         try:
-            self._stored = self._open_tensors()
+            self._stored = assemble(directory, self.config, self._open_tensors())
         except CheckpointError:
             self.close()
             raise

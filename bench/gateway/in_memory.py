@@ -1,0 +1,218 @@
+"""The gateway's own CPU time per request, event and stream: client and node are in memory, so no socket is used.
+
+The figures do not depend on the network stack and hardly on what else runs on the machine, so that two versions can be
+compared on a busy one: run it in turns, with PYTHONPATH at the sources of each. See README.md.
+
+Usage: python bench/gateway/in_memory.py [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from cortex.gateway import config as configuration
+from cortex.gateway.configuration_files import load_catalogue
+from cortex.gateway.server import Gateway
+from cortex.http.server.connection import ClientConnection
+
+CONFIGURATION = """
+[gateway]
+listen = "127.0.0.1:0"
+
+[[neurons]]
+name = "bench"
+kind = "openai"
+endpoint = "http://127.0.0.1:1"
+"""
+
+NUM_WHOLE = 2000
+NUM_STREAMS = 1000
+NUM_EVENTS = 20_000
+
+
+def whole(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def request(body: bytes) -> bytes:
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:31313\r\nContent-Type: application/json\r\n"
+        b"Accept: */*\r\nUser-Agent: cortex-bench\r\nAuthorization: Bearer bench\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
+
+
+WHOLE_REQUEST = request(b'{"model":"bench","messages":[{"role":"user","content":"Is anybody there?"}]}')
+STREAM_REQUEST = request(b'{"stream":true,"model":"bench","messages":[{"role":"user","content":"Is anybody there?"}]}')
+MODELS = whole(b'{"object":"list","data":[{"id":"bench","object":"model","created":1,"owned_by":"bench"}]}')
+RESPONSE = whole(
+    b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"bench","choices":[{"index":0,'
+    b'"message":{"role":"assistant","content":"All is quiet in memory this morning."},"finish_reason":"stop"}],'
+    b'"usage":{"prompt_tokens":11,"completion_tokens":10,"total_tokens":21}}'
+)
+EVENT = chunk(
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"bench",'
+    b'"choices":[{"index":0,"delta":{"content":"word "},"finish_reason":null}]}\n\n'
+)
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+FIRST_EVENT = STREAM_HEAD + EVENT
+LAST_EVENT = (
+    chunk(
+        b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"bench",'
+        b'"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":64,"total_tokens":75}}\n\ndata: [DONE]\n\n'
+    )
+    + b"0\r\n\r\n"
+)
+
+
+class MemoryTransport(asyncio.Transport):
+    """Takes everything and passes it to `on_write`."""
+
+    def __init__(self, on_write: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self.write = on_write  # type: ignore[assignment,method-assign]
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """There is no buffer."""
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else default
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        raise RuntimeError("the gateway paused reading: the benchmark sends more than it should")
+
+    def resume_reading(self) -> None:
+        """Never paused."""
+
+    def abort(self) -> None:
+        raise RuntimeError("the gateway aborted a connection: the benchmark speaks wrong HTTP")
+
+    close = abort
+
+
+class MemoryNode:
+    """A node in memory. Polls get their response at once, other requests when the benchmark sends it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.waiting: list[asyncio.Protocol] = []
+        """Connections whose request has no response yet."""
+
+    async def connect(
+        self, factory: Callable[[], asyncio.Protocol], *_: object, **__: object
+    ) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        """In place of `loop.create_connection`."""
+        connection = factory()
+
+        def receive(data: bytes) -> None:
+            if data.startswith(b"GET"):
+                self._loop.call_soon(connection.data_received, MODELS)
+            else:
+                self.waiting.append(connection)
+
+        transport = MemoryTransport(receive)
+        connection.connection_made(transport)
+        return transport, connection
+
+
+class Bench:
+    """One client connection to a gateway whose node is in memory."""
+
+    def __init__(self, gateway: Gateway, node: MemoryNode) -> None:
+        self._waiting = node.waiting
+        self.num_client_bytes = 0
+        self._client = ClientConnection(gateway.server, asyncio.get_running_loop())
+        self._client.connection_made(MemoryTransport(self._receive))
+
+    def _receive(self, data: bytes) -> None:
+        self.num_client_bytes += len(data)
+
+    async def warm_up(self) -> None:
+        """Open the connection to the node."""
+        self._client.data_received(WHOLE_REQUEST)
+        while not self._waiting:
+            await asyncio.sleep(0)
+        self._waiting.pop().data_received(RESPONSE)
+        for run in (self.whole_responses, self.streams, self.events):
+            run(500)
+
+    def whole_responses(self, count: int) -> None:
+        for _ in range(count):
+            self._client.data_received(WHOLE_REQUEST)
+            self._waiting.pop().data_received(RESPONSE)
+
+    def streams(self, count: int) -> None:
+        """Streams of one event, besides the last."""
+        for _ in range(count):
+            self._client.data_received(STREAM_REQUEST)
+            node = self._waiting.pop()
+            node.data_received(FIRST_EVENT)
+            node.data_received(LAST_EVENT)
+
+    def events(self, count: int) -> None:
+        """Events of one stream."""
+        self._client.data_received(STREAM_REQUEST)
+        node = self._waiting.pop()
+        node.data_received(FIRST_EVENT)
+        for _ in range(count):
+            node.data_received(EVENT)
+        node.data_received(LAST_EVENT)
+
+
+def cpu_us(run: Callable[[int], None], count: int) -> float:
+    start = time.process_time()
+    run(count)
+    return (time.process_time() - start) * 1e6 / count
+
+
+async def main(rounds: int) -> None:
+    loop = asyncio.get_running_loop()
+    node = MemoryNode(loop)
+    loop.create_connection = node.connect  # type: ignore[method-assign,assignment]
+    with tempfile.TemporaryDirectory(prefix="cortex-bench-") as name:
+        path = Path(name) / "cortex.toml"
+        path.write_text(CONFIGURATION)
+        config = configuration.load(path, {})
+        gateway = Gateway(config, load_catalogue(config, path), path.parent)
+        await gateway.start()
+        bench = Bench(gateway, node)
+        await bench.warm_up()
+        gc.collect()
+        gc.freeze()
+        for label, run, count in (
+            ("whole response", bench.whole_responses, NUM_WHOLE),
+            ("stream", bench.streams, NUM_STREAMS),
+            ("event", bench.events, NUM_EVENTS),
+        ):
+            measured = [cpu_us(run, count) for _ in range(rounds)]
+            print(f"{label}: {min(measured):.2f} µs, median {statistics.median(measured):.2f}")
+    sys.stdout.flush()
+    os._exit(0)  # transports in memory cannot be closed in order
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Measure the gateway's own CPU time, without sockets.")
+    parser.add_argument("--rounds", type=int, default=9)
+    uvloop.run(main(parser.parse_args().rounds))

@@ -1,0 +1,44 @@
+#!/bin/sh
+# Installs cortex as a systemd service from this checkout. Run it as root; run it again to upgrade.
+#
+#   packaging/install.sh gateway     # cortex.service
+#   packaging/install.sh neuron      # neuron.service
+#
+# Configuration that exists is kept. The service is installed, but not started: see the end.
+set -eu
+
+usage() { echo "usage: $0 gateway|neuron" >&2; exit 2; }
+[ $# -eq 1 ] || usage
+case $1 in
+  gateway) unit=cortex extras='[postgres,telemetry]' examples='cortex.toml models.toml' ;;
+  neuron) unit=neuron extras='[neuron,telemetry]' examples='neuron.toml' ;;
+  *) usage ;;
+esac
+# DESTDIR, for packagers, receives the files; the environment and the users are made by the package there.
+root=${DESTDIR:-}
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/.."
+
+if [ -z "$root" ]; then
+  [ "$(id -u)" -eq 0 ] || { echo "$0: needs root; run it with sudo" >&2; exit 1; }
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    { echo "$0: needs Python 3.11 or newer; name one: PYTHON=/path/to/python3.11 $0 $1" >&2; exit 1; }
+  [ -x /opt/cortex/bin/python ] || "$python" -m venv /opt/cortex
+  /opt/cortex/bin/python -m pip install --disable-pip-version-check ".$extras"
+fi
+
+install -Dm644 "packaging/systemd/$unit.service" "$root/etc/systemd/system/$unit.service"
+install -Dm644 packaging/systemd/cortex.sysusers "$root/usr/lib/sysusers.d/cortex.conf"
+install -Dm644 docs/operations.md "$root/opt/cortex/docs/operations.md"
+for example in $examples; do
+  [ -e "$root/etc/cortex/$example" ] || install -Dm644 "examples/$example" "$root/etc/cortex/$example"
+done
+
+if [ -z "$root" ]; then
+  systemd-sysusers
+  if [ "$unit" = neuron ] && [ ! -e /etc/cortex/neuron.key ]; then
+    /opt/cortex/bin/neuron key | install -m440 -g neuron /dev/stdin /etc/cortex/neuron.key
+  fi
+  systemctl daemon-reload
+  echo "Edit /etc/cortex/${examples%% *}, then: systemctl enable --now $unit"
+fi

@@ -1,0 +1,86 @@
+"""`cortex pull`, `rm`: the files of models on the disks of nodes."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import click
+
+from cortex.cli import fleet_view
+from cortex.cli.client import GatewayClient, gateway_options
+from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.job_view import follow, parse
+from cortex.cli.output import console, json_option, print_json, size
+
+
+@click.command(cls=Command)
+@click.argument("model", metavar="MODEL[:QUANT]")
+@click.option("--node", help="The node to download to; the gateway chooses when absent.")
+@click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
+@gateway_options
+@json_option
+def pull(model: str, node: str | None, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
+    """Download a model without loading it.
+
+    MODEL is a model of the catalogue or a hub id; QUANT selects one of its GGUF files. Ctrl-C cancels; what was
+    downloaded is kept for the next time.
+
+    \b
+      cortex pull Qwen/Qwen3-8B
+      cortex pull unsloth/Qwen3-8B-GGUF:Q4_K_M --node beast
+    """
+    job = parse(start_pull(gateway, model, node))
+    if wait:
+        follow(gateway, gateway.get(f"/fleet/jobs/{job.id}"))
+    if as_json:
+        print_json(gateway.get(f"/fleet/jobs/{job.id}"))
+        return
+    what = "is on the disk of" if wait else "is being downloaded to"
+    then = "" if wait else f": {job.id}"
+    console().print(f"{job.model} {what} {', '.join(job.nodes)}{then}", markup=False, soft_wrap=True)
+
+
+def start_pull(gateway: GatewayClient, model: str, node: str | None) -> object:
+    """Begin a download; returns its job."""
+    name, quant = split_quant(model)
+    body = {"model": name, "quant": quant, "node": node}
+    return gateway.post("/fleet/pull", {key: value for key, value in body.items() if value is not None})["job"]
+
+
+@click.command(cls=Command)
+@click.argument("model", metavar="MODEL[:QUANT]")
+@click.option("--node", help="Only from the disk of this node; from all when absent.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@gateway_options
+@json_option
+def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json: bool) -> None:
+    """Delete a model's files from the nodes' disks.
+
+    A model in memory is not deleted; unload it first. Files outside a node's hub cache are never deleted.
+    """
+    name, quant = split_quant(model)
+    held = {
+        place.name: place.files[name]
+        for place in fleet_view.fetch(gateway).nodes
+        if place.files.get(name) and node in (None, place.name)
+    }
+    if not held:
+        where = f" of {node}" if node else ""
+        raise CommandError(f"no disk{where} holds files of {name}", "see `cortex status --json`", ExitCode.NOT_FOUND)
+    if not yes:
+        places = ", ".join(f"{place} ({size(num_bytes)})" for place, num_bytes in held.items())
+        click.confirm(f"Delete {model} from {places}?", abort=True, err=True)
+    option = f"?quant={quote(quant, safe='')}" if quant is not None else ""
+    deleted = [gateway.delete(f"/fleet/nodes/{quote(place)}/files/{quote(name)}{option}") for place in held]
+    if as_json:
+        print_json(deleted)
+        return
+    for each in deleted:
+        line = f"{model} deleted from {each['node']}, {size(each['freed_bytes'])} are free again"
+        console().print(line, markup=False, soft_wrap=True)
+
+
+def split_quant(model: str) -> tuple[str, str | None]:
+    """`owner/name:Q4_K_M` is the model `owner/name` and the quantisation `Q4_K_M`."""
+    name, colon, quant = model.rpartition(":")
+    return (name, quant) if colon and "/" in name and "/" not in quant and quant else (model, None)

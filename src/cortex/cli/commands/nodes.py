@@ -1,0 +1,110 @@
+"""`cortex ps`, `jobs`, `drain`, `undrain`: what runs where, and which nodes take work."""
+
+from __future__ import annotations
+
+import time
+from urllib.parse import quote
+
+import click
+from rich.text import Text
+
+from cortex.cli import fleet_view
+from cortex.cli.client import GatewayClient, gateway_options
+from cortex.cli.failures import Command
+from cortex.cli.fleet_view import HeldModel
+from cortex.cli.job_view import JobView, parse
+from cortex.cli.load_view import describe
+from cortex.cli.output import console, duration, json_option, print_json, size, state, table
+from cortex.wire.node import ModelState
+
+
+@click.command(cls=Command)
+@gateway_options
+@json_option
+def ps(gateway: GatewayClient, as_json: bool) -> None:
+    """List the models in memory, and what they do."""
+    fleet = fleet_view.fetch(gateway)
+    held = [(node, model) for node in fleet.nodes for model in node.models if model.state is not ModelState.FAILED]
+    if as_json:
+        print_json([{"node": node.name, "up": node.up, "model": model} for node, model in held])
+        return
+    if not held:
+        console().print("no model is in memory; load one with `cortex load MODEL`")
+        return
+    rows = table("MODEL", "NODE", "STATE", ">MEMORY", ">RUNNING", ">TOK/S", ">IDLE", "PINNED")
+    for node, model in held:
+        rows.add_row(
+            model.id,
+            node.name if node.up else f"{node.name} (down)",
+            state(describe(model)) if node.up else Text("unreachable", style="red"),
+            _memory(model),
+            str(max(model.in_flight, model.load.running) or ""),
+            f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",
+            duration(model.idle_s) if model.idle_s >= 1 else "",
+            "yes" if model.pinned else "",
+        )
+    console().print(rows)
+
+
+def _memory(model: HeldModel) -> str:
+    if model.state is ModelState.ASLEEP:
+        return f"{size(model.host_bytes)} in RAM"
+    num_bytes = model.measured_bytes if model.measured_bytes is not None else model.estimate_bytes
+    return "" if num_bytes is None else size(num_bytes)
+
+
+@click.command(cls=Command)
+@click.option("--cancel", metavar="ID", help="Cancel this job.")
+@gateway_options
+@json_option
+def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
+    """List loads, unloads and downloads, or cancel one."""
+    if cancel is not None:
+        found = [gateway.delete(f"/fleet/jobs/{quote(cancel, safe='')}")]
+    else:
+        found = gateway.get("/fleet/jobs")["jobs"]
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        console().print("no jobs")
+        return
+    rows = table("ID", "KIND", "MODEL", "NODE", "STATE", ">AGE", "BY")
+    for job in map(parse, found):
+        what = job.describe() if job.state == "running" else job.state
+        age = duration(max(0.0, time.time() - job.started_at))
+        rows.add_row(job.id, job.kind, job.model, ", ".join(job.nodes), _with_reason(job, what), age, job.by)
+    console().print(rows)
+
+
+def _with_reason(job: JobView, what: str) -> str:
+    return what if job.error is None or job.state == "cancelled" else f"{what}: {job.error.message}"
+
+
+@click.command(cls=Command)
+@click.argument("node")
+@gateway_options
+@json_option
+def drain(node: str, gateway: GatewayClient, as_json: bool) -> None:
+    """Send no new requests and loads to a node.
+
+    Running requests end normally, and its models stay loaded. It lasts until `cortex undrain`, also over restarts.
+    """
+    _drain(gateway, node, "drain", "gets no new requests", as_json)
+
+
+@click.command(cls=Command)
+@click.argument("node")
+@gateway_options
+@json_option
+def undrain(node: str, gateway: GatewayClient, as_json: bool) -> None:
+    """Send requests and loads to a node again."""
+    _drain(gateway, node, "undrain", "gets requests again", as_json)
+
+
+def _drain(gateway: GatewayClient, node: str, order: str, result: str, as_json: bool) -> None:
+    response = gateway.post(f"/fleet/nodes/{quote(node, safe='')}/{order}", {})
+    if as_json:
+        print_json(response)
+    else:
+        console().print(f"{node} {result}", markup=False, soft_wrap=True)

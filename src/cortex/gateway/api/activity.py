@@ -1,0 +1,180 @@
+"""`/fleet/activity`: the latest requests, listed, one in full, live, and forgotten.
+
+Operators see all requests. The owner of another key sees the requests of that key, without the names of nodes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from cortex.gateway.api.event_streams import EventStreams
+from cortex.gateway.api.parts import expect, number_in_query, query
+from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.activity import ActivityLog, Capture, RequestRecord
+from cortex.gateway.proxy.routes import json_response
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire import sse
+from cortex.wire.errors import InvalidValue, RouteNotFound, shorten
+
+PATH = "/fleet/activity"
+EVENTS_PATH = f"{PATH}/events"
+MAX_LISTED = 1000
+
+Matches = Callable[[RequestRecord], bool]
+
+
+class ActivityRoutes:
+    """Serves the gateway's activity log."""
+
+    def __init__(self, activity: ActivityLog, metering: Metering, streams: EventStreams) -> None:
+        self._activity = activity
+        self._streams = streams
+        self._metering = metering
+
+    def serves(self, path: str) -> bool:
+        return path == PATH or path.startswith(f"{PATH}/")
+
+    def handle(self, exchange: Exchange, path: str) -> Response | None:
+        request = exchange.request
+        key = self._metering.meter.key(request)
+        if path == EVENTS_PATH:
+            expect(request, b"GET")
+            self._stream(exchange, key)
+            return None
+        if path == PATH:
+            expect(request, b"GET", b"HEAD", b"DELETE")
+            return self._clear(request) if request.method == b"DELETE" else self._list(request, key)
+        expect(request, b"GET", b"HEAD", b"DELETE")
+        request_id = path.removeprefix(f"{PATH}/")
+        return self._forget(request, request_id) if request.method == b"DELETE" else self._one(request_id, key)
+
+    def _list(self, request: Request, key: KeySection | None) -> Response:
+        """The newest requests that match. `after`: only those with a higher number; `before`: only with a lower."""
+        limit = number_in_query(request, "limit", 100, most=MAX_LISTED)
+        after = number_in_query(request, "after", 0, most=2**53)
+        before = number_in_query(request, "before", 2**53, most=2**53)
+        matches = _filter(request)
+        found = (
+            _as_json(record, key)
+            for record in self._activity.newest_first()
+            if after < record.number < before and _is_shown(record, key) and matches(record)
+        )
+        return json_response({"requests": list(islice(found, limit)), "next": self._activity.last_number})
+
+    def _one(self, request_id: str, key: KeySection | None) -> Response:
+        for record in self._activity.newest_first():
+            if record.id.decode() == request_id and _is_shown(record, key):
+                return json_response(_as_json(record, key, in_full=True))
+        raise RouteNotFound(
+            f"There is no request {shorten(request_id)} among the latest; GET {PATH} lists those that are kept."
+        )
+
+    def _forget(self, request: Request, request_id: str) -> Response:
+        self._metering.meter.authenticate_operator(request)
+        num_removed = self._activity.forget(lambda record: record.id.decode() == request_id)
+        if not num_removed:
+            raise RouteNotFound(f"There is no request {shorten(request_id)} among the latest.")
+        return json_response({"removed": num_removed})
+
+    def _clear(self, request: Request) -> Response:
+        self._metering.meter.authenticate_operator(request)
+        return json_response({"removed": self._activity.forget(_filter(request))})
+
+    def _stream(self, exchange: Exchange, key: KeySection | None) -> None:
+        """Send every request that ends from now on. A slow reader loses requests, not the connection."""
+        matches = _filter(exchange.request)
+
+        def send(record: RequestRecord) -> None:
+            if not exchange.paused and _is_shown(record, key) and matches(record):
+                exchange.write(sse.frame(msgspec.json.encode(_as_json(record, key)), "request"))
+
+        self._streams.begin(exchange)
+        self._streams.keep(exchange, self._activity.subscribe(send))
+
+
+def _is_operator(key: KeySection | None) -> bool:
+    return key is None or key.operator
+
+
+def _is_shown(record: RequestRecord, key: KeySection | None) -> bool:
+    return key is None or key.operator or record.key_id == key.id
+
+
+def _filter(request: Request) -> Matches:
+    """The filters of the query: `model` (a name, or a pattern with `*`), `key` (name or id), `status`."""
+    model, key, status = (query(request, name) for name in ("model", "key", "status"))
+    has_status = _status_filter(status) if status is not None else None
+
+    def matches(record: RequestRecord) -> bool:
+        return (
+            (model is None or fnmatch.fnmatchcase(record.model, model))
+            and (key is None or key in (record.key_name, record.key_id))
+            and (has_status is None or has_status(record))
+        )
+
+    return matches
+
+
+def _status_filter(text: str) -> Matches:
+    if text == "ok":
+        return lambda record: record.status < 400 and record.error_code is None and record.outcome == "complete"
+    if text == "error":
+        return lambda record: record.status >= 400 or record.error_code is not None
+    if len(text) == 3 and text[0].isdigit() and (text[1:] == "xx" or (text.isascii() and text.isdigit())):
+        low, high = (int(text[0]) * 100, int(text[0]) * 100 + 99) if text[1:] == "xx" else (int(text), int(text))
+        return lambda record: low <= record.status <= high
+    raise InvalidValue("Invalid value for 'status': use a status such as 200 or 5xx, or ok or error.", param="status")
+
+
+def _as_json(record: RequestRecord, key: KeySection | None, *, in_full: bool = False) -> dict[str, Any]:
+    """The record as plain data. Node, reason and the full error are for operators."""
+    is_operator = _is_operator(key)
+    usage = record.usage
+    body: dict[str, Any] = {
+        "id": record.id.decode(),
+        "number": record.number,
+        "time": round(record.ended_at - record.duration_s, 3),
+        "key": record.key_name,
+        "model": record.model,
+        "node": record.node if is_operator else None,
+        "dialect": record.dialect,
+        "path": record.path.decode(),
+        "status": record.status,
+        "outcome": record.outcome,
+        "queue_s": round(record.waited_s - record.load_s, 4),
+        "load_s": round(record.load_s, 4),
+        "ttft_s": _rounded(record.first_token_s),
+        "duration_s": round(record.duration_s, 4),
+        "tokens_per_s": _rounded(record.tokens_per_s),
+        "prompt_tokens": usage.prompt_tokens if usage is not None else None,
+        "cached_tokens": usage.cached_tokens if usage is not None else None,
+        "completion_tokens": usage.completion_tokens if usage is not None else None,
+        "reasoning_tokens": usage.reasoning_tokens if usage is not None else None,
+        "attempts": record.num_attempts,
+        "reason": record.reason if is_operator else None,
+        "error": record.error_code,
+        "error_message": record.error_message if is_operator else None,
+    }
+    if record.capture is not None:
+        body["capture"] = _capture_json(record.capture) if in_full else True
+    return body
+
+
+def _capture_json(capture: Capture) -> dict[str, Any]:
+    return {
+        "request": capture.request.decode(errors="replace"),
+        "request_bytes": capture.num_request_bytes,
+        "response_end": capture.response_end.decode(errors="replace"),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

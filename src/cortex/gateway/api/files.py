@@ -1,0 +1,192 @@
+"""The files of models on the disks of nodes. For operators.
+
+`POST /fleet/pull` downloads without a load, as a job that can be cancelled. `DELETE /fleet/nodes/{node}/files/{model}`
+deletes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from cortex.fleet.topology import Node
+from cortex.gateway.api.jobs import Job, JobBoard
+from cortex.gateway.api.parts import DeferredResponses, expect, query, read_body
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.node_client import NodeClient
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.routes import json_response
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.wire.body import MAX_MODEL_NAME
+from cortex.wire.errors import CortexError, InvalidValue, LoadFailed, ModelNotFound, UpstreamUnavailable, shorten
+from cortex.wire.node import FilesRequest, Progress, PullStatus
+
+PULL_PATH = "/fleet/pull"
+POLL_S = 0.5
+MAX_MISSED_POLLS = 60
+"""The node may restart or be busy for this many polls before the job counts as failed."""
+_FILES = re.compile(r"/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)")
+_HUB_ID = re.compile(r"(?P<name>[^/@:\s]+/[^/@:\s]+)(?P<revision>@[^:\s]+)?(?::(?P<quant>[\w.-]+))?")
+
+
+class _Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MODEL_NAME)]
+    """A model of the catalogue, or `owner/name`, also with `:QUANT`."""
+    quant: str | None = None
+    node: str | None = None
+
+
+class FileRoutes:
+    """Owns one task per pull."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        nodes: Mapping[str, NodeClient],
+        board: JobBoard,
+        metering: Metering,
+        deferred: DeferredResponses,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._nodes = nodes
+        self._board = board
+        self._metering = metering
+        self._deferred = deferred
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serves(self, path: str) -> bool:
+        return path == PULL_PATH or _FILES.fullmatch(path) is not None
+
+    def handle(self, exchange: Exchange, path: str) -> Response | None:
+        request = exchange.request
+        by = self._metering.meter.authenticate_operator(request)
+        if path == PULL_PATH:
+            expect(request, b"POST")
+            return json_response({"job": self._pull(read_body(request.body, _Pull), by).as_json()}, 202)
+        expect(request, b"DELETE")
+        match = _FILES.fullmatch(path)
+        assert match is not None  # `serves` has matched it
+        client = self._client(match["node"])
+        files = FilesRequest(model_id=match["model"], quant=query(request, "quant"))
+        self._deferred.respond(exchange, _delete(client, files))
+        return None
+
+    async def close(self) -> None:
+        """Stop watching; nodes finish their downloads without us."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _pull(self, wanted: _Pull, by: str) -> Job:
+        files = self._files(wanted)
+        client = self._client(wanted.node or self._choose_node(files.model_id))
+        following = _Following(client, files)
+        job = self._board.start(
+            "pull",
+            files.model_id if files.quant is None else f"{files.model_id}:{files.quant}",
+            (client.name,),
+            by=by,
+            awaited=(client.name,),
+            read_stage=following.stage,
+            cancel=following.cancelled.set,
+        )
+        task = asyncio.create_task(following.run(job), name=f"pull {files.model_id} on {client.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return job
+
+    def _files(self, wanted: _Pull) -> FilesRequest:
+        """What to download: a known model with its source, or a hub id. Raises ModelNotFound."""
+        try:
+            spec = self._dispatcher.resolve(wanted.model).spec
+        except ModelNotFound:
+            match = _HUB_ID.fullmatch(wanted.model)
+            if match is None:
+                raise
+            quant = wanted.quant or match["quant"]
+            source = match["name"] + (match["revision"] or "")
+            return FilesRequest(model_id=match["name"], source=source, quant=quant)
+        return FilesRequest(model_id=spec.id, source=spec.source, quant=wanted.quant or spec.quant)
+
+    def _choose_node(self, model: str) -> str:
+        """The node where the model would be loaded; where that is not known, the one with the most free disk."""
+        decision = self._dispatcher.explain(model, "operator")
+        if decision.node is not None:
+            return decision.node
+
+        def free_bytes(node: Node) -> int:
+            return node.disk.free_bytes if node.disk is not None else 0
+
+        candidates = [node for node in self._dispatcher.fleet.nodes if node.healthy and node.has_lifecycle]
+        if not candidates:
+            raise UpstreamUnavailable("No node that downloads models is up.")
+        return max(candidates, key=lambda node: (not node.draining, free_bytes(node))).name
+
+    def _client(self, name: str) -> NodeClient:
+        client = self._nodes.get(name)
+        node = self._dispatcher.fleet.node(name)
+        if client is None or node is None or not node.has_lifecycle:
+            known = ", ".join(node.name for node in self._dispatcher.fleet.nodes if node.has_lifecycle) or "none"
+            raise InvalidValue(f"There is no node {shorten(name)} that keeps files; there are: {known}.", param="node")
+        return client
+
+
+class _Following:
+    """One download on a node, followed to its end."""
+
+    def __init__(self, client: NodeClient, files: FilesRequest) -> None:
+        self._client = client
+        self._files = files
+        self._status: PullStatus | None = None
+        self.cancelled = asyncio.Event()
+
+    def stage(self) -> tuple[str, Progress | None]:
+        progress = self._status.progress if self._status is not None else None
+        return progress.stage if progress is not None else "starting", progress
+
+    async def run(self, job: Job) -> None:
+        try:
+            error = await self._outcome()
+        except (UpstreamFault, CortexError) as problem:
+            error = problem if isinstance(problem, CortexError) else UpstreamUnavailable(str(problem))
+        job.node_ended(self._client.name, error)
+
+    async def _outcome(self) -> CortexError | None:
+        """Why the download failed; None when it is complete. Raises UpstreamFault or CortexError."""
+        self._status = await self._client.pull(self._files)
+        num_missed = 0
+        while self._status.state == "running":
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self.cancelled.wait()
+            except TimeoutError:
+                pass
+            try:
+                if self.cancelled.is_set():
+                    self._status = await self._client.cancel_pull(self._files.model_id)
+                else:
+                    self._status = await self._client.pull_status(self._files.model_id)
+                num_missed = 0
+            except ModelNotFound:
+                return LoadFailed(f"{self._client.name} has restarted; pull again to continue the download.")
+            except (UpstreamFault, CortexError):
+                num_missed += 1
+                if num_missed >= MAX_MISSED_POLLS:
+                    raise
+        if self._status.state == "done":
+            return None
+        return LoadFailed(self._status.reason or f"the download on {self._client.name} was {self._status.state}")
+
+
+async def _delete(client: NodeClient, files: FilesRequest) -> Response:
+    try:
+        deleted = await client.delete_files(files)
+    except UpstreamFault as fault:
+        raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
+    return json_response({"node": client.name, "model": deleted.model_id, "freed_bytes": deleted.freed_bytes})

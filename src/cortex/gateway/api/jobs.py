@@ -1,0 +1,176 @@
+"""Jobs: the orders of operators that take a while. Each can be watched, and most can be cancelled.
+
+A job is followed to its end whoever watches it. The latest that ended are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from cortex.gateway.api.parts import expect
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.routes import json_response
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire.errors import CortexError, InvalidValue, RouteNotFound, shorten
+from cortex.wire.node import Progress
+
+PATH = "/fleet/jobs"
+MAX_ENDED = 100
+
+JobKind = Literal["load", "unload", "pin", "pull"]
+JobState = Literal["running", "done", "failed", "cancelled"]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One order. Mutable; owned by the `JobBoard`."""
+
+    id: str
+    kind: JobKind
+    model: str
+    nodes: tuple[str, ...]
+    by: str
+    """The name of the operator's key."""
+    read_stage: Callable[[], tuple[str, Progress | None]]
+    """What happens now, in a word, and how far it is."""
+    cancel: Callable[[], None] | None = None
+    """Makes it end soon; None for a job that cannot be cancelled."""
+    started_at: float = field(default_factory=time.time)
+    ended_at: float | None = None
+    state: JobState = "running"
+    error: CortexError | None = None
+    is_cancelled: bool = False
+    """Whether somebody asked to cancel it."""
+    _remaining: set[str] = field(default_factory=set)
+    _listeners: list[Callable[[], None]] = field(default_factory=list)
+
+    def on_end(self, listener: Callable[[], None]) -> None:
+        """Call `listener` once, when the job has ended; now if it has."""
+        if self.ended_at is not None:
+            listener()
+        else:
+            self._listeners.append(listener)
+
+    def node_ended(self, node: str, error: CortexError | None) -> None:
+        """The work on one node has ended. The job ends with the last of them, or with the first that failed."""
+        self._remaining.discard(node)
+        if error is not None or not self._remaining:
+            self.end(error)
+
+    def end(self, error: CortexError | None) -> None:
+        """Idempotent."""
+        if self.ended_at is not None:
+            return
+        self.ended_at, self.error = time.time(), error
+        self.state = "cancelled" if self.is_cancelled else "done" if error is None else "failed"
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener()
+
+    def as_json(self) -> dict[str, Any]:
+        stage, progress = self.read_stage() if self.state == "running" else (self.state, None)
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "model": self.model,
+            "nodes": self.nodes,
+            "node": self.nodes[0] if self.nodes else None,
+            "by": self.by,
+            "state": self.state,
+            "stage": stage,
+            "done_bytes": progress.done_bytes if progress is not None else None,
+            "total_bytes": progress.total_bytes if progress is not None else None,
+            "eta_s": progress.eta_s if progress is not None else None,
+            "can_cancel": self.state == "running" and self.cancel is not None,
+            "started_at": self.started_at,
+            "ended_at": self.ended_at,
+            "error": None if self.error is None else {"code": self.error.code, "message": self.error.message},
+        }
+
+
+class JobBoard:
+    """The running jobs and the latest that ended. Used on the loop's thread only."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._prefix = secrets.token_hex(3)
+        self._numbers = itertools.count(1)
+
+    def start(
+        self,
+        kind: JobKind,
+        model: str,
+        nodes: Sequence[str],
+        *,
+        by: str,
+        awaited: Sequence[str],
+        read_stage: Callable[[], tuple[str, Progress | None]],
+        cancel: Callable[[], None] | None = None,
+    ) -> Job:
+        """A job on `nodes` that ends when each of `awaited` has reported to `Job.node_ended`; at once when none is."""
+        job = Job(
+            f"job_{self._prefix}{next(self._numbers):04x}",
+            kind,
+            model,
+            tuple(nodes),
+            by,
+            read_stage,
+            cancel,
+            _remaining=set(awaited),
+        )
+        self._jobs[job.id] = job
+        ended = [each.id for each in self._jobs.values() if each.ended_at is not None]
+        for job_id in ended[:-MAX_ENDED]:
+            del self._jobs[job_id]
+        if not awaited:
+            job.end(None)
+        return job
+
+    def find(self, job_id: str) -> Job:
+        """Raises RouteNotFound."""
+        if job_id not in self._jobs:
+            raise RouteNotFound(f"There is no job {shorten(job_id)}; GET {PATH} lists the latest.")
+        return self._jobs[job_id]
+
+    def newest_first(self) -> list[Job]:
+        return list(reversed(self._jobs.values()))
+
+
+class JobRoutes:
+    """`/fleet/jobs`: list, one, cancel. For operators."""
+
+    def __init__(self, board: JobBoard, metering: Metering) -> None:
+        self._board = board
+        self._metering = metering
+
+    def serves(self, path: str) -> bool:
+        return path == PATH or path.startswith(f"{PATH}/")
+
+    def handle(self, exchange: Exchange, path: str) -> Response | None:
+        request = exchange.request
+        self._metering.meter.authenticate_operator(request)
+        if path == PATH:
+            expect(request, b"GET", b"HEAD")
+            return json_response({"jobs": [job.as_json() for job in self._board.newest_first()]})
+        expect(request, b"GET", b"HEAD", b"DELETE")
+        job = self._board.find(path.removeprefix(f"{PATH}/"))
+        if request.method != b"DELETE" or job.ended_at is not None:
+            return json_response(job.as_json())
+        if job.cancel is None:
+            raise InvalidValue(f"An {job.kind} cannot be cancelled; it ends when the model's requests have.")
+        job.is_cancelled = True
+        job.on_end(partial(_respond, exchange, job))
+        job.cancel()
+        return None
+
+
+def _respond(exchange: Exchange, job: Job) -> None:
+    if not exchange.closed:
+        exchange.respond(*json_response(job.as_json()))

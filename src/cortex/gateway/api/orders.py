@@ -1,0 +1,181 @@
+"""The orders of operators to the fleet: load, unload, pin and unpin a model, drain and undrain a node.
+
+An order that takes a while is a job. The response follows when the job has ended, or at once with `wait: false`. With
+`dry_run: true` nothing changes, and the response says what would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from cortex.fleet import explain
+from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.api.jobs import Job, JobBoard, JobKind
+from cortex.gateway.api.parts import expect
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.model_jobs import Watched
+from cortex.gateway.dispatch.operator_commands import OperatorCommands
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire.errors import Family, InvalidValue, MalformedJSON, RouteNotFound, shorten
+from cortex.wire.node import ModelState, Progress, SleepOption
+
+_MODELS = "/fleet/models/"
+_NODES = "/fleet/nodes/"
+_MODEL_ORDERS = ("load", "unload", "pin", "unpin")
+_NODE_ORDERS = ("drain", "undrain")
+
+
+class _Order(SleepOption, frozen=True):
+    """The optional body of an order."""
+
+    node: str | None = None
+    force: bool = False
+    pinned: bool = True
+    unpin: bool = False
+    """Unload the model even if it is pinned."""
+    wait: bool = True
+    """Respond when the order is complete; otherwise at once, with the job."""
+    dry_run: bool = False
+
+
+class OrderRoutes:
+    """Carries out orders, each as one job."""
+
+    def __init__(self, dispatcher: Dispatcher, operator: OperatorCommands, board: JobBoard, metering: Metering) -> None:
+        self._dispatcher = dispatcher
+        self._operator = operator
+        self._board = board
+        self._metering = metering
+
+    def serves(self, path: str) -> bool:
+        return _split(path, _MODELS, _MODEL_ORDERS) is not None or _split(path, _NODES, _NODE_ORDERS) is not None
+
+    def handle(self, exchange: Exchange, path: str) -> Response | None:
+        request = exchange.request
+        expect(request, b"POST")
+        by = self._metering.meter.authenticate_operator(request)
+        if (on_node := _split(path, _NODES, _NODE_ORDERS)) is not None:
+            return self._drain(*on_node)
+        on_model = _split(path, _MODELS, _MODEL_ORDERS)
+        if on_model is None:
+            raise RouteNotFound(f"There is no {shorten(path)}; GET / lists the routes.")
+        name, order = on_model
+        details = _read(request.body)
+        model = self._dispatcher.resolve(name).model_id
+        if order == "unpin" or (order == "pin" and not details.pinned):
+            return json_response({"model": model, "nodes": self._operator.unpin(model, details.node)})
+        if details.dry_run:
+            return json_response({"dry_run": True} | self._preview(model, order, details))
+        job, nodes = self._start(model, order, details, by)
+        if not details.wait:
+            return json_response({"model": model, "nodes": nodes, "job": job.as_json()}, 202)
+        job.on_end(partial(_respond, exchange, job, nodes))
+        return None
+
+    def _drain(self, node: str, order: str) -> Response:
+        self._operator.drain(node, drained=order == "drain")
+        return json_response({"node": node, "drained": order == "drain"})
+
+    def _preview(self, model: str, order: str, details: _Order) -> dict[str, Any]:
+        """What the order would do. Changes nothing."""
+        if order == "unload":
+            targets = self._operator.targets_of_unload(model, details.node)
+            fleet = self._dispatcher.fleet
+            in_flight = {here.name: here.residencies[model].in_flight for here in fleet.nodes if here.name in targets}
+            return {
+                "model": model,
+                "nodes": targets,
+                "in_flight": in_flight,
+                "pinned_on": [name for name in targets if self._operator.is_pinned(ModelOnNode(name, model))],
+            }
+        decision = self._operator.decide(model, details.node)
+        return explain.as_json(decision) | {"at": time.time(), "text": explain.text(decision)}
+
+    def _start(self, model: str, order: str, details: _Order, by: str) -> tuple[Job, tuple[str, ...]]:
+        """Carry out the order; returns its job and the nodes that it concerns."""
+        nodes: tuple[str, ...]
+        if order == "unload":
+            nodes = self._operator.unload(
+                model, details.node, force=details.force, sleep=details.sleep, unpin=details.unpin
+            )
+            return self._job("unload", model, nodes, nodes, by), nodes
+        if order == "load":
+            decision = self._operator.load(model, details.node)
+            nodes = (decision.node,) if decision.node else ()
+            return self._job("load", model, nodes, () if decision.action == "route" else nodes, by), nodes
+        nodes = self._operator.pin(model, details.node)
+        awaited = tuple(name for name in nodes if not self._dispatcher.is_ready(model, name))
+        job = self._job("pin", model, nodes, awaited, by)
+        job.on_end(partial(self._unpin_if_failed, job, [ModelOnNode(name, model) for name in awaited]))
+        return job, nodes
+
+    def _job(self, kind: JobKind, model: str, nodes: Sequence[str], awaited: Sequence[str], by: str) -> Job:
+        targets = [ModelOnNode(name, model) for name in awaited]
+        job = self._board.start(
+            kind,
+            model,
+            nodes,
+            by=by,
+            awaited=awaited,
+            read_stage=partial(self._stage, targets),
+            cancel=partial(self._cancel, targets) if kind != "unload" else None,
+        )
+        for target in targets:
+            watched: Watched = "unload" if kind == "unload" else "load"
+            self._dispatcher.watch(target, watched, partial(job.node_ended, target.node))
+        return job
+
+    def _cancel(self, targets: Sequence[ModelOnNode]) -> None:
+        for target in targets:
+            self._dispatcher.cancel_load(target)
+
+    def _unpin_if_failed(self, job: Job, targets: Sequence[ModelOnNode]) -> None:
+        """A pin whose load failed or was cancelled is not kept: it would be tried again for ever."""
+        if job.state != "done":
+            self._dispatcher.change_pins(removed=targets)
+
+    def _stage(self, targets: Sequence[ModelOnNode]) -> tuple[str, Progress | None]:
+        """Of the first of the nodes that still works on it."""
+        fleet = self._dispatcher.fleet
+        for name, model in targets:
+            if victims := self._dispatcher.awaited_victims(ModelOnNode(name, model)):
+                return f"unloading {', '.join(sorted(victims))}", None
+            node = fleet.node(name)
+            held = node.residencies.get(model) if node is not None else None
+            if held is not None and held.state not in (ModelState.READY, ModelState.COLD):
+                progress = held.status.progress
+                return progress.stage if progress is not None else str(held.state), progress
+        return "waiting", None
+
+
+def _split(path: str, prefix: str, orders: Sequence[str]) -> tuple[str, str] | None:
+    """The name and the order of `prefix{name}/{order}`; names may contain slashes. None for another path."""
+    name, _, order = path.removeprefix(prefix).rpartition("/")
+    return (name, order) if path.startswith(prefix) and name and order in orders else None
+
+
+def _respond(exchange: Exchange, job: Job, nodes: Sequence[str]) -> None:
+    if exchange.closed:
+        return
+    if job.error is not None:
+        exchange.respond(*error_response(job.error, Family.OPENAI))
+    else:
+        exchange.respond(*json_response({"model": job.model, "nodes": nodes, "job": job.as_json()}))
+
+
+def _read(body: bytes) -> _Order:
+    try:
+        return msgspec.json.decode(body, type=_Order) if body.strip() else _Order()
+    except msgspec.ValidationError as problem:
+        fields = '"node", "force", "sleep", "unpin", "pinned", "wait" and "dry_run"'
+        raise InvalidValue(f"The body may hold {fields}: {shorten(str(problem))}.") from problem
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem

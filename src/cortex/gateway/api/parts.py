@@ -1,0 +1,119 @@
+"""What the parts of the gateway's API have in common: their contract, and reading a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from typing import Any, Protocol, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+
+from cortex.gateway.proxy.routes import error_response
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, MethodNotAllowed, shorten
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ApiPart(Protocol):
+    """A group of routes with one owner. The client is authenticated before a part is called."""
+
+    def serves(self, path: str) -> bool:
+        """Whether the path, percent-decoded, belongs to this part."""
+
+    def handle(self, exchange: Exchange, path: str) -> Response | None:
+        """The response; None when the part responds itself, now or later. Raises CortexError."""
+
+
+def expect(request: Request, *methods: bytes) -> None:
+    """Raise MethodNotAllowed for any other method."""
+    if request.method not in methods:
+        allowed = b" or ".join(methods).decode()
+        raise MethodNotAllowed(
+            f"{shorten(request.path.decode('latin-1'))} takes {allowed} only.",
+            details={"allowed_methods": [method.decode() for method in methods]},
+        )
+
+
+def query(request: Request, name: str) -> str | None:
+    """The first value of a query parameter; None when it is absent or empty."""
+    values = parse_qs(request.query.decode("latin-1")).get(name)
+    return values[0] if values else None
+
+
+def number_in_query(request: Request, name: str, default: int, *, most: int) -> int:
+    """A number of the query from 0 to `most`. Raises InvalidValue."""
+    text = query(request, name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise InvalidValue(f"Invalid value for '{name}': use a number from 0 to {most}.", param=name)
+    return min(int(text), most)
+
+
+def time_in_query(request: Request, name: str, default: float) -> float:
+    """A time of the query: seconds since 1970, or a date or time such as `2026-01-31`. Raises InvalidValue."""
+    text = query(request, name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text)
+            seconds = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):
+            seconds = -1.0
+    if not 0 <= seconds < 1e11:
+        raise InvalidValue(
+            f"Invalid value for '{name}': use seconds since 1970, or a date or time such as 2026-01-31.", param=name
+        )
+    return seconds
+
+
+def read_body(body: bytes, kind: type[T]) -> T:
+    """The JSON body of a request; the default value of `kind` when there is none. Raises InvalidValue or
+    MalformedJSON."""
+    try:
+        return msgspec.json.decode(body.strip() or b"{}", type=kind)
+    except msgspec.ValidationError as problem:
+        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
+
+
+class DeferredResponses:
+    """Responds when work that waits is done. The work goes on when its client disconnects. Owns one task per
+    request."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def respond(self, exchange: Exchange, work: Coroutine[Any, Any, Response]) -> None:
+        """Respond with the result of `work`, or with the error that it raises."""
+        task = asyncio.create_task(_respond(exchange, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Returns when the work in progress is done."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _respond(exchange: Exchange, work: Coroutine[Any, Any, Response]) -> None:
+    try:
+        response = await work
+    except CortexError as error:
+        response = error_response(error, Family.OPENAI)
+    except Exception:
+        log.exception("%s failed unexpectedly", exchange.request.path.decode("latin-1"))
+        response = error_response(CortexError("The gateway failed; its log has the reason."), Family.OPENAI)
+    if not exchange.closed:
+        exchange.respond(*response)

@@ -1,0 +1,42 @@
+"""What the log says about a configuration that is valid and may still surprise its operator."""
+
+from __future__ import annotations
+
+import logging
+
+from cortex.gateway.config import Config
+
+log = logging.getLogger(__name__)
+
+
+def warn_about_access(config: Config, *, is_open: bool) -> None:
+    """Warn when everybody may use the gateway, or nobody. `is_open`: it admits requests without a key."""
+    section = config.gateway
+    if not is_open:
+        if not config.keys:
+            log.warning(
+                "every request is rejected: this gateway had keys and has none now. "
+                "Add one with `cortex keys add`, or set gateway.open = true to admit everybody"
+            )
+        elif section.open:
+            log.warning("gateway.open has no effect while [[keys]] are configured: remove one of the two")
+    elif not section.listen.is_loopback:
+        log.warning(
+            "anybody who can reach %s may use this gateway: no [[keys]] are configured. "
+            'Add one with `cortex keys add`, or set listen = "127.0.0.1:%s"',
+            section.listen,
+            section.listen.port,
+        )
+
+
+def warn_about_restart(before: Config, after: Config) -> None:
+    """Name the changed keys that a reload does not apply."""
+    addresses = ("listen", "metrics_listen", "tls_cert", "tls_key", "cors_origins")
+    for key in (*addresses, "state", "max_body_mb", "connect_timeout_s", "poll_interval_s"):
+        if getattr(before.gateway, key) != getattr(after.gateway, key):
+            log.warning("gateway.%s has changed: restart the gateway to use it", key)
+    for key in ("limits", "ledger", "telemetry"):
+        if getattr(before, key) != getattr(after, key):
+            log.warning("%s has changed: restart the gateway to use it", key)
+    if before.responses.database != after.responses.database:
+        log.warning("responses.database has changed: restart the gateway to use it")

@@ -1,0 +1,158 @@
+"""A database of the gateway: SQLite or PostgreSQL, with the same statements.
+
+Calls block; use them from one thread at a time, never the event loop's. Several processes may share one database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+Rows = list[Sequence[Any]]
+Execute = Callable[[str, Sequence[Any]], Rows]
+"""Runs one statement and returns its rows. Parameters are written as `?`."""
+
+
+class StoreError(Exception):
+    """The database cannot be used; the message says which and why."""
+
+
+class DatabaseConnection(Protocol):
+    """What the drivers of SQLite and PostgreSQL have in common."""
+
+    def cursor(self) -> Any: ...
+    def commit(self) -> None: ...
+    def rollback(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Driver(Protocol):
+    """Connects to one kind of database."""
+
+    name: str
+    """For messages; contains no secrets."""
+    errors: tuple[type[Exception], ...]
+    placeholder: str
+
+    def connect(self) -> DatabaseConnection:
+        """Open a connection that holds the schema lock, so that processes may start at the same time."""
+
+
+class Sqlite:
+    placeholder = "?"
+    errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, OverflowError)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+
+    def connect(self) -> DatabaseConnection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # What it holds is private. SQLite gives its journal files the mode of the database. A file that exists is not
+        # opened here: closing it would drop the locks of this process's other connections to it, and the next program
+        # that reads the database would take itself for the last and delete the journal that they write to.
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        connection = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("BEGIN IMMEDIATE")
+        return connection
+
+
+class Postgres:
+    placeholder = "%s"
+    _SCHEMA_LOCK = 0x636F7274
+
+    def __init__(self, url: str) -> None:
+        try:
+            import psycopg
+        except ImportError as error:
+            what = "a postgresql:// database needs the driver: pip install 'cortex-fleet[postgres]'"
+            raise StoreError(what) from error
+        try:
+            host = psycopg.conninfo.conninfo_to_dict(url).get("host")
+        except psycopg.Error as error:  # without the URL, which may hold a password
+            raise StoreError("ledger.database is not a valid postgresql:// URL: correct it") from error
+        self._psycopg = psycopg
+        self._url = url
+        self.name = f"postgresql at {host or 'the local socket'}"
+        self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
+
+    def connect(self) -> DatabaseConnection:
+        connection = self._psycopg.connect(self._url, connect_timeout=10)
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._SCHEMA_LOCK,))
+        return connection
+
+
+def driver_of(database: str) -> Driver:
+    """The driver for a file path or `postgresql://` URL. Raises `StoreError`."""
+    return Postgres(database) if is_url(database) else Sqlite(Path(database).expanduser())
+
+
+def is_url(database: str) -> bool:
+    """Whether `database` names a server rather than a file."""
+    return database.startswith(("postgresql://", "postgres://"))
+
+
+class Database:
+    """One connection, opened by the first `run`. After a failed `run` the next one connects again."""
+
+    def __init__(self, driver: Driver, schema: Sequence[str], what: str) -> None:
+        """`schema` creates what does not exist yet. `what` names the database in errors, such as "usage database"."""
+        self._driver = driver
+        self._schema = schema
+        self._what = what
+        self._connection: DatabaseConnection | None = None
+
+    @property
+    def name(self) -> str:
+        return self._driver.name
+
+    def run(self, work: Callable[[Execute], T]) -> T:
+        """Do `work` in one transaction. Raises `StoreError`, and then nothing was written."""
+        try:
+            connection = self._connection = self._connection or self._open()
+            cursor = connection.cursor()
+
+            def execute(statement: str, values: Sequence[Any]) -> Rows:
+                cursor.execute(statement.replace("?", self._driver.placeholder), values)
+                return cursor.fetchall() if cursor.description else []
+
+            result = work(execute)
+            connection.commit()
+            return result
+        except self._driver.errors as error:
+            self._drop()
+            raise StoreError(f"cannot use the {self._what} {self.name}: {str(error).strip()}") from error
+        except BaseException:
+            self._drop()  # no later work may commit what this one has begun
+            raise
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _open(self) -> DatabaseConnection:
+        connection = self._driver.connect()
+        cursor = connection.cursor()
+        for statement in self._schema:
+            cursor.execute(statement)
+        connection.commit()
+        return connection
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        try:
+            connection.close()
+        except self._driver.errors:
+            pass  # the connection is broken already

@@ -1,0 +1,132 @@
+"""What operators decided and restarts must not undo: pinned models and drained nodes, kept in the gateway's database.
+
+Gateways that share a database share these decisions. While the database is unavailable, a gateway goes on with what it
+knows and writes its own changes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.database import Database, Execute, StoreError, driver_of, is_url
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+
+log = logging.getLogger(__name__)
+
+SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS pin (node TEXT NOT NULL, model TEXT NOT NULL, PRIMARY KEY (node, model))",
+    "CREATE TABLE IF NOT EXISTS drained (node TEXT PRIMARY KEY)",
+)
+INTERVAL_S = 1.0
+READ_EVERY = 5
+"""A gateway that has nothing to write reads the changes of other gateways once in this many calls."""
+
+
+class Decisions(NamedTuple):
+    """Of operators."""
+
+    pins: frozenset[ModelOnNode] = frozenset()
+    drained: frozenset[str] = frozenset()
+
+    def since(self, before: Decisions) -> tuple[Decisions, Decisions]:
+        """What was added and what was removed since `before`."""
+        return (
+            Decisions(self.pins - before.pins, self.drained - before.drained),
+            Decisions(before.pins - self.pins, before.drained - self.drained),
+        )
+
+    def changed(self, added: Decisions, removed: Decisions) -> Decisions:
+        return Decisions(
+            (self.pins | added.pins) - removed.pins,
+            (self.drained | added.drained) - removed.drained,
+        )
+
+
+class OperatorState:
+    """Keeps the dispatcher and the database equal. Owned by the loop; one `synchronise` runs at a time."""
+
+    def __init__(self, dispatcher: Dispatcher, location: str) -> None:
+        """`location`: a file path or a URL. A file is created only when there is something to store."""
+        self._dispatcher = dispatcher
+        self._location = location
+        self._database: Database | None = None
+        self._stored = Decisions()
+        """As the database had it last."""
+        self._num_calls = 0
+        self._is_failing = False
+        self._is_closed = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="operator state")
+
+    async def run(self) -> None:
+        """Synchronise until cancelled. A database that hangs delays nothing else."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self.synchronise()
+
+    async def synchronise(self) -> None:
+        """Write what changed here, and adopt what changed elsewhere. Never raises: a failure is logged once."""
+        local = self._local()
+        added, removed = local.since(self._stored)
+        is_due = self._num_calls % READ_EVERY == 0
+        self._num_calls += 1
+        if not (any(added) or any(removed) or is_due):
+            return
+        try:
+            stored = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, added, removed)
+        except StoreError as error:
+            if not self._is_failing:
+                log.error("pins and drained nodes are kept in memory until the database is available: %s", error)
+            self._is_failing = True
+            return
+        self._is_failing = False
+        self._stored = stored
+        self._adopt(stored.changed(*self._local().since(local)))  # with what changed here meanwhile
+
+    async def close(self) -> None:
+        """Write what is not written yet. Idempotent."""
+        if self._is_closed:
+            return
+        await self.synchronise()
+        self._is_closed = True
+        if self._database is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+        self._thread.shutdown(wait=False)
+
+    def _local(self) -> Decisions:
+        return Decisions(self._dispatcher.pins, self._dispatcher.drained)
+
+    def _adopt(self, wanted: Decisions) -> None:
+        added, removed = wanted.since(self._local())
+        if added.pins or removed.pins:
+            self._dispatcher.change_pins(added=added.pins, removed=removed.pins)
+        for node in added.drained:
+            self._dispatcher.drain(node, drained=True)
+        for node in removed.drained:
+            self._dispatcher.drain(node, drained=False)
+
+    def _exchange(self, added: Decisions, removed: Decisions) -> Decisions:
+        """Write the changes and read everything, in one transaction. Blocking."""
+        if self._database is None:
+            has_changed = any(added) or any(removed)
+            if not (has_changed or is_url(self._location) or Path(self._location).exists()):
+                return Decisions()
+            self._database = Database(driver_of(self._location), SCHEMA, "database of pins")
+        return self._database.run(lambda execute: _exchange(execute, added, removed))
+
+
+def _exchange(execute: Execute, added: Decisions, removed: Decisions) -> Decisions:
+    for pin in sorted(added.pins):
+        execute("INSERT INTO pin (node, model) VALUES (?, ?) ON CONFLICT (node, model) DO NOTHING", pin)
+    for pin in sorted(removed.pins):
+        execute("DELETE FROM pin WHERE node = ? AND model = ?", pin)
+    for node in sorted(added.drained):
+        execute("INSERT INTO drained (node) VALUES (?) ON CONFLICT (node) DO NOTHING", (node,))
+    for node in sorted(removed.drained):
+        execute("DELETE FROM drained WHERE node = ?", (node,))
+    pins = frozenset(ModelOnNode(str(node), str(model)) for node, model in execute("SELECT node, model FROM pin", ()))
+    return Decisions(pins, frozenset(str(row[0]) for row in execute("SELECT node FROM drained", ())))

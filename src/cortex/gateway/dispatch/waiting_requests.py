@@ -1,0 +1,53 @@
+"""Serves and fails the requests in the queues. What is loaded for them is decided elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cortex.fleet import explain
+from cortex.fleet.decision import Decision
+from cortex.gateway.dispatch.leases import LeasePool
+from cortex.gateway.dispatch.model_jobs import ModelJobs
+from cortex.gateway.dispatch.queues import Queues
+from cortex.wire.errors import CortexError, Overloaded
+
+
+class WaitingRequests:
+    """Ends the wait of requests, with a lease or with an error. Owned by the dispatcher."""
+
+    def __init__(self, queues: Queues, leases: LeasePool, jobs: ModelJobs, clock: Callable[[], float]) -> None:
+        self._queues = queues
+        self._leases = leases
+        self._jobs = jobs
+        self._clock = clock
+
+    def serve(self) -> None:
+        """Deliver the leases that are available now, in order of arrival."""
+        for model in self._queues.models:
+            while (pending := self._queues.first(model)) is not None:
+                lease = self._leases.acquire(model, pending.prompt)
+                if lease is None:
+                    break
+                lease.waited_s = self._clock() - pending.since
+                lease.load_s = self._jobs.load_seconds(lease.target, pending.since)
+                lease.reason = "the model was loaded there" if lease.load_s else "the first replica with room"
+                self._queues.leave(pending)
+                pending.deliver(lease)
+
+    def fail(self, model: str, error: CortexError) -> None:
+        """Deliver `error` to every request that waits for `model`."""
+        for pending in self._queues.remove_all(model):
+            pending.deliver(error)
+
+    def fail_overdue(self, explain_model: Callable[[str], Decision]) -> None:
+        """Fail the requests that have waited for too long, each with what would be decided for its model now."""
+        for pending in self._queues.overdue(self._clock()):
+            decision = explain_model(pending.model)
+            pending.deliver(
+                Overloaded(
+                    f"{pending.model} did not become ready within {self._queues.max_wait_s:.0f} s. "
+                    f"{explain.outcome(decision)}",
+                    retry_after_s=30.0,
+                    details={"decision": explain.as_json(decision)},
+                )
+            )

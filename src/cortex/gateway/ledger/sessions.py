@@ -1,0 +1,112 @@
+"""Sessions of the page: a browser that signed in with a key sends a cookie instead of the key.
+
+A session is `<key id>.<expiry>.<signature>`. Nothing is stored for it. The signature covers the hash of the key, so a
+session ends when its key is removed or replaced. The signing secret lives in the gateway's state directory, is created
+by the first sign-in, and lets sessions outlive a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cortex.gateway.ledger.keys import Keyring, KeySection
+from cortex.http.request import Request
+from cortex.wire.errors import InvalidAPIKey
+
+log = logging.getLogger(__name__)
+
+COOKIE = b"cortex_session"
+PAGE_HEADER = b"x-cortex-page"
+"""The page sends it with every request. Scripts of other origins cannot, because a preflight request would fail."""
+LIFETIME_S = 12 * 3600
+SECRET_FILE = "page-sessions.secret"
+_SECRET_BYTES = 32
+_READS = (b"GET", b"HEAD")
+
+
+class Sessions:
+    """Issues and recognises sessions. Used on the loop's thread."""
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+        """The secret is kept in `directory`."""
+        self._path = directory / SECRET_FILE
+        self._clock = clock
+        self._secret: bytes | None = None
+
+    def issue(self, key: KeySection) -> str:
+        """A new session for the owner of `key`."""
+        expires = int(self._clock()) + LIFETIME_S
+        return f"{key.id}.{expires}.{self._signature(key, expires)}"
+
+    def recognise(self, keyring: Keyring, request: Request) -> KeySection:
+        """The key of the session that `request` carries. Raises InvalidAPIKey.
+
+        A request that changes something also needs the header of the page, and no request may come from another site:
+        browsers send cookies with forged requests, too.
+        """
+        text = session_of(request) or ""
+        if is_cross_site(request) or (request.method not in _READS and request.header(PAGE_HEADER) is None):
+            raise InvalidAPIKey("A session is valid for requests of the page only; send an API key instead.")
+        key_id, _, rest = text.partition(".")
+        expires, _, signature = rest.partition(".")
+        key = keyring.find(key_id)
+        if key is None or not (expires.isascii() and expires.isdigit() and len(expires) < 16):
+            raise _ended()
+        if not hmac.compare_digest(signature.encode(), self._signature(key, int(expires)).encode()):
+            raise _ended()
+        if int(expires) <= self._clock():
+            raise _ended()
+        return key
+
+    def _signature(self, key: KeySection, expires: int) -> str:
+        if self._secret is None:
+            self._secret = self._read_secret()
+        return hmac.new(self._secret, f"{key.id}.{key.sha256}.{expires}".encode(), hashlib.sha256).hexdigest()
+
+    def _read_secret(self) -> bytes:
+        try:
+            if (found := self._existing()) is not None:
+                return found
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secret)
+            return secret
+        except OSError as problem:
+            log.warning("sign-ins to the page end with this process: cannot use %s: %s", self._path, problem)
+            return secrets.token_bytes(_SECRET_BYTES)
+
+    def _existing(self) -> bytes | None:
+        try:
+            secret = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(secret) < _SECRET_BYTES:
+            raise OSError(f"it has {len(secret)} bytes, not {_SECRET_BYTES}; delete it")
+        return secret
+
+
+def session_of(request: Request) -> str | None:
+    """The session cookie of a request."""
+    for part in (request.header(b"cookie") or b"").split(b";"):
+        name, _, value = part.strip().partition(b"=")
+        if name == COOKIE:
+            return value.decode("latin-1")
+    return None
+
+
+def is_cross_site(request: Request) -> bool:
+    """Whether a browser reports that a page of another origin sent the request."""
+    return request.header(b"sec-fetch-site") in (b"cross-site", b"same-site")
+
+
+def _ended() -> InvalidAPIKey:
+    return InvalidAPIKey("This session has ended; sign in again.")

@@ -1,0 +1,164 @@
+// The latest requests, live, and the decisions of the gateway as a timeline.
+import { follow, get, remove } from "../api.js";
+import { clock, compact, count, dayAndClock, rate, seconds } from "../format.js";
+import { html, useEffect, useState } from "../html.js";
+import { Explanation } from "../orders.js";
+import { Badge, CopyButton, Dialog, Empty, Loading, Problem, notify, useLoaded } from "../parts.js";
+import { events, session } from "../state.js";
+
+const KEPT = 300;
+const DIALECTS = {
+  openai_chat: "chat", openai_completions: "completions", openai_responses: "responses", anthropic_messages: "messages",
+};
+const WORDS = {
+  node_suspected: "a request failed there", node_up: "is up", node_down: "is down", load_started: "load started", model_loaded: "is loaded",
+  load_failed: "load failed", unload_started: "unload started", model_asleep: "is asleep", model_unloaded: "is unloaded",
+  unload_failed: "unload failed", workers_recycled: "workers were replaced", recycle_failed: "workers could not be replaced",
+};
+
+export default function Activity() {
+  const [tab, setTab] = useState("requests");
+  const operator = session.value.operator;
+  return html`
+    <header class="view-head">
+      <h1>Activity</h1>
+      ${operator && html`<div class="segmented" role="group" aria-label="What to show">
+        ${["requests", "decisions"].map((name) => html`
+          <button key=${name} aria-pressed=${tab === name} onClick=${() => setTab(name)}>${name[0].toUpperCase()}${name.slice(1)}</button>`)}
+      </div>`}
+    </header>
+    ${tab === "requests" ? html`<${Requests} operator=${operator} />` : html`<${Decisions} />`}`;
+}
+
+function Requests({ operator }) {
+  const [filter, setFilter] = useState({ model: "", key: "", status: "" });
+  const [rows, setRows] = useState(null);
+  const [error, setError] = useState(null);
+  const [chosen, setChosen] = useState(null);
+  const query = new URLSearchParams(Object.entries(filter).map(([name, value]) => [name, value.trim()]).filter(([, value]) => value)).toString();
+  useEffect(() => {
+    let newest = 0;
+    const controller = new AbortController();
+    const add = (fresh) => {
+      const unseen = fresh.filter((row) => row.number > newest);
+      newest = Math.max(newest, ...unseen.map((row) => row.number));
+      setRows((before) => [...unseen, ...(before ?? [])].slice(0, KEPT));
+    };
+    const load = async () => {
+      try {
+        add((await get(`fleet/activity?limit=${KEPT}&after=${newest}&${query}`, { signal: controller.signal })).requests);
+        setError(null);
+      } catch (problem) {
+        if (problem.name !== "AbortError") setError(problem);
+      }
+    };
+    setRows(null);
+    // After every connection: what ended while there was none.
+    const stop = follow(`fleet/activity/events?${query}`, { request: (row) => add([row]) }, (state) => state === "live" && load());
+    load();
+    return () => {
+      controller.abort();
+      stop();
+    };
+  }, [query]);
+  const set = (name) => (event) => setFilter({ ...filter, [name]: event.target.value });
+  return html`
+    <div class="filters">
+      <input type="search" placeholder="Model or pattern*" aria-label="Model" value=${filter.model} onInput=${set("model")} />
+      ${operator && !session.value.open && html`<input type="search" placeholder="Key" aria-label="Key" value=${filter.key} onInput=${set("key")} />`}
+      <select aria-label="Status" value=${filter.status} onChange=${set("status")}>
+        <option value="">Every status</option><option value="ok">Complete</option><option value="error">Errors</option>
+      </select>
+    </div>
+    ${error && html`<${Problem} error=${error} />`}
+    ${!rows && !error && html`<${Loading} what="the latest requests" />`}
+    ${rows?.length === 0 && html`<${Empty} title=${query ? "No request matches the filter" : "No requests yet"}>${query ? "" : "They appear here as they end, from every client."}<//>`}
+    ${rows?.length > 0 && html`<div class="card scroll"><table class="requests">
+      <thead><tr>
+        <th>Time</th><th>Status</th><th>Model</th>${operator && html`<th>Node</th><th>Key</th>`}<th>API</th>
+        <th class="number">Queue</th><th class="number">Load</th><th class="number" title="Time to first token">TTFT</th><th class="number">Total</th><th class="number">tok/s</th>
+        <th class="number">In</th><th class="number">Cached</th><th class="number">Out</th>
+      </tr></thead>
+      <tbody>${rows.map((row) => html`<${Row} key=${row.number} row=${row} operator=${operator} onChoose=${() => setChosen(row)} />`)}</tbody>
+    </table></div>`}
+    ${chosen && html`<${Detail} row=${chosen} onClose=${() => setChosen(null)} onForgotten=${() => {
+      setRows(rows.filter((row) => row.number !== chosen.number));
+      setChosen(null);
+    }} />`}`;
+}
+
+const statusKind = (row) => (row.status >= 400 || row.error ? "bad" : row.outcome === "complete" ? "good" : "warn");
+const statusText = (row) => (row.status >= 400 || row.outcome === "complete" ? String(row.status) : row.outcome);
+
+function Row({ row, operator, onChoose }) {
+  return html`
+    <tr class="choosable" onClick=${onChoose}>
+      <td class="nowrap"><button class="link" onClick=${onChoose} aria-label=${`Request at ${clock(row.time)} in full`}>${clock(row.time)}</button></td>
+      <td><${Badge} kind=${statusKind(row)} title=${row.error ?? row.outcome}>${statusText(row)}<//></td>
+      <td class="name-cell" title=${row.model}>${row.model || "–"}</td>
+      ${operator && html`<td class="name-cell narrow" title=${row.reason ?? ""}>${row.node ?? "–"}</td><td class="name-cell narrow">${row.key}</td>`}
+      <td>${DIALECTS[row.dialect] ?? row.dialect}</td>
+      <td class="number">${row.queue_s >= 0.001 ? seconds(row.queue_s) : "–"}</td>
+      <td class="number">${row.load_s >= 0.001 ? seconds(row.load_s) : "–"}</td>
+      <td class="number">${seconds(row.ttft_s)}</td>
+      <td class="number">${seconds(row.duration_s)}</td>
+      <td class="number">${rate(row.tokens_per_s)}</td>
+      <td class="number">${compact(row.prompt_tokens)}</td>
+      <td class="number">${compact(row.cached_tokens)}</td>
+      <td class="number">${compact(row.completion_tokens)}</td>
+    </tr>`;
+}
+
+function Detail({ row, onClose, onForgotten }) {
+  const forget = () => remove(`fleet/activity/${encodeURIComponent(row.id)}`).then(onForgotten, (problem) => notify(problem.message, "bad"));
+  const { value, error } = useLoaded((signal) => get(`fleet/activity/${encodeURIComponent(row.id)}`, { signal }), [row.id]);
+  const full = value ?? row;
+  const facts = [
+    ["Time", dayAndClock(full.time)], ["Status", `${full.status}, ${full.outcome}`], ["Model", full.model], ["Node", full.node], ["Why this node", full.reason],
+    ["Key", full.key], ["Path", full.path], ["Attempts", full.attempts > 1 && full.attempts], ["In the queue", full.queue_s >= 0.001 && seconds(full.queue_s)], ["Waiting for a load", full.load_s >= 0.001 && seconds(full.load_s)],
+    ["First token after", seconds(full.ttft_s)], ["Total", seconds(full.duration_s)], ["Tokens per second", rate(full.tokens_per_s)],
+    ["Prompt tokens", `${count(full.prompt_tokens)}, of them ${count(full.cached_tokens)} from the prefix cache`],
+    ["Completion tokens", full.reasoning_tokens ? `${count(full.completion_tokens)}, of them ${count(full.reasoning_tokens)} thoughts` : count(full.completion_tokens)],
+    ["Error", full.error], ["Message", full.error_message],
+  ];
+  return html`
+    <${Dialog} title="Request" wide onClose=${onClose}>
+      <p class="mono request-id">${full.id} <${CopyButton} text=${full.id} /></p>
+      <dl class="facts-list">${facts.filter(([, text]) => text != null && text !== "" && text !== false).map(([name, text]) => html`
+        <div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl>
+      ${error && html`<${Problem} error=${error} />`}
+      ${value?.capture && html`
+        <h3>Captured request, ${count(value.capture.request_bytes)} bytes</h3><pre class="snippet">${value.capture.request}</pre>
+        <h3>End of the response</h3><pre class="snippet">${value.capture.response_end}</pre>
+        ${session.value.operator && html`<footer><button class="danger" onClick=${forget}>Forget this request</button></footer>`}`}
+    <//>`;
+}
+
+function Decisions() {
+  const { value, error, reload } = useLoaded((signal) => get("fleet/decisions", { signal }), []);
+  const [chosen, setChosen] = useState(null);
+  if (error && !value) return html`<${Problem} error=${error} retry=${reload} />`;
+  if (!value) return html`<${Loading} what="the decisions" />`;
+  const seen = new Set(events.value.map((event) => `${event.at} ${event.model}`));
+  const older = value.decisions.filter((each) => !seen.has(`${each.at} ${each.model}`)).map((each) => ({ kind: "decision", ...each }));
+  const all = [...events.value, ...older].sort((a, b) => b.at - a.at);
+  if (!all.length) return html`<${Empty} title="No decisions yet">The first request for a model, a load or an eviction appears here.<//>`;
+  return html`
+    <ol class="timeline">${all.map((event, index) => html`
+      <li key=${`${event.at} ${event.kind} ${event.model ?? event.node} ${index}`} class=${kindOf(event)}>
+        <time class="dim">${clock(event.at)}</time>
+        <div>${event.kind === "decision"
+          ? html`<button class="link" onClick=${() => setChosen(event)}>${event.outcome}</button>`
+          : html`<span>${[event.model ?? event.node, WORDS[event.kind] ?? event.kind.replaceAll("_", " "), event.model && `on ${event.node}`].filter(Boolean).join(" ")}</span>
+            ${event.for_model && html`<span class="dim"> to make room for ${event.for_model}</span>`}
+            ${event.why && html`<span class="dim">: ${event.why}</span>`}`}
+        </div>
+      </li>`)}</ol>
+    ${chosen && html`<${Dialog} title=${`Decision for ${chosen.model}`} wide onClose=${() => setChosen(null)}><${Explanation} decision=${chosen} /><//>`}`;
+}
+
+function kindOf(event) {
+  if (event.kind === "decision") return { reject: "bad", wait: "warn" }[event.action] ?? (event.victims.length ? "warn" : "plain");
+  if (event.kind.endsWith("failed") || event.kind === "node_down") return "bad";
+  return ["model_loaded", "node_up"].includes(event.kind) ? "good" : "plain";
+}

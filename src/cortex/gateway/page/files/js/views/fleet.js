@@ -1,0 +1,203 @@
+// Every node with its devices and models, live, and the orders that an operator may give.
+import { bytes, count, hue, percent, plural, rate } from "../format.js";
+import { html, useState } from "../html.js";
+import { Jobs } from "../jobs.js";
+import { Order } from "../orders.js";
+import { Badge, Empty, Loading, Menu, MenuItem, Sparkline } from "../parts.js";
+import { allNodes, hasFleet, history, node, nodeNames, second, waiting } from "../state.js";
+import { Progress } from "./progress.js";
+
+const STATES = {
+  ready: "good", loading: "busy", downloading: "busy", unloading: "busy", asleep: "quiet", recovering: "warn", failed: "bad",
+  unreachable: "bad",
+};
+const ON_DEVICE = new Set(["loading", "ready", "unloading", "recovering"]);
+const SHOWN_MODELS = 6;
+const FILTER_FROM = 5;
+
+export default function Fleet() {
+  const [filter, setFilter] = useState("");
+  const [order, setOrder] = useState(null);
+  if (!hasFleet.value) return html`<h1>Fleet</h1><${Loading} what="the fleet" />`;
+  const names = nodeNames.value.filter((name) => matches(name, filter.trim().toLowerCase()));
+  return html`
+    <header class="view-head">
+      <h1>Fleet</h1>
+      ${nodeNames.value.length >= FILTER_FROM && html`
+        <input type="search" placeholder="Filter nodes and models" aria-label="Filter nodes and models" value=${filter}
+          onInput=${(event) => setFilter(event.target.value)} />`}
+    </header>
+    <${Summary} />
+    <p class="legend dim" aria-hidden="true"><span><i class="weights"></i>weights</span><span><i class="kv"></i>KV cache</span><span><i class="changing"></i>loading or unloading</span><span><i class="foreign"></i>other programs</span><span><i class="free"></i>free</span></p>
+    <${Jobs} />
+    ${nodeNames.value.length === 0 && html`
+      <${Empty} title="No nodes yet">Add one to <code>cortex.toml</code> as <code>[[neurons]]</code>; it appears here by itself.<//>`}
+    ${nodeNames.value.length > 0 && names.length === 0 && html`<${Empty} title="No node or model matches the filter" />`}
+    <div class="nodes">${names.map((name) => html`<${NodeCard} key=${name} name=${name} onOrder=${setOrder} />`)}</div>
+    ${order && html`<${Order} ...${order} onClose=${() => setOrder(null)} />`}`;
+}
+
+function matches(name, wanted) {
+  if (!wanted || name.toLowerCase().includes(wanted)) return true;
+  const here = node(name).value;
+  return here?.models.some((model) => model.id.toLowerCase().includes(wanted)) ?? false;
+}
+
+function Summary() {
+  second.value;
+  const nodes = allNodes();
+  const models = nodes.filter((each) => each.up).flatMap((each) => each.models);
+  const devices = nodes.filter((each) => each.up).flatMap((each) => each.devices);
+  const total = sum(devices, (device) => device.total_bytes);
+  const used = total - sum(devices, (device) => device.free_bytes);
+  const down = nodes.filter((each) => !each.up).length;
+  const inQueue = sum(Object.values(waiting.value), (depth) => depth);
+  const tiles = [
+    ["Nodes", `${nodes.length - down} up${down ? `, ${down} down` : ""}`, down ? "bad-text" : ""],
+    ["Memory", total ? `${bytes(used)} of ${bytes(total)}` : "–"],
+    ["Models ready", count(models.filter((model) => model.state === "ready").length)],
+    ["In flight", count(sum(models, inFlight))],
+    ["Waiting", count(inQueue), inQueue ? "warn-text" : ""],
+    ["Tokens/s", rate(sum(models, (model) => model.load.tokens_per_s))],
+  ];
+  return html`<dl class="tiles">${tiles.map(([name, value, kind]) => html`
+    <div key=${name} ><dt>${name}</dt><dd class=${kind}>${value}</dd></div>`)}</dl>`;
+}
+
+/** The gateway's own count is fresher; the node's also has requests of other gateways. */
+const inFlight = (model) => Math.max(model.in_flight, model.load.running);
+
+const sum = (values, of) => values.reduce((total, value) => total + (of(value) ?? 0), 0);
+
+function NodeCard({ name, onOrder }) {
+  const here = node(name).value;
+  const [all, setAll] = useState(false);
+  if (!here) return null;
+  const models = all ? here.models : here.models.slice(0, SHOWN_MODELS);
+  const asleep = here.models.filter((model) => model.host_bytes > 0);
+  const status = !here.up ? ["bad", "down"] : here.draining ? ["warn", here.drained ? "drained" : "draining"] : ["good", "up"];
+  return html`
+    <article class="card node ${here.up ? "" : "down"}" aria-label=${`Node ${name}`}>
+      <header>
+        <h2 title=${name}>${name}</h2>
+        <${Badge} kind=${status[0]}>${status[1]}<//>
+        ${here.kind === "openai" && html`<${Badge} title="An OpenAI-compatible server; it loads and unloads nothing">foreign<//>`}
+        <span class="grow"></span>
+        ${here.kind === "neuron" && here.up && html`
+          <${Menu} label=${`Actions for node ${name}`}>
+            ${here.drained
+              ? html`<${MenuItem} onClick=${() => onOrder({ kind: "undrain", node: name })}>Take requests again…<//>`
+              : html`<${MenuItem} onClick=${() => onOrder({ kind: "drain", node: name })}>Drain…<//>`}
+            ${here.cold_models.length > 0 && html`<${MenuItem} onClick=${() => onOrder({ kind: "load", node: name })}>Load a model…<//>`}
+          <//>`}
+      </header>
+      ${here.problem && html`<p class="problem">${here.problem}</p>`}
+      ${here.devices.map((device) => html`<${Device} key=${device.index} device=${device} index=${here.devices.length > 1 ? `${device.index} · ` : ""} models=${here.models} up=${here.up} />`)}
+      ${asleep.length > 0 && html`
+        <div class="host"><span class="dim">Asleep in host memory</span>
+          ${asleep.map((model) => html`<span key=${model.id} class="chip hue-${hue(model.id)}"><i></i>${model.id} · ${bytes(model.host_bytes)}</span>`)}
+        </div>`}
+      ${models.length > 0 && html`<ul class="models">
+        ${models.map((model) => html`<${ModelRow} key=${model.id} here=${here} model=${model} onOrder=${onOrder} />`)}
+      </ul>`}
+      ${here.models.length > SHOWN_MODELS && html`
+        <button class="ghost small" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${here.models.length} models`}</button>`}
+      ${here.up && here.models.length === 0 && html`<p class="dim">No model is loaded here.</p>`}
+      <${ColdModels} here=${here} onOrder=${onOrder} />
+    </article>`;
+}
+
+function ColdModels({ here, onOrder }) {
+  const [open, setOpen] = useState(false);
+  const names = here.cold_models;
+  if (!names.length) return null;
+  return html`
+    <details class="cold" onToggle=${(event) => setOpen(event.target.open)}>
+      <summary class="dim">${plural(names.length, "more model")}, not loaded</summary>
+      ${open && html`<ul>${names.map((id) => html`
+        <li key=${id}><span class="name" title=${id}>${id}</span>
+          ${here.kind === "neuron" && here.up && html`<button class="small" onClick=${() => onOrder({ kind: "load", model: id, node: here.name })}>Load…</button>`}
+        </li>`)}</ul>`}
+    </details>`;
+}
+
+/** One device as a stacked bar: every model's weights and KV cache, other programs, free memory. */
+function Device({ device, index, models, up }) {
+  const parts = segments(device, models);
+  const used = device.total_bytes - device.free_bytes;
+  const label = parts.map((part) => `${part.label} ${bytes(part.size)}`).join(", ");
+  return html`
+    <div class="device">
+      <div class="device-head">
+        <span class="name" title=${device.name}>${index}${device.name}</span>
+        <span class="dim facts">
+          ${device.temperature_c != null && html`<span class=${device.temperature_c >= 85 ? "bad-text" : ""}>${Math.round(device.temperature_c)} °C</span>`}
+          ${device.utilisation != null && html`<span title="Utilisation">${percent(device.utilisation)} busy</span>`}
+          <span>${bytes(used)} / ${bytes(device.total_bytes)}</span>
+        </span>
+      </div>
+      <div class="bar ${up ? "" : "stale"}" role="img" aria-label=${`${device.name}: ${label}`}>
+        ${parts.map((part) => html`
+          <span key=${part.key} class=${part.kind} title=${`${part.label}: ${bytes(part.size)}`}
+            style=${{ width: `${((100 * part.size) / device.total_bytes).toFixed(2)}%` }}></span>`)}
+      </div>
+    </div>`;
+}
+
+function segments(device, models) {
+  const parts = [];
+  for (const model of models) {
+    if (!ON_DEVICE.has(model.state) || !model.devices.includes(device.index)) continue;
+    const size = (model.measured_bytes ?? model.estimate_bytes ?? 0) / model.devices.length;
+    const kv = Math.min(size, (model.kv_bytes ?? 0) / model.devices.length);
+    const colour = `hue-${hue(model.id)} ${model.state === "ready" ? "" : "changing"}`;
+    const what = model.kv_bytes == null ? model.id : `${model.id} weights`;
+    parts.push({ key: model.id, kind: colour, size: size - kv, label: what });
+    if (kv) parts.push({ key: `${model.id} kv`, kind: `${colour} kv`, size: kv, label: `${model.id} KV cache` });
+  }
+  if (device.foreign_bytes) parts.push({ key: "\nother", kind: "foreign", size: device.foreign_bytes, label: "Other programs" });
+  const taken = sum(parts, (part) => part.size);
+  parts.push({ key: "\nfree", kind: "free", size: Math.max(0, device.total_bytes - taken), label: "Free" });
+  return parts;
+}
+
+function ModelRow({ here, model, onOrder }) {
+  const active = model.state === "ready";
+  const order = (kind) => onOrder({ kind, model: model.id, node: here.name, status: model });
+  return html`
+    <li class="model">
+      <div class="model-head">
+        <span class="swatch hue-${hue(model.id)}" aria-hidden="true"></span>
+        <span class="name" title=${model.id}>${model.id}</span>
+        ${model.pinned && html`<${Badge} title="Kept loaded by an operator">pinned<//>`}
+        <${Badge} kind=${STATES[model.state]}>${model.state}<//>
+        <span class="grow"></span>
+        <span class="dim size">${bytes(model.state === "asleep" ? model.host_bytes : (model.measured_bytes ?? model.estimate_bytes))}</span>
+        ${here.kind === "neuron" && here.up && html`
+          <${Menu} label=${`Actions for ${model.id} on ${here.name}`}>
+            ${(model.state === "asleep" || model.state === "failed") && html`<${MenuItem} onClick=${() => order("load")}>${model.state === "asleep" ? "Wake…" : "Load again…"}<//>`}
+            ${active && !model.pinned && html`<${MenuItem} onClick=${() => order("pin")}>Pin…<//>`}
+            ${model.pinned && html`<${MenuItem} onClick=${() => order("unpin")}>Unpin…<//>`}
+            ${active && html`<${MenuItem} onClick=${() => order("sleep")}>Sleep…<//>`}
+            <${MenuItem} danger onClick=${() => order("unload")}>${model.state === "failed" ? "Clear…" : "Unload…"}<//>
+          <//>`}
+      </div>
+      ${active && html`
+        <div class="numbers dim">
+          <span>${inFlight(model)} in flight</span>
+          ${model.load.waiting > 0 && html`<span class="warn-text">${model.load.waiting} waiting</span>`}
+          ${model.kv_bytes != null && html`<span>KV ${percent(model.load.kv_used_fraction)} used</span>`}
+          <${Rate} node=${here.name} model=${model} />
+        </div>`}
+      ${model.progress && html`<${Progress} progress=${model.progress} />`}
+      ${model.reason && html`<p class="reason">${model.reason}</p>`}
+    </li>`;
+}
+
+function Rate({ node: name, model }) {
+  second.value;
+  const values = history(name, model.id);
+  if (!values.some((value) => value > 0)) return null;
+  const now = `${rate(model.load.tokens_per_s)} tok/s`;
+  return html`<span class="rate" title="Tokens per second over the last minute"><${Sparkline} values=${values} label=${now} />${now}</span>`;
+}

@@ -1,0 +1,218 @@
+// Tokens, requests and cost by day, key and model; and the keys themselves.
+import { get, inPath, patch, post, remove, request } from "../api.js";
+import { compact, count, money } from "../format.js";
+import { html, useMemo, useState } from "../html.js";
+import { Badge, CopyButton, Dialog, Empty, Loading, Menu, MenuItem, Problem, notify, useLoaded } from "../parts.js";
+import { StackedBars } from "../plot.js";
+import { session } from "../state.js";
+
+const DAY_S = 86400;
+const SPANS = [7, 30, 90];
+
+export default function Usage() {
+  const [span, setSpan] = useState(30);
+  const operator = session.value.operator;
+  const until = useMemo(() => Math.floor(Date.now() / 1000) + 60, [span]);
+  const query = `since=${until - span * DAY_S}&until=${until}`;
+  const read = async (signal) => {
+    const groups = ["day", "model", "key"];
+    const found = await Promise.all(groups.map((by) => get(`fleet/usage?by=${by}&${query}`, { signal })));
+    return Object.fromEntries(groups.map((by, index) => [by, found[index]]));
+  };
+  const { value, error, reload } = useLoaded(read, [span]);
+  return html`
+    <header class="view-head">
+      <h1>${operator ? "Usage" : "Your usage"}</h1>
+      <div class="head-tools">
+        <div class="segmented" role="group" aria-label="Span">${SPANS.map((days) => html`
+          <button key=${days} aria-pressed=${days === span} onClick=${() => setSpan(days)}>${days} days</button>`)}</div>
+        ${value?.day.is_recorded && html`<${CsvMenu} query=${query} />`}
+      </div>
+    </header>
+    ${error && html`<${Problem} error=${error} retry=${reload} />`}
+    ${!value && !error && html`<${Loading} what="usage" />`}
+    ${value && (value.day.is_recorded ? html`<${Recorded} usage=${value} until=${until} span=${span} />` : html`
+      <${Empty} title="Usage is recorded once there are keys">Make the first one on the gateway's host: <code>cortex keys add NAME --operator</code><//>`)}
+    ${value?.day.is_recorded && html`<${Keys} />`}`;
+}
+
+function CsvMenu({ query }) {
+  const download = async (by) => {
+    try {
+      const data = await (await request("GET", `fleet/usage.csv?by=${by}&${query}`)).blob();
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(data);
+      link.download = `cortex-usage-by-${by}.csv`;
+      link.click();
+      URL.revokeObjectURL(link.href);
+    } catch (problem) {
+      notify(problem.message, "bad");
+    }
+  };
+  return html`<${Menu} text="CSV">${["day", "model", "key"].map((by) => html`<${MenuItem} key=${by} onClick=${() => download(by)}>By ${by}<//>`)}<//>`;
+}
+
+const sum = (rows, name) => rows.reduce((total, row) => total + row[name], 0);
+
+function Recorded({ usage, until, span }) {
+  const rows = usage.day.rows;
+  const cost = sum(rows, "cost");
+  const tiles = [
+    ["Requests", count(sum(rows, "requests"))], ["Prompt tokens", compact(sum(rows, "prompt_tokens"))],
+    ["of them cached", compact(sum(rows, "cached_tokens"))], ["Completion tokens", compact(sum(rows, "completion_tokens"))],
+    ...(cost ? [["Cost", money(cost)]] : []),
+  ];
+  const plotted = useMemo(() => byDay(rows, until, span), [usage]);
+  return html`
+    <dl class="tiles">${tiles.map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl>
+    ${rows.length === 0
+      ? html`<${Empty} title="No usage in this time" />`
+      : html`<section class="card plot-card"><h2>Tokens by day</h2><${StackedBars} days=${plotted.days} series=${plotted.series} /></section>
+        <div class="two-tables">
+          <${Table} title="By model" rows=${usage.model.rows} />
+          ${session.value.operator && html`<${Table} title="By key" rows=${usage.key.rows} />`}
+        </div>`}`;
+}
+
+function byDay(rows, until, span) {
+  const known = new Map(rows.map((row) => [row.name, row]));
+  const last = Math.floor(until / DAY_S) * DAY_S;
+  const days = Array.from({ length: span }, (_, index) => last - (span - 1 - index) * DAY_S);
+  const of = (part) => days.map((unix) => {
+    const row = known.get(new Date(unix * 1000).toISOString().slice(0, 10));
+    return row ? part(row) : 0;
+  });
+  return {
+    days,
+    series: [
+      { label: "Completion", values: of((row) => row.completion_tokens), colour: "--hue-0" },
+      { label: "Prompt, new", values: of((row) => row.prompt_tokens - row.cached_tokens), colour: "--hue-1" },
+      { label: "Prompt, cached", values: of((row) => row.cached_tokens), colour: "--foreign" },
+    ],
+  };
+}
+
+function Table({ title, rows }) {
+  const hasCost = rows.some((row) => row.cost);
+  return html`
+    <section class="card"><h2 class="card-title">${title}</h2><div class="scroll"><table>
+      <thead><tr><th>Name</th><th class="number">Requests</th><th class="number">In</th><th class="number">Cached</th><th class="number">Out</th>${hasCost && html`<th class="number">Cost</th>`}</tr></thead>
+      <tbody>${rows.map((row) => html`
+        <tr key=${row.id ?? row.name}><td class="name-cell" title=${row.name}>${row.name}</td><td class="number">${count(row.requests)}</td>
+          <td class="number" title=${count(row.prompt_tokens)}>${compact(row.prompt_tokens)}</td><td class="number" title=${count(row.cached_tokens)}>${compact(row.cached_tokens)}</td>
+          <td class="number" title=${count(row.completion_tokens)}>${compact(row.completion_tokens)}</td>${hasCost && html`<td class="number">${money(row.cost)}</td>`}</tr>`)}</tbody>
+    </table></div></section>`;
+}
+
+/* --- keys */
+
+function Keys() {
+  const { value, error, reload } = useLoaded((signal) => get("keys", { signal }), []);
+  const [dialog, setDialog] = useState(null);
+  const done = () => {
+    setDialog(null);
+    reload();
+  };
+  if (error && !value) return html`<${Problem} error=${error} retry=${reload} />`;
+  if (!value) return html`<${Loading} what="the keys" />`;
+  const mayEdit = value.is_operator && !value.is_open;
+  return html`
+    <section class="card">
+      <header class="card-head"><h2>${value.is_operator ? "Keys" : "Your key"}</h2>
+        ${mayEdit && html`<button class="small primary" onClick=${() => setDialog({ kind: "make" })}>Make a key</button>`}</header>
+      <div class="scroll"><table>
+        <thead><tr><th>Name</th><th>Models</th><th class="number">Requests/min</th><th>Window left</th><th>Balance left</th><th>Expires</th><th></th></tr></thead>
+        <tbody>${value.keys.map((key) => html`
+          <tr key=${key.id}>
+            <td class="nowrap">${key.name} ${key.operator && html`<${Badge}>operator<//>`}<div class="dim mono small-text">ck-${key.id}-…</div></td>
+            <td>${key.models.length ? key.models.join(", ") : html`<span class="dim">all</span>`}</td>
+            <td class="number">${key.requests_per_min ?? html`<span class="dim">no limit</span>`}</td>
+            <td><${Left} left=${key.window_left_tokens} of=${key.window_tokens} per=${key.window_s} /></td>
+            <td><${Left} left=${key.balance_left_tokens} of=${key.balance_tokens} /></td>
+            <td class="nowrap">${key.is_expired ? html`<${Badge} kind="bad">expired<//>` : (key.expires ?? html`<span class="dim">never</span>`)}</td>
+            <td>${mayEdit && html`<${Menu} label=${`Actions for key ${key.name}`}>
+              <${MenuItem} onClick=${() => setDialog({ kind: "change", key })}>Limits and expiry…<//>
+              <${MenuItem} danger onClick=${() => setDialog({ kind: "revoke", key })}>Revoke…<//>
+            <//>`}</td>
+          </tr>`)}</tbody>
+      </table></div>
+    </section>
+    ${dialog?.kind === "revoke" && html`<${Revoke} keyInfo=${dialog.key} onDone=${done} onClose=${() => setDialog(null)} />`}
+    ${(dialog?.kind === "make" || dialog?.kind === "change") && html`<${KeyForm} keyInfo=${dialog.key} onDone=${reload} onClose=${() => setDialog(null)} />`}`;
+}
+
+function Left({ left, of, per }) {
+  if (of == null) return html`<span class="dim">no limit</span>`;
+  const hours = per ? ` in ${per % 3600 ? `${per / 60} min` : `${per / 3600} h`}` : "";
+  return html`<div class="left"><meter min="0" max=${of || 1} low=${of * 0.1} optimum=${of} value=${left} aria-label="Tokens left"></meter><span class="nowrap">${compact(left)} of ${compact(of)}${hours}</span></div>`;
+}
+
+function Revoke({ keyInfo, onDone, onClose }) {
+  const [error, setError] = useState(null);
+  const revoke = () => remove(`keys/${inPath(keyInfo.name)}`).then(() => { notify(`${keyInfo.name} is revoked.`); onDone(); }, setError);
+  return html`
+    <${Dialog} title=${`Revoke ${keyInfo.name}`} onClose=${onClose}>
+      <p>Requests with this key are rejected from now on. Its recorded usage stays. This cannot be undone.</p>
+      ${error && html`<${Problem} error=${error} />`}
+      <footer><button onClick=${onClose}>Cancel</button><button class="danger" onClick=${revoke}>Revoke</button></footer>
+    <//>`;
+}
+
+const number = (text) => (text.trim() === "" ? null : Number(text));
+
+function KeyForm({ keyInfo, onDone, onClose }) {
+  const isNew = !keyInfo;
+  const [fields, setFields] = useState({
+    name: keyInfo?.name ?? "", models: keyInfo?.models.join(", ") ?? "", requests_per_min: String(keyInfo?.requests_per_min ?? ""),
+    window_tokens: String(keyInfo?.window_tokens ?? ""), window_h: String((keyInfo?.window_s ?? DAY_S) / 3600),
+    balance_tokens: String(keyInfo?.balance_tokens ?? ""), expires: keyInfo?.expires?.slice(0, 10) ?? "", operator: keyInfo?.operator ?? false,
+  });
+  const [error, setError] = useState(null);
+  const [made, setMade] = useState(null);
+  const set = (name) => (event) => setFields({ ...fields, [name]: event.target.type === "checkbox" ? event.target.checked : event.target.value });
+  const field = (name, label, more = {}) => html`<label>${label}<input value=${fields[name]} onInput=${set(name)} ...${more} /></label>`;
+  async function submit(event) {
+    event.preventDefault();
+    const values = {
+      models: fields.models.split(",").map((text) => text.trim()).filter(Boolean), requests_per_min: number(fields.requests_per_min),
+      window_tokens: number(fields.window_tokens), window_s: Math.round((number(fields.window_h) ?? 24) * 3600), balance_tokens: number(fields.balance_tokens),
+    };
+    if (isNew || fields.expires !== (keyInfo.expires?.slice(0, 10) ?? "")) values.expires = fields.expires || null;
+    if (isNew || fields.operator !== keyInfo.operator) values.operator = fields.operator;
+    try {
+      if (isNew) setMade((await post("keys", { name: fields.name.trim(), ...values })).key);
+      else await patch(`keys/${inPath(keyInfo.name)}`, values);
+      onDone();
+      if (!isNew) onClose();
+    } catch (problem) {
+      setError(problem);
+    }
+  }
+  if (made) {
+    return html`
+      <${Dialog} title=${`The key of ${fields.name}`} onClose=${onClose}>
+        <p>This is the only time that it is shown. Store it now.</p>
+        <pre class="snippet made-key">${made}</pre>
+        <footer><${CopyButton} text=${made} small=${false} /><button class="primary" onClick=${onClose}>Done</button></footer>
+      <//>`;
+  }
+  return html`
+    <${Dialog} title=${isNew ? "Make a key" : `Limits of ${keyInfo.name}`} onClose=${onClose}>
+      <form onSubmit=${submit}>
+        ${isNew && html`<div class="fields">${field("name", "Name of its owner", { required: true, maxlength: 100 })}</div>`}
+        <div class="fields">${field("models", "Models, separated by commas; * matches anything", { placeholder: "All" })}</div>
+        <div class="fields">
+          ${field("requests_per_min", "Requests per minute", { type: "number", min: 1, placeholder: "No limit" })}
+          ${field("balance_tokens", "Tokens in its whole life", { type: "number", min: 0, placeholder: "No limit" })}
+        </div>
+        <div class="fields">
+          ${field("window_tokens", "Tokens per window", { type: "number", min: 0, placeholder: "No limit" })}
+          ${field("window_h", "Window in hours", { type: "number", min: 0.05, step: "any" })}
+        </div>
+        <div class="fields">${field("expires", "Expires at the start of", { type: "date" })}</div>
+        <label class="check"><input type="checkbox" checked=${fields.operator} onChange=${set("operator")} /> Operator: may also change the fleet and keys</label>
+        ${error && html`<${Problem} error=${error} />`}
+        <footer><button type="button" onClick=${onClose}>Cancel</button><button class="primary">${isNew ? "Make the key" : "Save"}</button></footer>
+      </form>
+    <//>`;
+}

@@ -1,0 +1,137 @@
+"""The routes of the page: its files, and `/session`, with which a browser signs in, looks who it is, and signs out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from cortex import __version__
+from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.meter import Meter
+from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S, PAGE_HEADER, is_cross_site
+from cortex.gateway.page.bundle import INDEX, PageFile, read_bundle, respond, wants_html
+from cortex.gateway.proxy.listener import PAGE_FILES, SESSION_PATH
+from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire.errors import (
+    CortexError,
+    Family,
+    InvalidAPIKey,
+    InvalidValue,
+    MethodNotAllowed,
+    RouteNotFound,
+    shorten,
+)
+
+_READS = (b"GET", b"HEAD")
+_NOT_STORED = (b"cache-control", b"no-store")
+
+
+class _SignIn(msgspec.Struct, frozen=True):
+    """The body of `POST /session`."""
+
+    key: str
+
+
+class Page:
+    """Serves the page. Used on the loop's thread; files are read on another one, at the first request for one."""
+
+    def __init__(self, meter: Meter, *, is_secure: bool = False) -> None:
+        """`is_secure`: browsers reach the page over HTTPS only, so that its cookie is never sent without."""
+        self._is_secure = is_secure
+        self.meter = meter
+        """Replaced by a reload."""
+        self._bundle: Mapping[str, PageFile] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: list[Callable[[], None]] = []
+
+    def takes(self, request: Request) -> bool:
+        """Whether the request is for the page and not for a program's route."""
+        path = request.path
+        return (
+            path.startswith(PAGE_FILES)
+            or path == SESSION_PATH
+            or (path == b"/" and request.method in _READS and wants_html(request))
+        )
+
+    def handle(self, exchange: Exchange) -> None:
+        """Respond to a request that `takes` accepts."""
+        request = exchange.request
+        if request.path == SESSION_PATH:
+            exchange.respond(*self._session(request))
+        elif self._bundle is not None:
+            exchange.respond(*_file(self._bundle, request))
+        else:
+            self._waiting.append(lambda: self.handle(exchange))
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            self._bundle = await asyncio.to_thread(read_bundle)
+        except OSError:
+            self._bundle = {}
+            raise
+        finally:
+            waiting, self._waiting = self._waiting, []
+            for resume in waiting:
+                resume()
+
+    def _session(self, request: Request) -> Response:
+        try:
+            if request.method in _READS:
+                return _described(self.meter.key(request))
+            if request.header(PAGE_HEADER) is None or is_cross_site(request):
+                raise InvalidValue("/session is changed by the page only; programs send their key with every request.")
+            if request.method == b"POST":
+                return self._sign_in(request)
+            if request.method == b"DELETE":
+                return json_response({"signed_in": False})._replace(headers=(self._cookie("", 0, request), _NOT_STORED))
+            raise MethodNotAllowed("/session takes GET, POST or DELETE only.")
+        except CortexError as error:
+            return error_response(error, Family.OPENAI)
+
+    def _sign_in(self, request: Request) -> Response:
+        try:
+            text = msgspec.json.decode(request.body, type=_SignIn).key.strip()
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            raise InvalidValue(f'The body must be {{"key": "…"}}: {shorten(str(problem))}') from problem
+        session = self.meter.sign_in(text)
+        if session is None:
+            raise InvalidAPIKey("This gateway is open: there is nothing to sign in to.")
+        response = json_response({"signed_in": True})
+        return response._replace(headers=(*response.headers, self._cookie(session, LIFETIME_S, request), _NOT_STORED))
+
+    def _cookie(self, value: str, lifetime_s: int, request: Request) -> tuple[bytes, bytes]:
+        """Without a path, so that it covers the prefix under which a proxy may serve the page, and nothing else."""
+        secure = "; Secure" if self._is_secure or request.header(b"x-forwarded-proto") == b"https" else ""
+        text = f"{COOKIE.decode()}={value}; HttpOnly; SameSite=Strict; Max-Age={lifetime_s}{secure}"
+        return b"set-cookie", text.encode()
+
+
+def _file(bundle: Mapping[str, PageFile], request: Request) -> Response:
+    path = request.path.decode("latin-1")
+    file = bundle.get(INDEX if path == "/" else path.removeprefix(PAGE_FILES.decode()))
+    if file is None:
+        error = RouteNotFound(f"The page has no file {shorten(path)}; open / instead.")
+        return error_response(error, Family.OPENAI)
+    if request.method not in _READS:
+        return error_response(MethodNotAllowed(f"{shorten(path)} takes GET only."), Family.OPENAI)
+    return respond(file, request)
+
+
+def _described(key: KeySection | None) -> Response:
+    """Who is signed in, and what they may do."""
+    body: dict[str, Any] = {
+        "version": __version__,
+        "open": key is None,
+        "name": None if key is None else key.name,
+        "operator": key is None or key.operator,
+    }
+    response = json_response(body)
+    return response._replace(headers=(*response.headers, _NOT_STORED))

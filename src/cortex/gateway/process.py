@@ -1,0 +1,63 @@
+"""The gateway as a process: started, reloaded when its files change, and ended by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+from pathlib import Path
+
+from cortex.gateway.config import Config
+from cortex.gateway.configuration_files import ConfigurationFiles, load_catalogue
+from cortex.gateway.server import Gateway
+from cortex.telemetry import logs
+
+log = logging.getLogger(__name__)
+
+WATCH_FILES_S = 2.0
+
+
+async def serve(config: Config, path: Path | None = None) -> None:
+    """Run a gateway until SIGTERM or SIGINT; reload `path` on SIGHUP and when it changes.
+
+    Raises SettingsError, CannotListen or StoreError.
+    """
+    logs.configure(config.gateway.log_format, config.gateway.log_level)
+    files = ConfigurationFiles(path, os.environ)
+    gateway = Gateway(config, load_catalogue(config, path), files.directory, files)
+    loop = asyncio.get_running_loop()
+    stop, reload = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
+    host, port = await gateway.start()
+    # Objects from imports live as long as the process: exclude them from garbage collection.
+    gc.collect()
+    gc.freeze()
+    scheme = "http" if config.gateway.tls_cert is None else "https"
+    log.info("cortex listens on %s://%s:%s, nodes: %d", scheme, host, port, len(config.neurons))
+    reloader = gateway.tasks.start("reload", lambda: _reload_when_needed(gateway, files, reload))
+    try:
+        await stop.wait()
+        log.info("shutting down: draining responses, up to %.0f s", gateway.config.gateway.drain_s)
+    finally:
+        reloader.cancel()
+        await reloader.ended()
+        await gateway.close(gateway.config.gateway.drain_s)
+
+
+async def _reload_when_needed(gateway: Gateway, files: ConfigurationFiles, requested: asyncio.Event) -> None:
+    stamps = files.stamps(gateway.config)
+    while True:
+        try:
+            async with asyncio.timeout(WATCH_FILES_S):
+                await requested.wait()
+        except TimeoutError:
+            pass
+        found = files.stamps(gateway.config)
+        if requested.is_set() or found != stamps:
+            requested.clear()
+            stamps = found
+            await gateway.reload(files)

@@ -1,0 +1,157 @@
+"""The latest requests, kept in memory for operators and for the owners of keys.
+
+A request costs one object when it ends. JSON is made only when somebody reads. Prompts and responses are kept only
+where the operator turned that on, up to a number of bytes, and without the text that the operator's patterns match.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from cortex.gateway.config import ActivitySection
+from cortex.wire.events import Usage
+
+REDACTED = b"[redacted]"
+_MARGIN_BYTES = 4096
+"""Text after the part of a request that is kept, which is searched too: a match may begin before it and end in it."""
+
+Subscriber = Callable[["RequestRecord"], None]
+
+
+class Capture(NamedTuple):
+    """What is kept of the texts of one request."""
+
+    request: bytes
+    """The start of the client's body."""
+    num_request_bytes: int
+    """The length of the whole body."""
+    response_end: bytes
+    """The last bytes of the response."""
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One request that has ended. Thousands of them are kept, so the garbage collector does not look at them: a record
+    refers only to values."""
+
+    number: int
+    """Counts all requests of this gateway, from 1."""
+    id: bytes
+    ended_at: float
+    """Seconds since 1970."""
+    key_id: str | None
+    """None on an open gateway."""
+    key_name: str
+    model: str
+    node: str
+    """The last node that it was sent to; empty when it was sent to none."""
+    dialect: str
+    path: bytes
+    status: int
+    outcome: str
+    error_code: str | None
+    error_message: str | None
+    reason: str
+    """Why this node."""
+    waited_s: float = 0.0
+    """Time in the queue, with the load that it waited for."""
+    load_s: float = 0.0
+    """The part of `waited_s` in which the model was loaded or woken."""
+    first_token_s: float | None = None
+    """Time to the first token; None for a whole response, which comes with its last token."""
+    duration_s: float = 0.0
+    num_attempts: int = 0
+    usage: Usage | None = None
+    capture: Capture | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The speed after the first token."""
+        if self.usage is None or self.first_token_s is None:
+            return None
+        num_later, later_s = self.usage.completion_tokens - 1, self.duration_s - self.first_token_s
+        return num_later / later_s if num_later > 0 and later_s > 0 else None
+
+
+class ActivityLog:
+    """The latest requests, newest last. Used on the loop's thread only; subscribers must not raise."""
+
+    def __init__(self, section: ActivitySection, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
+        self._num_requests = 0
+        self._subscribers: set[Subscriber] = set()
+        self._records: deque[RequestRecord] = deque()
+        self.configure(section)
+
+    def configure(self, section: ActivitySection) -> None:
+        """Use a changed configuration. Captures that it does not allow any more are dropped."""
+        self._section = section
+        self._patterns = [re.compile(pattern.encode()) for pattern in section.redact]
+        kept = self._records if section.capture else (replace(record, capture=None) for record in self._records)
+        self._records = deque(kept, maxlen=section.requests)
+
+    @property
+    def last_number(self) -> int:
+        """The number of the latest request; 0 before the first."""
+        return self._num_requests
+
+    @property
+    def captures(self) -> bool:
+        """Whether `capture` keeps anything."""
+        return self._section.capture
+
+    def capture(self, request: bytes, response_end: bytes, *, is_stream: bool) -> Capture:
+        """The texts of a request as they may be kept.
+
+        Of a stream nothing is kept where there are patterns: its text is divided among events, so that they would not
+        match.
+        """
+        limit = self._section.capture_kb * 1024
+        if is_stream and self._patterns:
+            response_end = b""
+        return Capture(self._start(request, limit), len(request), self._redacted(response_end)[-limit:])
+
+    def _start(self, request: bytes, limit: int) -> bytes:
+        """The first bytes of a request, redacted. The rest of a large request is not searched."""
+        redacted = self._redacted(request[: limit + _MARGIN_BYTES])
+        if self._patterns and len(request) > limit + _MARGIN_BYTES:
+            redacted = redacted[:-_MARGIN_BYTES]  # it may end inside a match
+        return redacted[:limit]
+
+    def stamp(self) -> tuple[int, float]:
+        """The number and the time of a request that ends now."""
+        self._num_requests += 1
+        return self._num_requests, self._wall_clock()
+
+    def append(self, record: RequestRecord) -> None:
+        """Record a request that has ended."""
+        self._records.append(record)
+        if self._subscribers:
+            for subscriber in tuple(self._subscribers):
+                subscriber(record)
+
+    def newest_first(self) -> Iterator[RequestRecord]:
+        return reversed(self._records)
+
+    def forget(self, matches: Callable[[RequestRecord], bool]) -> int:
+        """Remove the records that match, with what was captured of them; returns how many."""
+        kept = [record for record in self._records if not matches(record)]
+        num_removed = len(self._records) - len(kept)
+        self._records = deque(kept, maxlen=self._section.requests)
+        return num_removed
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` with every request that ends, until the returned function is called."""
+        self._subscribers.add(subscriber)
+        return lambda: self._subscribers.discard(subscriber)
+
+    def _redacted(self, text: bytes) -> bytes:
+        for pattern in self._patterns:
+            text = pattern.sub(REDACTED, text)
+        return text

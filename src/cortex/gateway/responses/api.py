@@ -1,0 +1,190 @@
+"""The routes of stored responses: `/v1/responses/{id}`, its input items, and its cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from urllib.parse import parse_qs, unquote
+
+from cortex.gateway.proxy.admission import AdmissionController
+from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, json_response
+from cortex.gateway.responses import items
+from cortex.gateway.responses.background import BackgroundRuns, current_body, ended_body, last_event_of
+from cortex.gateway.responses.keeper import head_of
+from cortex.gateway.responses.store import ResponseStore
+from cortex.gateway.responses.tables import StoredResponse
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire import sse
+from cortex.wire.errors import (
+    CortexError,
+    Family,
+    InvalidValue,
+    MethodNotAllowed,
+    ResponseNotFound,
+    RouteNotFound,
+    shorten,
+)
+
+log = logging.getLogger(__name__)
+
+PREFIX = b"/v1/responses/"
+_MAX_PAGE = 100
+_DEFAULT_PAGE = 20
+_MAX_EVENT_NUMBER = 2**53
+
+
+class StoredResponses:
+    """Serves stored responses to the keys that made them. Owns a task for each request."""
+
+    def __init__(self, store: ResponseStore, background: BackgroundRuns, admission: AdmissionController) -> None:
+        self._store = store
+        self._background = background
+        self._admission = admission
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, exchange: Exchange) -> None:
+        """Take over an exchange whose path begins with `PREFIX`."""
+        task = asyncio.create_task(self._respond(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _respond(self, exchange: Exchange) -> None:
+        try:
+            response = await self._response(exchange)
+        except CortexError as error:
+            response = error_response(error, Family.OPENAI)
+        except Exception:
+            log.exception("%s failed", exchange.request.method.decode("latin-1"))
+            response = error_response(
+                CortexError("Internal error of the gateway; its log has the details."), Family.OPENAI
+            )
+        if response is not None:
+            exchange.respond(*response)
+
+    async def _response(self, exchange: Exchange) -> Response | None:
+        """The response; None when the exchange follows a stream."""
+        request = exchange.request
+        key = self._admission.meter.key(request)
+        key_id = key.id if key is not None else ""
+        id, _, action = unquote(request.path[len(PREFIX) :].decode("latin-1")).partition("/")
+        match action:
+            case "":
+                _expect(request, b"GET", b"HEAD", b"DELETE")
+                if request.method == b"DELETE":
+                    return await self._delete(key_id, id)
+                if _query(request, "stream") == "true":
+                    return await self._follow(exchange, key_id, id)
+                return _json(await self._body(key_id, id))
+            case "input_items":
+                _expect(request, b"GET", b"HEAD")
+                return await self._input_items(request, key_id, id)
+            case "cancel":
+                _expect(request, b"POST")
+                return _json(await self._cancel(key_id, id))
+        raise RouteNotFound(f"There is no {shorten(request.path.decode('latin-1'))}; GET / lists the routes.")
+
+    async def _read(self, key_id: str, id: str) -> StoredResponse:
+        stored = await self._store.read(key_id, id)
+        if stored is None:
+            raise _not_found(id)
+        return stored
+
+    async def _body(self, key_id: str, id: str) -> bytes:
+        """The response object as it is now."""
+        run = self._background.find(key_id, id)
+        return run.body if run is not None else current_body(await self._read(key_id, id), self._store.clock())
+
+    async def _delete(self, key_id: str, id: str) -> Response:
+        if not await self._store.delete(key_id, id):
+            await self._read(key_id, id)  # another gateway may just have written it
+            if not await self._store.delete(key_id, id):
+                raise _not_found(id)
+        if self._background.find(key_id, id) is not None:
+            self._background.forget(id)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def _input_items(self, request: Request, key_id: str, id: str) -> Response:
+        """All items of the conversation that the response was made from."""
+        limit = _number(request, "limit", _DEFAULT_PAGE, least=1, most=_MAX_PAGE)
+        order = _query(request, "order") or "desc"
+        if order not in ("asc", "desc"):
+            raise InvalidValue("order: it must be `asc` or `desc`.", param="order")
+        *earlier, own = await self._store.read_chain(key_id, id) or [await self._read(key_id, id)]
+        conversation = [*items.context(earlier), *items.inputs(own)]
+        after = _query(request, "after")
+        return json_response(items.listing(conversation, limit=limit, ascending=order == "asc", after=after))
+
+    async def _cancel(self, key_id: str, id: str) -> bytes:
+        run = self._background.find(key_id, id)
+        if run is not None:
+            run.cancel()
+            return run.body
+        stored = await self._read(key_id, id)
+        if not head_of(stored.body).background:
+            raise InvalidValue(
+                "Only a response with `background` can be cancelled; end another one by closing its connection.",
+                param="response_id",
+            )
+        body = current_body(stored, self._store.clock())
+        if not stored.is_finished:
+            if head_of(body).status != "failed":
+                body = ended_body(stored.body, "cancelled")
+            if not await self._store.finish(id, key_id, head_of(body).status, body):
+                return (await self._read(key_id, id)).body.encode()  # it has ended meanwhile
+        return body
+
+    async def _follow(self, exchange: Exchange, key_id: str, id: str) -> Response | None:
+        """The events of a response from `starting_after` on; of one that has ended before, the last one."""
+        starting_after = _number(exchange.request, "starting_after", -1, least=0, most=_MAX_EVENT_NUMBER)
+        run = self._background.find(key_id, id)
+        if run is not None and run.streams:
+            run.follow(exchange, (), starting_after)
+            return None
+        body = run.body if run is not None else current_body(await self._read(key_id, id), self._store.clock())
+        if head_of(body).status in ("queued", "in_progress"):
+            raise InvalidValue(
+                "stream: this response was made without `stream`, or another gateway runs it; poll it instead.",
+                param="stream",
+            )
+        event = last_event_of(body, starting_after + 1)
+        return Response(200, ((b"content-type", sse.CONTENT_TYPE.encode()),), event)
+
+
+def _json(body: bytes) -> Response:
+    return Response(200, JSON_HEADERS, body)
+
+
+def _expect(request: Request, *methods: bytes) -> None:
+    if request.method not in methods:
+        names = [method.decode() for method in methods]
+        raise MethodNotAllowed(
+            f"{shorten(request.path.decode('latin-1'))} takes {' or '.join(names)} only.",
+            details={"allowed_methods": names},
+        )
+
+
+def _query(request: Request, name: str) -> str | None:
+    values = parse_qs(request.query.decode("latin-1")).get(name)
+    return values[0] if values else None
+
+
+def _number(request: Request, name: str, default: int, *, least: int, most: int) -> int:
+    text = _query(request, name)
+    if text is None:
+        return default
+    # The length is checked first: reading a number of many digits takes long, or raises.
+    if len(text) > len(str(most)) or not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+        raise InvalidValue(f"{name}: it must be a number from {least} to {most}.", param=name)
+    return int(text)
+
+
+def _not_found(id: str) -> ResponseNotFound:
+    return ResponseNotFound(
+        f"Response with id '{shorten(id)}' not found: it was not stored for this key, was deleted, or has expired.",
+        param="response_id",
+    )

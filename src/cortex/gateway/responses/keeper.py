@@ -1,0 +1,175 @@
+"""Captures a response while it is relayed, and stores it when it has ended.
+
+Of a stream only the last event is captured: it has the whole response object. So keeping a stream costs no work for
+each event. A response without its end is not stored: of a client that disconnected, or of a node that failed.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+from msgspec import Raw
+
+from cortex.gateway.responses import items
+from cortex.gateway.responses.store import ResponseStore
+from cortex.gateway.responses.tables import NewResponse
+from cortex.gateway.responses.whole_events import WholeEvents
+from cortex.http.observer import Outcome
+from cortex.http.request import Headers
+from cortex.wire.headers import NOT_STORED
+from cortex.wire.openai_responses.kept import KeptResponse
+
+_LAST_EVENT = re.compile(rb"(?:\A|\n)event: response\.(?:completed|incomplete|failed)\ndata: ([^\n]*)\n")
+
+
+class ResponseHead(msgspec.Struct, frozen=True):
+    """What is read of a response object."""
+
+    id: str
+    status: str
+    background: bool = False
+
+
+class _Event(msgspec.Struct, frozen=True):
+    response: Raw
+
+
+_head_decoder = msgspec.json.Decoder(ResponseHead)
+_event_decoder = msgspec.json.Decoder(_Event)
+
+
+def num_input_bytes(input: Raw | list[Raw]) -> int:
+    return sum(memoryview(item).nbytes for item in ([input] if isinstance(input, Raw) else input))
+
+
+def new_response_id() -> str:
+    return f"resp_{uuid.uuid4().hex}"
+
+
+def head_of(response: bytes | str) -> ResponseHead:
+    """The head of a response object."""
+    return _head_decoder.decode(response)
+
+
+def response_in_event(payload: bytes) -> bytes:
+    """The response object in the payload of an event."""
+    return bytes(_event_decoder.decode(payload).response)
+
+
+def last_event(events: bytes) -> bytes | None:
+    """The payload of the event that ends a response, if it is among whole `events`."""
+    match = _LAST_EVENT.search(events)
+    return match[1] if match else None
+
+
+class StreamCapture:
+    """The response object in the last event of a stream, which may come in pieces."""
+
+    __slots__ = ("_events", "captured")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.captured: bytes | None = None
+        """The payload of that event; None before there is one, and when it is longer than the limit."""
+        self._events = WholeEvents(max_bytes)
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether an event was longer than the limit."""
+        return self._events.num_dropped > 0
+
+    def push(self, data: bytes) -> None:
+        if self.captured is None:
+            self.captured = last_event(self._events.push(data))
+
+    def response(self) -> bytes:
+        assert self.captured is not None, "nothing was captured"
+        return response_in_event(self.captured)
+
+
+class BodyCapture:
+    """A whole body, up to a limit."""
+
+    __slots__ = ("_max_bytes", "captured")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.captured: bytearray | None = bytearray()
+        """None when it is longer than the limit."""
+        self._max_bytes = max_bytes
+
+    @property
+    def is_too_large(self) -> bool:
+        return self.captured is None
+
+    def push(self, data: bytes) -> None:
+        if self.captured is not None:
+            self.captured += data
+            if len(self.captured) > self._max_bytes:
+                self.captured = None
+
+    def response(self) -> bytes:
+        assert self.captured is not None, "nothing was captured"
+        return bytes(self.captured)
+
+
+class StoringKeeper:
+    """Stores the response of one request."""
+
+    __slots__ = ("_capture", "_input", "_key_id", "_store", "kept")
+
+    headers: Headers = ()
+
+    def __init__(
+        self, store: ResponseStore, key_id: str, previous_id: str | None, input: Raw | list[Raw], *, stream: bool
+    ) -> None:
+        """`input` is that of the client's request, with items in place of references."""
+        self.kept = KeptResponse(new_response_id(), previous_id)
+        self._store = store
+        self._key_id = key_id
+        self._input = input
+        self._capture = (StreamCapture if stream else BodyCapture)(store.max_entry_bytes)
+
+    @property
+    def capture(self) -> Callable[[bytes], None]:
+        return self._capture.push
+
+    def ended(self, status: int, outcome: Outcome) -> None:
+        """Store the response if its end was captured, whether or not the client has read it."""
+        if status != 200:
+            return
+        captured = self._capture.captured
+        if captured is not None:
+            num_bytes = len(captured) + num_input_bytes(self._input)
+            self._store.save(partial(_built, self.kept, self._key_id, self._input, self._capture), num_bytes)
+        elif self._capture.is_too_large:
+            self._store.too_large()
+        elif outcome is Outcome.COMPLETE:
+            self._store.without_end()
+
+
+class NotStored:
+    """In place of a keeper for a response that the client wants to be stored and that is not: a header says why."""
+
+    __slots__ = ("headers",)
+
+    kept = None
+    capture = None
+
+    def __init__(self, reason: str) -> None:
+        self.headers: Headers = ((NOT_STORED.encode(), reason.encode()),)
+
+    def ended(self, status: int, outcome: Outcome) -> None:
+        """Nothing is kept."""
+
+
+def _built(
+    kept: KeptResponse, key_id: str, input: Raw | list[Raw], capture: StreamCapture | BodyCapture
+) -> NewResponse:
+    """Runs on the thread of the store. Raises msgspec.DecodeError when the response is not one."""
+    response = capture.response()
+    own_items = items.split(input) if isinstance(input, Raw) else input
+    status = head_of(response).status
+    return NewResponse(kept.id, key_id, kept.previous_response_id, status, items.with_ids(own_items, kept.id), response)

@@ -1,0 +1,50 @@
+"""The Responses API of a gateway, put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cortex.gateway.config import Config, ResponsesSection
+from cortex.gateway.proxy.inference import Inference
+from cortex.gateway.responses.api import StoredResponses
+from cortex.gateway.responses.background import BackgroundRuns
+from cortex.gateway.responses.stateful import StatefulInference
+from cortex.gateway.responses.store import ResponseStore
+from cortex.tasks import Supervisor
+
+
+class ResponsesService:
+    """Stored responses, requests with state, and background runs. One per gateway."""
+
+    def __init__(self, config: Config, directory: Path, inference: Inference, tasks: Supervisor) -> None:
+        """Raises `StoreError` when the configured database cannot be one."""
+        services = inference.services
+        self._store = ResponseStore(
+            config.responses_database(directory),
+            config.responses,
+            tasks,
+            lambda result: services.metrics.stored_responses.labels(result).inc(),
+        )
+        self._background = BackgroundRuns(inference, self._store, tasks)
+        self.stateful = StatefulInference(inference, self._store, self._background)
+        """Serves `POST /v1/responses` and its token counts."""
+        self.stored = StoredResponses(self._store, self._background, services.admission)
+        """Serves `/v1/responses/{id}`."""
+
+    def start(self) -> None:
+        self._store.start()
+        self._background.start()
+
+    def use(self, section: ResponsesSection) -> None:
+        """Use a new configuration. The database needs a restart."""
+        self._store.section = section
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait for background responses for up to `grace_s`; the others end as failed."""
+        await self._background.close(grace_s)
+
+    async def close(self) -> None:
+        """Write what is left and close the database. Nothing may be sent to a node any more."""
+        await self.stateful.close()
+        await self.stored.close()
+        await self._store.close()

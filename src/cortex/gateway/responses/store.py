@@ -1,0 +1,216 @@
+"""Stored responses on the event loop: reads and writes run on one thread, in order.
+
+Because of that order a request finds the response that was saved before it, although `save` does not wait. While the
+database is unavailable, responses are served as always and not stored. That is logged once and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from cortex.gateway.config import ResponsesSection
+from cortex.gateway.database import Database, Execute, StoreError, driver_of, is_url
+from cortex.gateway.responses import tables
+from cortex.gateway.responses.tables import NewResponse, StoredResponse
+from cortex.tasks import SupervisedTask, Supervisor
+from cortex.wire.errors import InvalidValue, Overloaded
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PURGE_S = 30.0
+MAX_UNWRITTEN_BYTES = 64 * 1024 * 1024
+"""Responses that wait to be written; more are not stored, so that a slow database does not fill the memory."""
+_WRITTEN_BY_ANOTHER_S = 0.5
+"""How long a read waits for a response that another gateway may be writing, where gateways share the database."""
+
+
+class ResponseStore:
+    """Owns the database of stored responses. Used on the loop's thread; opens the database with the first use."""
+
+    def __init__(
+        self,
+        database: str,
+        section: ResponsesSection,
+        tasks: Supervisor,
+        count: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`count` counts what became of each response: "stored", "too_large" or "failed". Raises `StoreError` when
+        `database` cannot be one."""
+        self.section = section
+        """Replaced by a reload."""
+        self.failure: str | None = None
+        """Why the database could not be used last time; None when it could."""
+        self._is_shared = is_url(database)
+        self._database = Database(driver_of(database), tables.SCHEMA, "database of stored responses")
+        self._tasks = tasks
+        self._count = count
+        self.clock = clock
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="responses")
+        self._lock = threading.Lock()
+        self._unwritten: list[Callable[[], NewResponse]] = []
+        self._num_unwritten_bytes = 0
+        self._purging: SupervisedTask | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start to delete what has expired."""
+        self._purging = self._tasks.start("purge of stored responses", self._purge_regularly)
+
+    async def close(self) -> None:
+        """Write what is left and close the database. Idempotent."""
+        if self._purging is not None:
+            self._purging.cancel()
+            await self._purging.ended()
+            self._purging = None
+        if not self._is_closed:
+            self._is_closed = True
+            await self._in_thread(self._database.close)
+            self._thread.shutdown()
+
+    @property
+    def max_entry_bytes(self) -> int:
+        return self.section.max_entry_mb * 1024 * 1024
+
+    def save(self, build: Callable[[], NewResponse], num_bytes: int) -> None:
+        """Store the response that `build` makes, soon. `num_bytes` is about its size.
+
+        `build` runs on the thread. It raises msgspec.DecodeError when a node's response is not one, and InvalidValue
+        when the input cannot be stored.
+        """
+        if num_bytes > self.max_entry_bytes:
+            self.too_large()
+            return
+        with self._lock:
+            if self._num_unwritten_bytes + num_bytes > MAX_UNWRITTEN_BYTES:
+                self._count("failed")
+                return
+            self._num_unwritten_bytes += num_bytes
+            self._unwritten.append(build)
+            is_first = len(self._unwritten) == 1
+        if is_first:
+            task = asyncio.get_running_loop().run_in_executor(self._thread, self._write)
+            task.add_done_callback(self._written)
+
+    def too_large(self) -> None:
+        """Count a response that is not stored because of its size."""
+        self._count("too_large")
+        log.info("response not stored: larger than responses.max_entry_mb, %d", self.section.max_entry_mb)
+
+    def without_end(self) -> None:
+        """Count a response that is not stored because its stream ended without the event that has the response."""
+        self._count("without_end")
+        log.info("response not stored: the stream of the node has no last event with the response")
+
+    async def add(self, response: NewResponse) -> None:
+        """Store a response now. Raises `Overloaded` when the database is unavailable."""
+        await self._run(lambda execute: tables.add(execute, response, self.clock(), self.section.retention_s))
+
+    async def finish(self, id: str, key_id: str, status: str, body: bytes) -> bool:
+        """Store the end of a background response; False if it has ended already. Raises `Overloaded`."""
+        return await self._run(lambda execute: tables.finish(execute, id, key_id, status, body))
+
+    async def read(self, key_id: str, id: str) -> StoredResponse | None:
+        """A stored response of the key. Raises `Overloaded`."""
+        return await self._read(lambda execute: tables.read(execute, key_id, id, self.clock()))
+
+    async def read_chain(self, key_id: str, id: str) -> list[StoredResponse]:
+        """A stored response of the key and those that it continues, oldest first. Raises `Overloaded`."""
+        return await self._read(lambda execute: tables.read_chain(execute, key_id, id, self.clock()))
+
+    async def delete(self, key_id: str, id: str) -> bool:
+        """Delete a response of the key; False if there is none. Raises `Overloaded`."""
+        return await self._run(lambda execute: tables.delete(execute, key_id, id, self.clock()))
+
+    async def renew(self, ids: list[str]) -> set[str]:
+        """Show that background responses still run; returns those that were cancelled or deleted. Raises
+        `Overloaded`."""
+        return await self._run(lambda execute: tables.renew(execute, ids, self.clock()))
+
+    async def purge(self) -> None:
+        """Delete what has expired and what exceeds the size of the store."""
+        limit = self.section.max_total_mb * 1024 * 1024
+        while await self._run(lambda execute: tables.purge(execute, self.clock(), limit)):
+            pass  # in steps, so that reads and writes of requests come between
+
+    async def _read(self, work: Callable[[Execute], T]) -> T:
+        found = await self._run(work)
+        if not found and self._is_shared:
+            await asyncio.sleep(_WRITTEN_BY_ANOTHER_S)
+            found = await self._run(work)
+        return found
+
+    async def _run(self, work: Callable[[Execute], T]) -> T:
+        try:
+            result = await self._in_thread(partial(self._database.run, work))
+        except StoreError as error:
+            self._report(str(error))
+            raise Overloaded(
+                "Stored responses are not available now: their database failed. Try again later."
+            ) from error
+        self._report(None)
+        return result
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _write(self) -> tuple[int, int, StoreError | None]:
+        """Write what waits in one transaction; on the thread. Returns how many were written, how many were not, and
+        why."""
+        with self._lock:
+            builds, self._unwritten = self._unwritten, []
+            self._num_unwritten_bytes = 0
+        responses = [response for build in builds if (response := _built(build)) is not None]
+        now_s, retention_s = self.clock(), self.section.retention_s
+
+        def work(execute: Execute) -> None:
+            for response in responses:
+                tables.add(execute, response, now_s, retention_s)
+
+        try:
+            self._database.run(work)
+        except StoreError as error:
+            return 0, len(builds), error
+        return len(responses), len(builds) - len(responses), None
+
+    def _written(self, task: asyncio.Future[tuple[int, int, StoreError | None]]) -> None:
+        num_stored, num_failed, error = task.result()
+        for result in ("stored",) * num_stored + ("failed",) * num_failed:
+            self._count(result)
+        self._report(None if error is None else str(error))
+
+    def _report(self, failure: str | None) -> None:
+        if failure is not None and self.failure is None:
+            log.error("responses are served but not stored until the database is available: %s", failure)
+        elif failure is None and self.failure is not None:
+            log.info("responses are stored again")
+        self.failure = failure
+
+    async def _purge_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(PURGE_S)
+            try:
+                await self.purge()
+            except Overloaded:
+                pass  # reported; the next round tries again
+
+
+def _built(build: Callable[[], NewResponse]) -> NewResponse | None:
+    try:
+        return build()
+    except (msgspec.DecodeError, InvalidValue) as problem:
+        log.debug("response not stored: the input or the node's response cannot be read: %s", problem)
+    except Exception:  # one response that cannot be stored must not take others with it
+        log.exception("a response could not be stored")
+    return None

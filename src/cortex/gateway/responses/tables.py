@@ -1,0 +1,183 @@
+"""The tables of stored responses, and the statements on them, which SQLite and PostgreSQL both run.
+
+`response` has one row for each response, with the input of its own request and the response object, both as JSON.
+`background_run` has when the gateway that runs a background response last showed that it is alive. Every function
+runs inside the caller's transaction. A row is visible only to the key that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from cortex.gateway.database import Execute
+
+UNFINISHED = ("queued", "in_progress")
+
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS response (
+        id TEXT PRIMARY KEY,
+        key_id TEXT NOT NULL,
+        previous_id TEXT,
+        status TEXT NOT NULL,
+        created_s BIGINT NOT NULL,
+        expires_s BIGINT NOT NULL,
+        num_bytes BIGINT NOT NULL,
+        input TEXT NOT NULL,
+        body TEXT NOT NULL
+    )""",
+    "CREATE INDEX IF NOT EXISTS response_expiry ON response (expires_s)",
+    "CREATE INDEX IF NOT EXISTS response_size ON response (key_id, created_s, num_bytes)",
+    """CREATE TABLE IF NOT EXISTS background_run (
+        id TEXT PRIMARY KEY,
+        renewed_s BIGINT NOT NULL
+    )""",
+)
+_COLUMNS = "response.id, response.previous_id, status, renewed_s, input, body"
+_ADD = """
+    INSERT INTO response (id, key_id, previous_id, status, created_s, expires_s, num_bytes, input, body)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING
+"""
+_FINISH = """
+    UPDATE response SET status = ?, body = ?, num_bytes = num_bytes + ?
+    WHERE id = ? AND key_id = ? AND status IN ('queued', 'in_progress') RETURNING id
+"""
+_READ = f"""
+    SELECT {_COLUMNS} FROM response LEFT JOIN background_run ON background_run.id = response.id
+    WHERE response.id = ? AND key_id = ? AND expires_s > ?
+"""
+_CHAIN = """
+    WITH RECURSIVE chain (id, previous_id, depth) AS (
+        SELECT id, previous_id, 0 FROM response WHERE id = ? AND key_id = ? AND expires_s > ?
+        UNION ALL
+        SELECT response.id, response.previous_id, depth + 1 FROM response JOIN chain ON response.id = chain.previous_id
+        WHERE key_id = ? AND expires_s > ?
+    )
+"""
+_READ_CHAIN = f"""
+    {_CHAIN} SELECT {_COLUMNS} FROM chain JOIN response ON response.id = chain.id
+    LEFT JOIN background_run ON background_run.id = response.id ORDER BY depth DESC
+"""
+_EXTEND_CHAIN = f"""
+    {_CHAIN} UPDATE response SET expires_s = ? WHERE expires_s < ? AND id IN (SELECT id FROM chain)
+"""
+_DELETE = "DELETE FROM response WHERE id = ? AND key_id = ? AND expires_s > ? RETURNING id"
+_ADD_RUN = "INSERT INTO background_run (id, renewed_s) VALUES (?, ?) ON CONFLICT (id) DO NOTHING"
+_RENEW_RUN = "UPDATE background_run SET renewed_s = ? WHERE id = ? RETURNING id"
+_END_RUN = "DELETE FROM background_run WHERE id = ?"
+_EXPIRED = "SELECT id FROM response WHERE expires_s <= ? LIMIT ?"
+_DROP = "DELETE FROM response WHERE id = ?"
+_TOTAL = "SELECT COALESCE(SUM(num_bytes), 0) FROM response"
+_LARGEST_KEY = "SELECT key_id FROM response GROUP BY key_id ORDER BY SUM(num_bytes) DESC, key_id LIMIT 1"
+_OLDEST = "SELECT id, num_bytes FROM response WHERE key_id = ? ORDER BY created_s, id LIMIT ?"
+
+_BATCH = 200
+"""Rows that a purge deletes at once."""
+_EXTEND_SHARE = 0.1
+"""A chain's time is extended only when that adds this share of the retention, so that long chains are not rewritten
+for every response."""
+
+
+class NewResponse(NamedTuple):
+    """A response to store."""
+
+    id: str
+    key_id: str
+    """The id of the client's key; empty on an open gateway."""
+    previous_id: str | None
+    status: str
+    input: bytes
+    """The input items of its request, a JSON array."""
+    body: bytes
+    """The response object."""
+
+
+class StoredResponse(NamedTuple):
+    """A response as it was stored."""
+
+    id: str
+    previous_id: str | None
+    status: str
+    renewed_s: int | None
+    """When the gateway that runs it in the background was last alive; None when none runs it."""
+    input: str
+    body: str
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status not in UNFINISHED
+
+
+def add(execute: Execute, response: NewResponse, now_s: float, retention_s: float) -> None:
+    """Store `response`, and keep the responses that it continues for as long as it."""
+    expires_s = int(now_s + retention_s)
+    num_bytes = len(response.input) + len(response.body)
+    id, key_id, previous_id, status, input, body = response
+    execute(
+        _ADD,
+        (id, key_id, previous_id, status, int(now_s), expires_s, num_bytes, input.decode(), body.decode()),
+    )
+    if status in UNFINISHED:
+        execute(_ADD_RUN, (id, int(now_s)))
+    if previous_id is not None:
+        due_s = int(expires_s - _EXTEND_SHARE * retention_s)
+        execute(_EXTEND_CHAIN, (*_chain_values(key_id, previous_id, now_s), expires_s, due_s))
+
+
+def finish(execute: Execute, id: str, key_id: str, status: str, body: bytes) -> bool:
+    """Write the end of a background response; False if it has ended already, or was deleted."""
+    found = execute(_FINISH, (status, body.decode(), len(body), id, key_id))
+    execute(_END_RUN, (id,))
+    return bool(found)
+
+
+def read(execute: Execute, key_id: str, id: str, now_s: float) -> StoredResponse | None:
+    """The response with this id, if it belongs to the key."""
+    rows = execute(_READ, (id, key_id, int(now_s)))
+    return _stored(rows[0]) if rows else None
+
+
+def read_chain(execute: Execute, key_id: str, id: str, now_s: float) -> list[StoredResponse]:
+    """The response with this id and those that it continues, oldest first, as far back as they exist."""
+    return [_stored(row) for row in execute(_READ_CHAIN, _chain_values(key_id, id, now_s))]
+
+
+def delete(execute: Execute, key_id: str, id: str, now_s: float) -> bool:
+    """Delete a response; False if there is none with this id. A gateway that runs it finds out when it renews it."""
+    found = execute(_DELETE, (id, key_id, int(now_s)))
+    if found:
+        execute(_END_RUN, (id,))
+    return bool(found)
+
+
+def renew(execute: Execute, ids: Iterable[str], now_s: float) -> set[str]:
+    """Show that the background responses `ids` still run; returns those that were cancelled or deleted meanwhile."""
+    return {id for id in ids if not execute(_RENEW_RUN, (int(now_s), id))}
+
+
+def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
+    """Delete some of what has expired, or else some of what exceeds `max_bytes`; returns how many were deleted.
+
+    Of too many bytes, those of the key with the most bytes are deleted, oldest first.
+    """
+    doomed = [str(row[0]) for row in execute(_EXPIRED, (int(now_s), _BATCH))]
+    if not doomed and (excess := int(execute(_TOTAL, ())[0][0]) - max_bytes) > 0:
+        (largest,) = execute(_LARGEST_KEY, ())[0]
+        for id, num_bytes in execute(_OLDEST, (largest, _BATCH)):
+            doomed.append(str(id))
+            excess -= int(num_bytes)
+            if excess <= 0:
+                break
+    for id in doomed:
+        execute(_DROP, (id,))
+        execute(_END_RUN, (id,))
+    return len(doomed)
+
+
+def _chain_values(key_id: str, id: str, now_s: float) -> tuple[Any, ...]:
+    return (id, key_id, int(now_s), key_id, int(now_s))
+
+
+def _stored(row: Sequence[Any]) -> StoredResponse:
+    id, previous_id, status, renewed_s, input, body = row
+    return StoredResponse(id, previous_id, status, None if renewed_s is None else int(renewed_s), input, body)

@@ -1,0 +1,74 @@
+"""Which part of the gateway serves a request: inference, stored responses, the page, or control."""
+
+from __future__ import annotations
+
+from cortex.gateway.api.control import Control
+from cortex.gateway.config import Config
+from cortex.gateway.page.page import Page
+from cortex.gateway.proxy.inference import Inference
+from cortex.gateway.proxy.routes import ROUTES, error_response, family_of
+from cortex.gateway.responses.api import PREFIX as STORED_RESPONSES
+from cortex.gateway.responses.service import ResponsesService
+from cortex.http.cross_site import CrossSiteCheck
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.wire.errors import CortexError, CrossSiteRequest, MethodNotAllowed
+
+
+class RequestRouter:
+    """The handler of the API's server. Call `configure` before the first request."""
+
+    def __init__(self, inference: Inference, responses: ResponsesService, control: Control, page: Page) -> None:
+        self._inference = inference
+        self._responses = responses
+        self._control = control
+        self._page = page
+        self._cross_site = control.cross_site
+        self._checks_host = True
+        self._accepted_host: bytes | None = None
+        """The `Host` header that was accepted last."""
+
+    def configure(self, config: Config, *, is_open: bool) -> None:
+        """Use a new configuration. `is_open`: the gateway admits requests without a key.
+
+        Where only local programs may use it, and without a key, every request must use a name of this gateway.
+        """
+        section = config.gateway
+        self._cross_site = CrossSiteCheck((*section.allowed_hosts, section.listen.host), section.cors_origins)
+        self._control.cross_site = self._cross_site
+        self._accepted_host = None
+        self._checks_host = is_open and section.listen.is_loopback
+
+    def handle(self, exchange: Exchange) -> None:
+        """Have the request served."""
+        request = exchange.request
+        if self._checks_host and (error := self._host_error(request)) is not None:
+            exchange.respond(*error_response(error, family_of(request.path)))
+            return
+        route = ROUTES.get(request.path)
+        if route is None:
+            if request.path.startswith(STORED_RESPONSES):
+                self._responses.stored.handle(exchange)
+            elif self._page.takes(request):
+                self._page.handle(exchange)
+            else:
+                self._control.handle(exchange)
+        elif request.method != b"POST":
+            error = MethodNotAllowed(f"{request.path.decode()} takes POST only.", details={"allowed_methods": ["POST"]})
+            exchange.respond(*error_response(error, route.family))
+        elif route.dialect == "openai_responses":
+            self._responses.stateful.begin(exchange, route)
+        else:
+            self._inference.begin(exchange, route)
+
+    def _host_error(self, request: Request) -> CortexError | None:
+        """Why the request is rejected: it does not use a name of this gateway."""
+        host = request.header(b"host")
+        if host is not None and host == self._accepted_host:
+            return None
+        try:
+            self._cross_site.check_host(host.decode("latin-1") if host is not None else None)
+        except CrossSiteRequest as error:
+            return error
+        self._accepted_host = host
+        return None

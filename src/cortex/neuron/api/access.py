@@ -1,0 +1,118 @@
+"""Who may use a node: callers with one of its keys, and no web page of another site."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from aiohttp import web
+
+from cortex.http.cross_site import CrossSiteCheck
+from cortex.neuron.config import NeuronConfig, check_key
+from cortex.settings import SettingsError
+from cortex.wire.body import check_content_type
+from cortex.wire.errors import CortexError, InvalidAPIKey
+
+log = logging.getLogger(__name__)
+
+OPEN_PATH = "/health"
+"""Needs no key. Without one its response has only the status."""
+_INFERENCE_PATHS = ("/v1/", "/tokenize")
+_HASHED_CHARACTERS = 1024
+"""The cost of a check must not depend on what a stranger sends."""
+
+
+class NodeKeys:
+    """The keys in force, as hashes. Once there were keys, no keys means that nobody gets in."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self.required = False
+        self._hashes: tuple[bytes, ...] = ()
+        self.use(keys)
+
+    def use(self, keys: Iterable[str]) -> None:
+        """Replace the keys."""
+        self._hashes = tuple(map(_hash, keys))
+        self.required = self.required or bool(self._hashes)
+
+    def recognises(self, text: str) -> bool:
+        """Whether `text` is one of the keys. Takes the same time whatever `text` is and whichever key it matches."""
+        given = _hash(text[:_HASHED_CHARACTERS])
+        matches = [hmac.compare_digest(given, known) for known in self._hashes]
+        return any(matches)
+
+
+def read_keys(config: NeuronConfig, directory: Path) -> tuple[str, ...]:
+    """The keys of `config` and of its `key_file`, which is relative to `directory`. Raises SettingsError."""
+    if config.key_file is None:
+        return config.keys
+    path = directory / config.key_file.expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
+        raise SettingsError(f"cannot read key_file {path}: {reason}") from problem
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise SettingsError(f"key_file {path} has no key: write one with `neuron key > {path}`")
+    for number, key in enumerate(keys, 1):
+        try:
+            check_key(key)
+        except ValueError as problem:
+            raise SettingsError(f"invalid key {number} in key_file {path}: {problem}") from problem
+    return (*config.keys, *keys)
+
+
+class NodeAccess:
+    """Checks every request before its body is read."""
+
+    def __init__(self, keys: NodeKeys, allowed_hosts: Iterable[str] = ()) -> None:
+        self._keys = keys
+        self._cross_site = CrossSiteCheck(allowed_hosts)
+
+    def check(self, request: web.Request) -> None:
+        """Raises the CortexError that rejects the request."""
+        if request.path != OPEN_PATH or _key_in(request) is not None:
+            self._check_caller(request)
+        if request.method in ("GET", "HEAD"):
+            return
+        content_type, origin = request.headers.get("content-type"), request.headers.get("origin")
+        if request.path.startswith(_INFERENCE_PATHS):
+            check_content_type(content_type, required=origin is not None)
+        else:
+            fetch_site = request.headers.get("sec-fetch-site")
+            self._cross_site.check_origin(origin, request.headers.get("host"), fetch_site)
+            check_content_type(content_type, required=request.method != "DELETE")
+
+    def admits(self, request: web.Request) -> bool:
+        """Whether the caller may see everything."""
+        try:
+            self._check_caller(request)
+        except CortexError:
+            return False
+        return True
+
+    def _check_caller(self, request: web.Request) -> None:
+        if not self._keys.required:
+            # A key would show that no web page sent the request. Without keys, the name that it used has to.
+            self._cross_site.check_host(request.headers.get("host"))
+            return
+        given = _key_in(request)
+        if given is None:
+            raise InvalidAPIKey("This node needs a key: send `Authorization: Bearer …`. Its operator has it.")
+        if not self._keys.recognises(given):
+            raise InvalidAPIKey("This node does not accept this key: send one of `keys` or `key_file` of its operator.")
+
+
+def _key_in(request: web.Request) -> str | None:
+    authorization = request.headers.get("authorization", "")
+    if authorization[:7].lower() == "bearer ":
+        return authorization[7:].strip()
+    return request.headers.get("x-api-key")
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,177 @@
+"""The communicator of one divided model, on the process groups of torch.
+
+Each model has its own, with a private store, so that models on the same devices do not interfere, and a broken one is
+torn down alone. Every call is synchronous on the host for gloo, and ordered by the stream for NCCL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, LoadError
+from cortex.neuron.engine.request import RankSpec
+from cortex.neuron.layers.configs import Shard
+
+_library: Any = torch.distributed
+"""As Any: process groups and stores have no or wrong types."""
+
+POLL_S = 0.02
+_CONNECT = "connect"
+LAST_RESORT = timedelta(hours=1)
+"""A rank that dies closes its connections, and the daemon ends a group without progress long before this."""
+
+
+class TorchGroup:
+    """One rank's end of the communicator. Belongs to the engine thread. Every call raises GroupBroken if another rank
+    is gone."""
+
+    def __init__(self, group: Any, store: Any, shard: Shard, device: torch.device, poll: Callable[[], None]) -> None:
+        """`group`: a process group of torch; `poll`: see `join`."""
+        self.shard = shard
+        self._group = group
+        self._store = store
+        self._poll = poll
+        self._staged = device.type == "cuda" and isinstance(group, _library.ProcessGroupGloo)
+        """Whether tensors go through host memory, because gloo does not support all calls on a GPU."""
+
+    @classmethod
+    def join(
+        cls,
+        spec: RankSpec,
+        device: torch.device,
+        poll: Callable[[], None],
+        turn: AbstractContextManager[None] | None = None,
+    ) -> TorchGroup:
+        """Waits for the other ranks, then connects to them and adds a few numbers up with them.
+
+        `poll` is called while it waits for others; what it raises ends the wait. `turn`: of the leader, see
+        `StepLink.turn`; ranks that connect wait for each other, as those in a step do. Raises LoadError if the ranks
+        cannot communicate.
+        """
+        shard = Shard(spec.rank, spec.size)
+        store = _library.FileStore(str(Path(spec.directory) / "store"), spec.size)
+        _meet(store, "arrived", shard, poll)
+        if not shard.is_first:
+            _wait_for(store, [_CONNECT], poll)
+            return cls._connected(spec, store, shard, device, poll)
+        with turn or nullcontext():
+            store.set(_CONNECT, b"1")
+            return cls._connected(spec, store, shard, device, poll)
+
+    @classmethod
+    def _connected(
+        cls, spec: RankSpec, store: Any, shard: Shard, device: torch.device, poll: Callable[[], None]
+    ) -> TorchGroup:
+        try:
+            group = cls(_connect(spec, store), store, shard, device, poll)
+            total = group.all_reduce(torch.full((4,), float(spec.rank + 1), device=device))
+        except RuntimeError as error:
+            message = f"the {spec.size} ranks of the model cannot communicate ({spec.backend}): {error}"
+            raise LoadError(message) from error
+        expected = spec.size * (spec.size + 1) / 2
+        if total.tolist() != [expected] * 4:
+            raise LoadError(
+                f"the {spec.size} ranks of the model disagree ({spec.backend}): a sum of {expected} came out as "
+                f"{total[0].item()}; check the links between the devices"
+            )
+        return group
+
+    def wait_for_all(self, event: str) -> None:
+        """Returns when every rank has reached `event`."""
+        _meet(self._store, event, self.shard, self._poll)
+
+    def reached(self, event: str) -> None:
+        """Lets the others' `wait_for_all` return, without waiting."""
+        self._store.set(f"{event}/{self.shard.rank}", b"1")
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        sent = self._sent(partial)
+        self._run(lambda: self._group.allreduce([sent]))
+        return sent.to(partial.device)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        sent = self._sent(part)
+        parts = [torch.empty_like(sent) for _ in range(self.shard.size)]
+        self._run(lambda: self._group.allgather([parts], [sent]))
+        return torch.cat(parts, dim=-1).to(part.device)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        sent = self._sent(tensor)
+        self._run(lambda: self._group.broadcast([sent], _from_first()))
+        return sent.to(tensor.device)
+
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of every rank's numbers, place by place. A rank that waits for others polls."""
+        self._store.set(f"numbers/{self.shard.rank}", ",".join(map(str, numbers)))
+        keys = [f"numbers/{rank}" for rank in range(self.shard.size)]
+        _wait_for(self._store, keys, self._poll)
+        rows = [[int(number) for number in self._store.get(key).decode().split(",")] for key in keys]
+        return [min(column) for column in zip(*rows, strict=True)]
+
+    def close(self) -> None:
+        """Ends the connections; calls of other ranks that wait for this one fail."""
+        abort = getattr(self._group, "abort", None)
+        if abort is not None:
+            abort()
+        del self._group, self._store
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """What the process group gets: contiguous, and on the host if tensors are staged."""
+        return tensor.cpu() if self._staged else tensor.contiguous()
+
+    def _run(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise GroupBroken(f"rank {self.shard.rank} lost the other ranks of its model: {error}") from error
+
+
+def poller(progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]) -> Callable[[], None]:
+    """What a rank does while it waits for others: reports that it is alive, and stops when the load is cancelled."""
+
+    def poll() -> None:
+        if cancelled():
+            raise LoadCancelled("the load was cancelled")
+        progress("resolve", 0, 0)
+
+    return poll
+
+
+def _meet(store: Any, event: str, shard: Shard, poll: Callable[[], None]) -> None:
+    store.set(f"{event}/{shard.rank}", b"1")
+    _wait_for(store, [f"{event}/{rank}" for rank in range(shard.size)], poll)
+
+
+def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:
+    while not store.check(keys):
+        poll()
+        time.sleep(POLL_S)
+
+
+def _connect(spec: RankSpec, store: Any) -> Any:
+    private = _library.PrefixStore("group", store)
+    if spec.backend == "nccl":
+        options = _library.ProcessGroupNCCL.Options()
+        options._timeout = LAST_RESORT
+        return _library.ProcessGroupNCCL(private, spec.rank, spec.size, options)
+    options = _library.ProcessGroupGloo._Options()
+    options._devices = [_library.ProcessGroupGloo.create_device(interface="lo")]
+    options._timeout = LAST_RESORT
+    return _library.ProcessGroupGloo(private, spec.rank, spec.size, options)
+
+
+def _from_first() -> Any:
+    options = _library.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options

@@ -1,0 +1,116 @@
+"""Loads a model, or one rank of a divided one: the leader, which is an engine like any other, or a follower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, RequestError
+from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
+from cortex.neuron.engine.parallel.group import TorchGroup, poller
+from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, StepLink
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec
+from cortex.neuron.engine.step_plan import StepPlan
+
+
+def load_engine(
+    spec: LoadSpec,
+    device: torch.device | str,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+    link: StepLink | None = None,
+) -> Engine:
+    """`link`: how the leader of a divided model reaches the other ranks.
+
+    Raises LoadError or LoadCancelled, and then leaves nothing on the device.
+    """
+    if spec.rank is None:
+        return Engine.load(spec, device, progress, cancelled)
+    return _load_rank(spec, spec.rank, torch.device(device), progress, cancelled, link)
+
+
+def _load_rank(
+    spec: LoadSpec,
+    rank: RankSpec,
+    device: torch.device,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+    link: StepLink | None,
+) -> Engine:
+    turn = None if link is None else link.turn()
+    group = TorchGroup.join(rank, device, poller(progress, cancelled), turn)
+    try:
+        loaded = load_model(spec, device, progress, cancelled, group)
+        if link is None:
+            group.reached("loaded")
+            return Follower(loaded, spec, group)
+        group.wait_for_all("loaded")
+        leader = Leader(loaded, spec, group, link)
+        progress("warm", 0, 0)
+        leader.warm_up()
+    except GroupBroken as error:
+        group.close()
+        raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
+    except BaseException:
+        group.close()  # a rank that waits for this one fails at once
+        raise
+    return leader
+
+
+class Rank(Engine):
+    """One rank of a divided model."""
+
+    def __init__(self, loaded: LoadedModel, spec: LoadSpec, group: TorchGroup) -> None:
+        self._group = group
+        # A step ends on all ranks before the next one: other models that share a device must get their turn between.
+        super().__init__(loaded, spec, overlaps=False)
+
+    def close(self) -> None:
+        super().close()
+        self._group.close()
+
+
+class Leader(Rank):
+    """The first rank: plans, draws, and serves the requests of the whole model."""
+
+    def __init__(self, loaded: LoadedModel, spec: LoadSpec, group: TorchGroup, link: StepLink) -> None:
+        self._link = link
+        super().__init__(loaded, spec, group)
+
+    def _new_runner(self) -> Runner:
+        runner = LeadingRunner(*self._runner_arguments())
+        runner.link = self._link
+        return runner
+
+
+class Follower(Rank):
+    """Another rank: holds its share of the model and runs the steps that the leader announces. It takes no requests and
+    tests nothing alone: the leader's self-test includes it."""
+
+    _following: FollowingRunner | None = None
+
+    def follow(self, plan: StepPlan) -> None:
+        """Runs one announced step. When it raises, the model is lost on all ranks."""
+        if self._following is None:
+            raise GroupBroken("the leader announced a step to a rank that is asleep")
+        self._following.follow(plan)
+
+    def submit(self, request: EngineRequest) -> None:
+        raise RequestError(f"request {request.id!r} was sent to a rank that only follows; send it to the leader")
+
+    def warm_up(self) -> None:
+        pass
+
+    def _self_test(self) -> tuple[int, ...]:
+        return ()
+
+    def _new_runner(self) -> Runner:
+        self._following = FollowingRunner(*self._runner_arguments())
+        return self._following
+
+    def _end_loop(self) -> None:
+        super()._end_loop()
+        self._following = None

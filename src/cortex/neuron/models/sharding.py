@@ -1,0 +1,138 @@
+"""How a model is divided among the ranks of a group (tensor parallelism): the sizes of a rank's layers, and the part of
+each tensor of the checkpoint that fills them.
+
+Attention and gated delta nets are divided by head, feed-forward blocks by inner width, mixtures by expert, embedding
+and head by token. Norms and routers are on every rank. Ranks share a key-value head where there are fewer than ranks.
+Imports no torch: a node checks with it whether a model can be divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from cortex.neuron.layers.configs import AttentionConfig, GatedDeltaConfig, MLPConfig, MoEConfig, Shard
+from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.weights.sharded import TensorSlice
+
+Slices = Mapping[str, TensorSlice | None]
+"""Name of a tensor as the rank sees it → the part that the rank reads; None: nothing. Tensors left out are whole."""
+
+
+def sharded_mixer(mixer: AttentionConfig | GatedDeltaConfig, shard: Shard) -> AttentionConfig | GatedDeltaConfig:
+    """One rank's share of a mixer. Raises UnsupportedModel."""
+    if isinstance(mixer, GatedDeltaConfig):
+        keys = _divide(mixer.key_heads, shard, f"{mixer.key_heads} key heads of the gated delta nets")
+        values = _divide(mixer.value_heads, shard, f"{mixer.value_heads} value heads of the gated delta nets")
+        return replace(mixer, key_heads=keys, value_heads=values)
+    heads = _divide(mixer.heads, shard, f"{mixer.heads} attention heads")
+    return replace(
+        mixer, heads=heads, kv_heads=len(_kv_heads(mixer, shard)), output_bias=mixer.output_bias and shard.is_first
+    )
+
+
+def sharded_feed_forward(block: MLPConfig | MoEConfig, shard: Shard) -> MLPConfig | MoEConfig:
+    """One rank's share of a feed-forward block. Raises UnsupportedModel."""
+    if isinstance(block, MoEConfig):
+        if block.experts < shard.size:
+            raise UnsupportedModel(f"{block.experts} experts cannot be divided among {shard.size} devices; use fewer")
+        shared_inner = _divide(block.shared_inner, shard, f"a shared expert of width {block.shared_inner}")
+        return replace(block, shared_inner=shared_inner, shard=shard)
+    inner = _divide(block.inner, shard, f"an inner width of {block.inner}")
+    return replace(block, inner=inner, output_bias=block.output_bias and shard.is_first)
+
+
+def mixer_slices(
+    mixer: AttentionConfig | GatedDeltaConfig, shard: Shard, prefix: str
+) -> Iterator[tuple[str, TensorSlice]]:
+    """The parts of a whole mixer's tensors. `prefix`: of the layer."""
+    if isinstance(mixer, AttentionConfig):
+        yield from _attention_slices(mixer, shard, f"{prefix}.self_attn")
+    else:
+        yield from _gated_delta_slices(mixer, shard, f"{prefix}.linear_attn")
+
+
+def feed_forward_slices(
+    block: MLPConfig | MoEConfig, shard: Shard, prefix: str
+) -> Iterator[tuple[str, TensorSlice | None]]:
+    """The parts of a whole feed-forward block's tensors. `prefix`: of the layer."""
+    if isinstance(block, MLPConfig):
+        yield from _gated_mlp_slices(f"{prefix}.mlp", shard.part(block.inner))
+        return
+    if block.shared_inner:
+        yield from _gated_mlp_slices(f"{prefix}.mlp.shared_expert", shard.part(block.shared_inner))
+    held = shard.part(block.experts)
+    experts = f"{prefix}.mlp.experts"
+    yield f"{experts}.gate_up_proj", TensorSlice(rows=(held,))
+    yield f"{experts}.down_proj", TensorSlice(rows=(held,))
+    for number in range(block.experts):  # a rank numbers its experts from 0
+        for part in ("gate", "up", "down"):
+            name = f"{experts}.{number}.{part}_proj.weight"
+            source = f"{experts}.{held.start + number}.{part}_proj.weight"
+            yield name, TensorSlice(source=source) if number < len(held) else None
+
+
+def _attention_slices(config: AttentionConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
+    heads, kv_heads = shard.part(config.heads), _kv_heads(config, shard)
+    q_rows = _scaled(heads, config.head_dim * (2 if config.gated else 1))
+    kv_rows = _scaled(kv_heads, config.head_dim)
+    for name, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
+        yield f"{prefix}.{name}.weight", TensorSlice(rows=(rows,))
+        yield f"{prefix}.{name}.bias", TensorSlice(rows=(rows,))
+    yield f"{prefix}.o_proj.weight", TensorSlice(columns=_scaled(heads, config.head_dim))
+
+
+def _gated_delta_slices(config: GatedDeltaConfig, shard: Shard, prefix: str) -> Iterator[tuple[str, TensorSlice]]:
+    keys, values = shard.part(config.key_heads), shard.part(config.value_heads)
+    key_rows, value_rows = _scaled(keys, config.key_dim), _scaled(values, config.value_dim)
+    channels = (
+        key_rows,
+        _shifted(key_rows, config.key_size),
+        _shifted(value_rows, 2 * config.key_size),
+    )
+    if config.stored_by_key_head:
+        for name, rows in config.input_rows(prefix).items():
+            yield f"{name}.weight", TensorSlice(rows=(_scaled(keys, rows // config.key_heads),))
+    else:
+        yield f"{prefix}.in_proj_qkv.weight", TensorSlice(rows=channels)
+        yield f"{prefix}.in_proj_z.weight", TensorSlice(rows=(value_rows,))
+        yield f"{prefix}.in_proj_b.weight", TensorSlice(rows=(values,))
+        yield f"{prefix}.in_proj_a.weight", TensorSlice(rows=(values,))
+    yield f"{prefix}.conv1d.weight", TensorSlice(rows=channels)
+    yield f"{prefix}.A_log", TensorSlice(rows=(values,))
+    yield f"{prefix}.dt_bias", TensorSlice(rows=(values,))
+    yield f"{prefix}.out_proj.weight", TensorSlice(columns=value_rows)
+
+
+def _gated_mlp_slices(prefix: str, inner: range) -> Iterator[tuple[str, TensorSlice]]:
+    for name in ("gate_proj", "up_proj"):
+        yield f"{prefix}.{name}.weight", TensorSlice(rows=(inner,))
+        yield f"{prefix}.{name}.bias", TensorSlice(rows=(inner,))
+    yield f"{prefix}.down_proj.weight", TensorSlice(columns=inner)
+
+
+def _kv_heads(config: AttentionConfig, shard: Shard) -> range:
+    """The key-value heads of this rank's attention heads. Raises UnsupportedModel."""
+    if config.kv_heads % shard.size and shard.size % config.kv_heads:
+        raise UnsupportedModel(
+            f"{config.kv_heads} key-value heads cannot be divided among {shard.size} devices; "
+            "choose a number of devices that divides them, or a multiple of them"
+        )
+    start = shard.rank * config.kv_heads // shard.size
+    return range(start, start + max(1, config.kv_heads // shard.size))
+
+
+def _divide(count: int, shard: Shard, what: str) -> int:
+    if count % shard.size:
+        raise UnsupportedModel(
+            f"{what} cannot be divided among {shard.size} devices; choose a number of devices that divides {count}"
+        )
+    return count // shard.size
+
+
+def _scaled(span: range, factor: int) -> range:
+    return range(span.start * factor, span.stop * factor)
+
+
+def _shifted(span: range, distance: int) -> range:
+    return range(span.start + distance, span.stop + distance)

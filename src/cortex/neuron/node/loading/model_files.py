@@ -1,0 +1,227 @@
+"""The files of models on this node's disk: downloaded without a load, deleted, and their size.
+
+A download that is cancelled or fails keeps what it has, so that the next one continues it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cortex.neuron.node.loading.library import KnownModel, Library
+from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.loading.progress import LoadProgressTracker
+from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.hub import disk
+from cortex.neuron.weights.hub.source import HubSource, parse_source
+from cortex.wire.errors import CortexError, LoadFailed, ModelInUse, ModelNotFound, shorten
+from cortex.wire.node import DeletedFiles, DiskUse, FilesRequest, LoadRequest, PullState, PullStatus
+
+log = logging.getLogger(__name__)
+
+MAX_ENDED_PULLS = 32
+
+InUse = Callable[[], Iterable[tuple[str, Path | None]]]
+"""The models that are in memory or on their way there, and the paths of their files as far as they are known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """One download."""
+
+    request: FilesRequest
+    progress: LoadProgressTracker
+    task: asyncio.Task[None] | None = None
+    state: PullState = "running"
+    reason: str | None = None
+
+    def status(self) -> PullStatus:
+        return PullStatus(
+            model_id=self.request.model_id,
+            quant=self.request.quant,
+            state=self.state,
+            progress=self.progress.snapshot(),
+            reason=self.reason,
+        )
+
+
+class ModelFiles:
+    """Belongs to the daemon's loop; disk and network are used on threads."""
+
+    def __init__(self, library: Library, loader: ModelLoader, in_use: InUse) -> None:
+        self._library = library
+        self._loader = loader
+        self._in_use = in_use
+        self._pulls: dict[str, _Pull] = {}
+        """By model id, in the order in which they began."""
+        self._repository_bytes: dict[str, int] = {}
+        self._deleting: set[str] = set()
+        """Repositories."""
+        self.disk: DiskUse | None = None
+        """As of the last scan."""
+
+    @property
+    def pulls(self) -> tuple[PullStatus, ...]:
+        return tuple(pull.status() for pull in self._pulls.values())
+
+    def pull(self, request: FilesRequest) -> PullStatus:
+        """Start to download a model's files, or join the download in progress. Raises ModelNotFound or ModelInUse."""
+        known = self._pulls.get(request.model_id)
+        if known is not None and known.state == "running":
+            if known.request.quant != request.quant:
+                raise ModelInUse(f"{request.model_id} is being downloaded as {known.request.quant}; cancel that first")
+            return known.status()
+        model = self._library.adopt(LoadRequest(model_id=request.model_id, source=request.source, quant=request.quant))
+        self.reject_if_deleting(model)
+        self._pulls.pop(request.model_id, None)
+        pull = self._pulls[request.model_id] = _Pull(request, LoadProgressTracker.begin(time.monotonic()))
+        pull.task = asyncio.create_task(self._run(pull, model), name=f"pull {model.id}")
+        ended = [name for name, other in self._pulls.items() if other.state != "running"]
+        for name in ended[:-MAX_ENDED_PULLS]:
+            del self._pulls[name]
+        return pull.status()
+
+    def pull_status(self, model_id: str) -> PullStatus:
+        """Raises ModelNotFound when there was no such download since the start."""
+        if model_id not in self._pulls:
+            raise ModelNotFound(f"this node has no download of {shorten(model_id)}", param="model_id")
+        return self._pulls[model_id].status()
+
+    async def cancel(self, model_id: str) -> PullStatus:
+        """Returns when the download has ended. Raises ModelNotFound when there is none."""
+        self.pull_status(model_id)
+        pull = self._pulls[model_id]
+        if pull.state == "running" and pull.task is not None:
+            pull.task.cancel()
+            await asyncio.wait({pull.task})
+        return pull.status()
+
+    def reject_if_deleting(self, model: KnownModel) -> None:
+        """Raises ModelInUse while the model's files are being deleted."""
+        source = _hub_source(model.source)
+        if source is not None and source.repository in self._deleting:
+            raise ModelInUse(f"the files of {model.id} are being deleted; try again in a moment")
+
+    async def delete(self, request: FilesRequest) -> DeletedFiles:
+        """Delete the files of a model that is not in memory. Raises ModelNotFound, ModelInUse or LoadFailed."""
+        model = self._library.find(request.model_id)
+        source = _hub_source(model.source)
+        if source is None:
+            raise LoadFailed(f"the files of {model.id} are at {model.source}, outside the cache; delete them by hand")
+        source = await self._doomed(request, model, source)
+        await self._reject_if_used(model, source)
+        self._deleting.add(source.repository)
+        try:
+            num_bytes = await asyncio.to_thread(disk.delete, self._library.cache, source)
+        except CheckpointError as error:
+            raise ModelNotFound(f"{model.id}: {error}", param="model_id") from error
+        except OSError as error:
+            raise LoadFailed(f"the files of {model.id} could not be deleted: {error}") from error
+        finally:
+            self._deleting.discard(source.repository)
+        self._loader.forget(model.id)
+        await self.scan()
+        if self._repository_bytes.get(source.repository, 0) == 0:
+            self._library.forget(model.id)
+        log.info("%s: files deleted, %d MiB are free again", model.id, num_bytes >> 20)
+        return DeletedFiles(model_id=model.id, freed_bytes=num_bytes)
+
+    def disk_bytes(self, model: KnownModel) -> int | None:
+        """The bytes of the model's repository in the cache; None for a model outside the cache."""
+        source = _hub_source(model.source)
+        return None if source is None else self._repository_bytes.get(source.repository, 0)
+
+    async def scan(self) -> None:
+        """Read the sizes on disk again."""
+        self._repository_bytes, self.disk = await asyncio.to_thread(_read_disk, self._library.cache)
+
+    async def close(self) -> None:
+        """Cancel the downloads."""
+        tasks = [pull.task for pull in self._pulls.values() if pull.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _doomed(self, request: FilesRequest, model: KnownModel, source: HubSource) -> HubSource:
+        """What to delete. Raises ModelInUse for a whole repository that another configured model has, too."""
+        quant = request.quant or source.quant
+        if quant is None and model.quant is not None:
+            own = HubSource(source.repository, source.revision, model.quant)
+            if await asyncio.to_thread(disk.files_of, self._library.cache, own):
+                return own  # else the weights are quantised during the load, from files without a quantisation
+        if quant is None:
+            for other in self._library:
+                shares = other.id != model.id and self._repository_of(other.id) == source.repository
+                if shares and self._library.is_configured(other.id):
+                    raise ModelInUse(
+                        f"{other.id} is configured with the same repository {source.repository}; name the quantisation"
+                        " to delete, or remove one of the two from neuron.toml"
+                    )
+        return HubSource(source.repository, source.revision, quant)
+
+    async def _reject_if_used(self, model: KnownModel, source: HubSource) -> None:
+        for pull in self._pulls.values():
+            if pull.state == "running" and self._repository_of(pull.request.model_id) == source.repository:
+                raise ModelInUse(f"{pull.request.model_id} is being downloaded; cancel that first")
+        doomed = await asyncio.to_thread(disk.files_of, self._library.cache, source)
+        for user, path in self._in_use():
+            if self._repository_of(user) != source.repository:
+                continue
+            if path is None or path in doomed or any(path in file.parents for file in doomed):
+                raise ModelInUse(f"{user} is in memory and uses the files of {model.id}; unload it first")
+
+    def _repository_of(self, model_id: str) -> str | None:
+        try:
+            source = _hub_source(self._library.find(model_id).source)
+        except ModelNotFound:
+            return None
+        return source.repository if source is not None else None
+
+    async def _run(self, pull: _Pull, model: KnownModel) -> None:
+        state, reason = await self._download(pull, model)
+        await self.scan()
+        is_used = any(user == model.id for user, _ in self._in_use())
+        if state != "done" and not is_used and not self.disk_bytes(model):
+            self._library.forget(model.id)  # nothing of it is here: it may not even exist
+        pull.state, pull.reason = state, reason
+
+    async def _download(self, pull: _Pull, model: KnownModel) -> tuple[PullState, str | None]:
+        def progressed(stage: str, done_bytes: int, total_bytes: int) -> None:
+            pull.progress = pull.progress.advanced(stage, done_bytes, total_bytes, time.monotonic())
+
+        try:
+            path = await self._loader.download(model, progressed)
+            await self._loader.survey(model, path)
+        except asyncio.CancelledError:
+            return "cancelled", "the download was cancelled; what it has is kept"
+        except CortexError as error:
+            log.warning("%s", error.message)
+            return "failed", error.message
+        except Exception as problem:
+            log.exception("%s: unexpected error in a download", model.id)
+            return "failed", f"{type(problem).__name__}: {problem}; see the node's log"
+        log.info("%s: files are complete", model.id)
+        return "done", None
+
+
+def _hub_source(text: str) -> HubSource | None:
+    """The hub model that a source names; None for a path, and for a name that can be neither."""
+    try:
+        parsed = parse_source(text)
+    except CheckpointError:
+        return None
+    return parsed if isinstance(parsed, HubSource) else None
+
+
+def _read_disk(cache: Path) -> tuple[dict[str, int], DiskUse | None]:
+    sizes = disk.repository_bytes(cache)
+    existing = next((folder for folder in (cache, *cache.parents) if folder.exists()), None)
+    if existing is None:
+        return sizes, None
+    usage = shutil.disk_usage(existing)
+    return sizes, DiskUse(total_bytes=usage.total, free_bytes=usage.free, models_bytes=sum(sizes.values()))

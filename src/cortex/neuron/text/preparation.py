@@ -1,0 +1,55 @@
+"""From a client's request to what the engine needs: tokens and a grammar.
+
+It takes time and memory that grow with the client's text, so it runs in a process of its own, within limits. The
+request travels there packed, and the daemon keeps only what it needs later: never the conversation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.template.prompt import PromptRules, Rendered
+from cortex.neuron.text.truncation import render_within
+from cortex.wire.requests import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request for the engine."""
+
+    prompts: tuple[Rendered, ...]
+    """One for each prompt of the request."""
+    grammar: str | None = None
+    """Of the output; None: no constraint."""
+    response_grammar: str | None = None
+    """Of the output after reasoning that the client's budget has ended."""
+
+
+def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Prepared:
+    """Raises a CortexError for a request that the model cannot run, or that breaks `rules`."""
+    fitting = [_fitting(text, single, rules) for single in request.one_per_prompt]
+    request, prompts = fitting[0][0], tuple(prompt for _, prompt in fitting)
+    grammar = text.grammar(request, rules)
+    has_budget = text.reasoning_budget(request) is not None and text.may_reason(request)
+    response_grammar = text.response_grammar(request, rules) if has_budget and grammar is not None else None
+    return Prepared(prompts, grammar, response_grammar)
+
+
+def _fitting(text: TextModel, request: GenerateRequest, rules: PromptRules) -> tuple[GenerateRequest, Rendered]:
+    """The request with its prompt, or with the end of it if the client wants it truncated."""
+    if request.truncate_prompt_tokens is None:
+        return render_within(text, request, rules)
+    return request, _end_of_prompt(text, request, rules, request.truncate_prompt_tokens)
+
+
+def _end_of_prompt(text: TextModel, request: GenerateRequest, rules: PromptRules, kept: int) -> Rendered:
+    """The last `kept` tokens of the prompt; -1: as many as fit."""
+    rendered = text.render(request, replace(rules, context_tokens=None, max_prompt_tokens=None))
+    if kept == -1:
+        room = None if rules.context_tokens is None else rules.context_tokens - (request.sampling.max_tokens or 1)
+        kept = min((most for most in (room, rules.max_prompt_tokens) if most is not None), default=len(rendered.ids))
+    if len(rendered.ids) <= kept:
+        return rendered
+    ids = rendered.ids[-max(1, kept) :]
+    return Rendered(text.decode(ids), ids, starts_in_reasoning=rendered.starts_in_reasoning)

@@ -1,0 +1,142 @@
+"""Decodes the matrices of published quantised checkpoints, on the device that holds their bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.weights.errors import Malformed
+from cortex.neuron.weights.gguf.quants import Groups
+from cortex.neuron.weights.safetensors.published import GROUP
+from cortex.neuron.weights.stored import Beside, StoredTensor
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word each of eight outputs is."""
+_MXFP4_LEVELS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""Twice each four-bit floating-point number, plus 12."""
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.uint8,
+}
+
+
+def numbers_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Tensor:
+    """Rows of a quantised matrix in float32. raw: their bytes, flat → [rows, inputs]"""
+    if stored.format == "FP8":
+        values = raw.view(torch.float8_e4m3fn).view(-1, stored.shape[1]).float()
+        return values * _block_scales(stored, beside, first_row, len(values), raw.device)
+    if beside.ordered is None:
+        groups = groups_of(stored, beside, raw, first_row)
+        return groups.numbers().flatten(1)
+    codes = _codes(stored, beside, raw)
+    column_group = _read(beside.ordered).to(raw.device).long()
+    scale, zero = (part[first_row : first_row + len(codes)] for part in _group_scales(stored, beside, raw.device))
+    if not 0 <= int(column_group.min()) <= int(column_group.max()) < scale.shape[1]:
+        raise Malformed(f"{stored.file.path}: {beside.name} has columns in groups without scales; download it again")
+    return (codes.float() - zero[:, column_group]) * scale[:, column_group]
+
+
+def groups_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
+    """Rows of a matrix of integers as codes, scales and minimums: [rows, groups, 32 or 1]."""
+    if beside.kind == "mxfp4":
+        return _mxfp4(stored, beside, raw, first_row)
+    codes = _codes(stored, beside, raw)
+    if beside.kind == "plain":
+        scale = _block_scales(stored, beside, first_row, len(codes), raw.device)[:, ::GROUP]
+        zero = torch.full_like(scale, 128.0)
+        if beside.zero is not None:
+            zero += _spread(_read(beside.zero).float(), stored, beside, first_row, len(codes), raw.device)[:, ::GROUP]
+    else:
+        scale, zero = (part[first_row : first_row + len(codes)] for part in _group_scales(stored, beside, raw.device))
+        repeats = beside.columns // GROUP
+        scale, zero = scale.repeat_interleave(repeats, 1), zero.repeat_interleave(repeats, 1)
+    scale = scale.bfloat16().float()  # rounded first, so that the code of zero stays exactly zero
+    return Groups(codes.view(len(codes), -1, GROUP), scale[..., None], (-zero * scale)[..., None])
+
+
+def _codes(stored: StoredTensor, beside: Beside, raw: Tensor) -> Tensor:
+    """[rows, inputs] uint8"""
+    if beside.kind == "plain":
+        return (raw.view(torch.int8).view(-1, stored.shape[1]).to(torch.int16) + 128).to(torch.uint8)
+    words = raw.view(torch.int32)
+    if beside.kind == "packed":
+        return _unpacked(words.view(-1, stored.shape[1] * beside.bits // 32), beside.bits).flatten(1)
+    outputs, inputs = stored.shape
+    if beside.kind == "awq":
+        return _unpacked(words.view(inputs, -1), 4)[..., _AWQ_ORDER].reshape(inputs, outputs).t().contiguous()
+    return _unpacked(words.view(-1, outputs).t().contiguous(), beside.bits).flatten(1)
+
+
+def _group_scales(stored: StoredTensor, beside: Beside, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scales and zeros of all rows: [outputs, groups] float32"""
+    scale = _finite(stored, beside, _read(beside.scale).float()).to(device)
+    middle = float(1 << (beside.bits - 1))
+    if beside.kind == "packed":
+        if beside.zero is None:
+            return scale, torch.full_like(scale, middle)
+        packed = _read(beside.zero).to(device)
+        if packed.dtype == torch.int32 and packed.shape != scale.shape:  # words along the outputs
+            packed = _unpacked(packed.t().contiguous(), beside.bits).flatten(1).t()[: len(scale)]
+            return scale, packed.float()
+        return scale, packed.float() + middle
+    scale = scale.t()
+    assert beside.zero is not None
+    zero = _unpacked(_read(beside.zero).to(device), beside.bits)
+    if beside.kind == "awq":
+        zero = zero[..., _AWQ_ORDER]
+    zero = zero.flatten(1).t().float()
+    return scale, zero + 1 if beside.kind == "gptq" else zero
+
+
+def _block_scales(stored: StoredTensor, beside: Beside, first_row: int, num_rows: int, device: torch.device) -> Tensor:
+    """The scale of every element of some rows: [rows, inputs]"""
+    scale = _finite(stored, beside, _read(beside.scale).float())
+    return _spread(scale, stored, beside, first_row, num_rows, device)
+
+
+def _spread(
+    by_block: Tensor, stored: StoredTensor, beside: Beside, first_row: int, num_rows: int, device: torch.device
+) -> Tensor:
+    """For every element of some rows what its block has: [rows, inputs]"""
+    by_block = (by_block if by_block.dim() == 2 else by_block.view(-1, 1)).to(device)
+    row = torch.arange(first_row, first_row + num_rows, device=device) // beside.rows
+    column = torch.arange(stored.shape[1], device=device) // beside.columns
+    return by_block[row][:, column]
+
+
+def _mxfp4(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
+    pairs = raw.view(-1, stored.shape[1] // 2)
+    levels = torch.tensor(_MXFP4_LEVELS, dtype=torch.uint8, device=raw.device)
+    codes = levels[torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(1).int()]
+    exponent = _read(beside.scale)[first_row : first_row + len(codes)]
+    if bool((exponent == 255).any()):
+        raise Malformed(f"{stored.file.path}: {beside.name} has scales that are not numbers; download it again")
+    scale = torch.exp2(exponent.to(raw.device).float() - 128.0)[..., None]
+    return Groups(codes.view(len(codes), -1, GROUP), scale, -12.0 * scale)
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """[..., words] int32 → [..., words, 32 / bits] uint8, the low bits first"""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def _read(stored: StoredTensor) -> Tensor:
+    """A small tensor, as stored, on the CPU."""
+    raw = torch.frombuffer(stored.file.buffer, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
+    dtype = _DTYPES.get(stored.format)
+    if dtype is None:
+        raise Malformed(f"{stored.file.path}: scales in {stored.format} are not known; download it again")
+    return (raw.clone() if stored.offset % dtype.itemsize else raw).view(dtype).view(stored.shape)
+
+
+def _finite(stored: StoredTensor, beside: Beside, scale: Tensor) -> Tensor:
+    if not bool(torch.isfinite(scale).all()):
+        raise Malformed(f"{stored.file.path}: {beside.name} has scales that are not numbers; download it again")
+    return scale

@@ -1,0 +1,191 @@
+"""Published quantised checkpoints: matrices stored as codes, with scales in tensors beside them. Needs no torch.
+
+FP8 as Qwen and DeepSeek publish it, AWQ, GPTQ, and what `compressed-tensors` writes (float8, packed and plain integers,
+MXFP4). Each matrix becomes one tensor under the name that it has in the dense checkpoint; `codes.py` decodes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.stored import Beside, StoredTensor
+
+GROUP: Final = 32
+"""Columns that share a scale at least: matrices are kept in groups of this size."""
+_FORMATS: Final = {4: "INT4", 8: "INT8"}
+_UNREAD: Final = frozenset({"input_scale", "weight_shape", "k_scale", "v_scale", "output_scale"})
+"""Tensors of a quantised matrix that are not needed: scales of activations, shapes that are known."""
+
+
+def is_readable(method: object) -> bool:
+    """Whether a checkpoint with this `quant_method` can be read, as far as its name says."""
+    return method in ("fp8", "compressed-tensors", "awq", "gptq")
+
+
+def assemble(path: Path, config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint with each quantised matrix as one. Raises Unsupported, or Malformed."""
+    text = config.get("text_config")
+    quantisation = config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, Mapping) else None
+    )
+    if not isinstance(quantisation, Mapping):
+        return stored
+    return _Assembly(path, quantisation, stored).tensors()
+
+
+class _Assembly:
+    def __init__(self, path: Path, quantisation: Mapping[str, Any], stored: dict[str, StoredTensor]) -> None:
+        self._path = path
+        self._quantisation = quantisation
+        self._stored = stored
+        self._left = dict(stored)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        method = self._quantisation.get("quant_method")
+        for name, tensor in self._stored.items():
+            matrix, _, part = name.rpartition(".")
+            if part == "qweight" and method == "awq":
+                self._replace(matrix, self._awq(matrix, tensor))
+            elif part == "qweight" and method == "gptq":
+                self._replace(matrix, self._gptq(matrix, tensor))
+            elif part == "weight_packed":
+                self._replace(matrix, self._packed(matrix, tensor))
+            elif part == "weight" and tensor.format in ("F8_E4M3", "I8"):
+                self._replace(matrix, self._plain(matrix, tensor))
+        return {name: tensor for name, tensor in self._left.items() if name.rpartition(".")[2] not in _UNREAD}
+
+    def _replace(self, matrix: str, tensor: StoredTensor) -> None:
+        parts = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv")
+        for part in (*parts, "weight_zero_point", "weight_g_idx", "weight"):
+            self._left.pop(f"{matrix}.{part}", None)
+        self._left[f"{matrix}.weight"] = tensor
+
+    def _plain(self, matrix: str, codes: StoredTensor) -> StoredTensor:
+        """Codes of eight bits, one number each, and a scale for every block, row, or the whole matrix."""
+        scale = self._stored.get(f"{matrix}.weight_scale_inv") or self._part(matrix, "weight_scale")
+        zero = self._stored.get(f"{matrix}.weight_zero_point")
+        if len(codes.shape) != 2:
+            raise self._malformed(matrix, f"has the shape {codes.shape}, which is not a matrix")
+        shape = scale.shape if len(scale.shape) == 2 else (1, 1)
+        if len(scale.shape) == 1 and scale.shape[0] > 1:
+            shape = (scale.shape[0], 1)
+        if any(count < 1 or count > extent for count, extent in zip(shape, codes.shape, strict=True)):
+            raise self._malformed(matrix, f"has the shape {codes.shape}, its scales {scale.shape}")
+        rows, columns = self._block(matrix, codes, shape)
+        if zero is not None and zero.num_elements != scale.num_elements:
+            raise self._malformed(matrix, f"has zeros {zero.shape} beside scales {scale.shape}")
+        is_float = codes.format == "F8_E4M3"
+        if not is_float and (columns % GROUP or codes.shape[1] % GROUP):
+            raise self._malformed(matrix, f"has groups of {columns} columns, which are not a multiple of {GROUP}")
+        beside = Beside(matrix, "plain", 8, rows, columns, scale, zero)
+        return replace(codes, format="FP8" if is_float else "INT8", beside=beside)
+
+    def _block(self, matrix: str, codes: StoredTensor, scales: tuple[int, ...]) -> tuple[int, int]:
+        """How many rows and columns share a scale. Without a configured block, the scales must divide the matrix."""
+        block = self._quantisation.get("weight_block_size") or self._weights().get("block_structure")
+        sizes = block if isinstance(block, list) and all(type(size) is int and size > 0 for size in block) else []
+        if len(sizes) == 2 and scales == tuple(
+            -(-extent // size) for extent, size in zip(codes.shape, sizes, strict=True)
+        ):
+            return sizes[0], sizes[1]
+        if any(extent % count for extent, count in zip(codes.shape, scales, strict=True)):
+            raise self._malformed(matrix, f"has the shape {codes.shape}, which {scales} scales do not divide")
+        return codes.shape[0] // scales[0], codes.shape[1] // scales[1]
+
+    def _packed(self, matrix: str, codes: StoredTensor) -> StoredTensor:
+        """Integers packed into words along a row, or pairs of four-bit floating-point numbers in bytes."""
+        scale, zero = self._part(matrix, "weight_scale"), self._stored.get(f"{matrix}.weight_zero_point")
+        if f"{matrix}.weight_global_scale" in self._stored:
+            raise Unsupported(f"{self._path}: {matrix} is in NVFP4, which is not supported; use FP8, INT4 or a GGUF")
+        if codes.format == "U8" and len(codes.shape) == 2:
+            shape = (codes.shape[0], 2 * codes.shape[1])
+            if (
+                shape[1] % GROUP
+                or scale.shape != (shape[0], shape[1] // GROUP)
+                or scale.format not in ("U8", "F8_E8M0")
+            ):
+                raise self._malformed(
+                    matrix, f"has the scales {scale.format} {scale.shape}, MXFP4 needs one per {GROUP}"
+                )
+            return replace(codes, shape=shape, format="MXFP4", beside=Beside(matrix, "mxfp4", 4, 1, GROUP, scale, None))
+        if codes.format != "I32" or len(codes.shape) != 2 or len(scale.shape) != 2:
+            raise self._malformed(matrix, f"is packed in {codes.format} {codes.shape}, which is not known")
+        bits = self._bits()
+        shape = (codes.shape[0], codes.shape[1] * 32 // bits)
+        ordered = self._stored.get(f"{matrix}.weight_g_idx")
+        return self._integers(matrix, "packed", codes, shape, bits, scale, zero, ordered, scale.shape)
+
+    def _gptq(self, matrix: str, codes: StoredTensor) -> StoredTensor:
+        """Words along the inputs, one row of the file for each; scales by group, then output."""
+        scale, zero = self._part(matrix, "scales"), self._part(matrix, "qzeros")
+        if len(codes.shape) != 2 or len(scale.shape) != 2:
+            raise self._malformed(matrix, f"has the shape {codes.shape}, which is not a matrix")
+        bits = self._bits()
+        shape = (codes.shape[1], codes.shape[0] * 32 // bits)
+        ordered = self._stored.get(f"{matrix}.g_idx") if self._quantisation.get("desc_act") else None
+        kind = "gptq" if self._quantisation.get("checkpoint_format") != "gptq_v2" else "gptq_v2"
+        return self._integers(matrix, kind, codes, shape, bits, scale, zero, ordered, scale.shape[::-1])
+
+    def _awq(self, matrix: str, codes: StoredTensor) -> StoredTensor:
+        """Words along the outputs, in an order of their own; scales by group, then output."""
+        scale, zero = self._part(matrix, "scales"), self._part(matrix, "qzeros")
+        if str(self._quantisation.get("version", "gemm")).lower() != "gemm" or self._bits() != 4:
+            raise Unsupported(
+                f"{self._path} is AWQ in the version {self._quantisation.get('version')!r} with {self._bits()} bits; "
+                "supported is the version gemm with 4 bits"
+            )
+        if len(codes.shape) != 2 or len(scale.shape) != 2:
+            raise self._malformed(matrix, f"has the shape {codes.shape}, which is not a matrix")
+        shape = (codes.shape[1] * 8, codes.shape[0])
+        return self._integers(matrix, "awq", codes, shape, 4, scale, zero, None, scale.shape[::-1])
+
+    def _integers(
+        self,
+        matrix: str,
+        kind: str,
+        codes: StoredTensor,
+        shape: tuple[int, int],
+        bits: int,
+        scale: StoredTensor,
+        zero: StoredTensor | None,
+        ordered: StoredTensor | None,
+        scale_shape: tuple[int, ...],
+    ) -> StoredTensor:
+        outputs, groups = scale_shape
+        group = shape[1] // max(1, groups)
+        if outputs != shape[0] or group % GROUP or group * groups != shape[1]:
+            raise self._malformed(
+                matrix,
+                f"has {shape[1]} columns and scales for {outputs} x {groups}, which are not whole groups of {GROUP}",
+            )
+        if ordered is not None and ordered.shape != (shape[1],):
+            raise self._malformed(matrix, f"has group numbers for {ordered.shape} columns of {shape[1]}")
+        beside = Beside(matrix, kind, bits, 1, group, scale, zero, ordered)
+        name = _FORMATS[bits] if ordered is None else "INT_ORDERED"
+        return replace(codes, shape=shape, format=name, beside=beside)
+
+    def _bits(self) -> int:
+        bits = self._quantisation.get("bits") or self._weights().get("num_bits")
+        if bits not in _FORMATS:
+            raise Unsupported(f"{self._path} is quantised in {bits!r} bits; supported are 4 and 8 for all matrices")
+        return int(bits)
+
+    def _weights(self) -> Mapping[str, Any]:
+        """How compressed-tensors quantised the weights, where it is the same for all of them."""
+        groups = self._quantisation.get("config_groups")
+        found = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+        known = [part for part in found if isinstance(part, Mapping)]
+        return known[0] if known and all(part == known[0] for part in known) else {}
+
+    def _part(self, matrix: str, part: str) -> StoredTensor:
+        try:
+            return self._stored[f"{matrix}.{part}"]
+        except KeyError:
+            raise self._malformed(matrix, f"has no {part}") from None
+
+    def _malformed(self, matrix: str, reason: str) -> Malformed:
+        return Malformed(f"{self._path}: the quantised matrix {matrix[:200]!r} {reason}; download it again")

@@ -1,0 +1,208 @@
+"""One model that is divided among several devices, as the daemon sees it: rank r is in the worker of the r-th device.
+
+The leader, rank 0, takes the requests. A rank that is lost leaves the others in the middle of a step, so all workers of
+the group are replaced, and the model is lost as a whole. Everything here runs on the daemon's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from cortex.neuron.engine.request import EngineRequest, EngineStats, LoadSpec, RankSpec, StepOutput
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected, together
+from cortex.neuron.worker.process import WorkerLost
+from cortex.neuron.worker.supervisor import WorkerSupervisor
+from cortex.tasks import run_once
+
+log = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """The `ModelHost` of one divided model; made for its load, and of no use after its unload or loss."""
+
+    def __init__(self, supervisors: Sequence[WorkerSupervisor], device_locks: Sequence[str]) -> None:
+        """`supervisors`: by device index, which is the order of the ranks. `device_locks`: see `RankSpec`."""
+        self._supervisors = tuple(supervisors)
+        self._device_locks = tuple(device_locks)
+        self._residents: tuple[Resident, ...] = ()
+        """What each rank holds."""
+        self._is_closing = False
+        self._leader_is_unloaded = False
+        self._lost: set[int] = set()
+        """Ranks whose share of the model is gone."""
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        return tuple(supervisor.device.index for supervisor in self._supervisors)
+
+    @property
+    def freed_at_s(self) -> float:
+        return max(supervisor.freed_at_s for supervisor in self._supervisors)
+
+    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
+        """Loads all ranks side by side. If one fails, or when this is cancelled, nothing of any rank is left.
+
+        Raises LoadRejected or WorkerLost.
+        """
+        directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="neuron-group-")
+        loads = [
+            asyncio.create_task(supervisor.load(replace(spec, rank=place), self._sink_of(rank, sink)))
+            for rank, (supervisor, place) in enumerate(zip(self._supervisors, self._places(directory), strict=True))
+        ]
+        try:
+            await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
+            if not all(load.done() and load.exception() is None for load in loads):
+                raise await self._failure_of(loads)
+        except asyncio.CancelledError:
+            await self._end_loads(loads)
+            raise
+        finally:
+            # In a task: a load that is cancelled here would leave its ranks in memory.
+            run_once(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True), f"remove {directory}")
+        self._residents = tuple(load.result() for load in loads)
+        return together(self._residents)
+
+    def _places(self, directory: str) -> list[RankSpec]:
+        size = len(self._supervisors)
+        on_gpus = all(supervisor.device.kind == "cuda" for supervisor in self._supervisors)
+        backend: Literal["nccl", "gloo"] = "nccl" if on_gpus else "gloo"
+        return [RankSpec(rank, size, directory, backend, self._device_locks) for rank in range(size)]
+
+    async def _failure_of(self, loads: Sequence[asyncio.Task[Resident]]) -> BaseException:
+        """Ends the loads that still run. Returns the error that made the others fail."""
+        await self._end_loads(loads)
+        errors = [error for load in loads if not load.cancelled() and (error := load.exception()) is not None]
+        causes = [error for error in errors if not (isinstance(error, LoadRejected) and error.cancelled)]
+        return (causes or errors)[0]
+
+    async def _end_loads(self, loads: Sequence[asyncio.Task[Resident]]) -> None:
+        for load in loads:
+            load.cancel()
+        await asyncio.wait(loads)
+        for supervisor, load in zip(self._supervisors, loads, strict=True):
+            if not load.cancelled() and load.exception() is None:
+                await supervisor.unload(load.result())
+
+    async def unload(self, resident: Resident) -> Reclaimed:
+        """Frees all ranks, the leader first: it announces no steps any more. Never fails."""
+        del resident
+        first, *others = zip(self._supervisors, self._residents, strict=True)
+        freed = [await first[0].unload(first[1])]
+        self._leader_is_unloaded = True
+        freed += await asyncio.gather(*(supervisor.unload(part) for supervisor, part in others))
+        return Reclaimed(
+            sum(each.expected_bytes for each in freed),
+            sum(each.freed_bytes for each in freed),
+            any(each.shares_worker for each in freed),
+        )
+
+    async def sleep(self, resident: Resident) -> Resident:
+        """Puts the leader to sleep first, whose last self-test needs the others. Raises SleepRejected or WorkerLost."""
+        del resident
+        first, *others = zip(self._supervisors, self._residents, strict=True)
+        parts = [await first[0].sleep(first[1])]
+        for supervisor, part in others:
+            parts.append(await supervisor.sleep(part))
+        self._residents = tuple(parts)
+        return together(self._residents)
+
+    async def wake(self, resident: Resident) -> Resident:
+        """Wakes the leader last, whose self-test needs the others. Raises LoadRejected (the model is asleep as before),
+        Damaged or WorkerLost."""
+        del resident
+        first, *others = zip(self._supervisors, self._residents, strict=True)
+        woken: list[tuple[WorkerSupervisor, Resident]] = []
+        try:
+            for supervisor, part in others:
+                woken.append((supervisor, await supervisor.wake(part)))
+            leader = await first[0].wake(first[1])
+        except LoadRejected:
+            await self._back_to_sleep(woken)
+            raise
+        except Damaged:
+            # The damaged rank, which came after the woken ones, was closed.
+            damaged = others[len(woken)][0] if len(woken) < len(others) else first[0]
+            for supervisor, part in (first, *others):
+                if supervisor is not damaged:
+                    await supervisor.unload(part)
+            raise
+        self._residents = (leader, *(part for _, part in woken))
+        return together(self._residents)
+
+    async def _back_to_sleep(self, woken: Sequence[tuple[WorkerSupervisor, Resident]]) -> None:
+        for supervisor, part in woken:
+            try:
+                await supervisor.sleep(part)
+            except SleepRejected as error:
+                raise WorkerLost(f"a rank of the model is awake and cannot be put to sleep again: {error}") from error
+
+    def submit(self, resident: Resident, request: EngineRequest) -> None:
+        del resident
+        self._supervisors[0].submit(self._residents[0], request)
+
+    def cancel(self, resident: Resident, request_id: str) -> None:
+        del resident
+        self._supervisors[0].cancel(self._residents[0], request_id)
+
+    def stop_reloads(self) -> None:
+        """The node shuts down: that ranks end is no fault from now on."""
+        self._is_closing = True
+
+    def _sink_of(self, rank: int, sink: ModelSink) -> ModelSink:
+        def on_lost(reason: str) -> None:
+            self._on_rank_lost(rank, reason, sink)
+
+        return _RankSink(sink if rank == 0 else None, on_lost)
+
+    def _on_rank_lost(self, rank: int, reason: str, sink: ModelSink) -> None:
+        """Replaces the workers of the other ranks. The model is reported as lost when all of them have ended, so that
+        the next load finds new ones."""
+        if self._leader_is_unloaded:
+            return  # no rank waits for this one any more, and the other workers may have other models
+        if not self._lost and not self._is_closing:
+            log.warning("rank %d of a divided model is lost (%s); replacing the workers of its group", rank, reason)
+        self._lost.add(rank)
+        for number, supervisor in enumerate(self._supervisors):
+            if number not in self._lost:
+                supervisor.kill_worker(f"rank {rank} of a model on this device was lost: {reason}")
+        if len(self._lost) == len(self._supervisors):
+            sink.on_lost(reason)
+
+
+class _RankSink:
+    """The `ModelSink` of one rank. Only the leader's events concern the model; a loss of any rank does."""
+
+    def __init__(self, model: ModelSink | None, on_lost: Callable[[str], None]) -> None:
+        self._model = model
+        self._on_lost = on_lost
+
+    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        if self._model is not None:
+            self._model.on_progress(stage, done_bytes, total_bytes)
+
+    def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
+        if self._model is not None:
+            self._model.on_outputs(outputs)
+
+    def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
+        if self._model is not None:
+            self._model.on_request_failed(request_id, kind, message)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        if self._model is not None:
+            self._model.on_stats(stats)
+
+    def on_lost(self, reason: str) -> None:
+        self._on_lost(reason)

@@ -1,0 +1,317 @@
+"""One model that is loaded several times on a node, each time on devices of its own, as the daemon sees it.
+
+A request goes to the replica with the least work before its first token, where a cached prefix is work saved. A replica
+that is lost fails its own requests, and is loaded again while the others serve. Everything here runs on the daemon's
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from cortex.neuron.engine.request import EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.worker.backoff import BackoffPolicy, FaultHistory
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import (
+    Damaged,
+    LoadRejected,
+    ModelHost,
+    ModelSink,
+    Resident,
+    SleepRejected,
+    together,
+)
+from cortex.neuron.worker.prefix_memory import PrefixMemory
+from cortex.neuron.worker.process import WorkerLost
+from cortex.tasks import run_once
+
+log = logging.getLogger(__name__)
+
+REQUEST_TOKENS = 1500
+"""A request ahead costs about as much as to compute this many prompt tokens; the gateway counts the same."""
+
+LockDevices = Callable[[tuple[int, ...]], AbstractAsyncContextManager[None]]
+
+
+@dataclass(eq=False, slots=True)
+class _Replica:
+    """One replica. Without a resident it is lost, and being loaded again."""
+
+    new_host: Callable[[], ModelHost]
+    host: ModelHost
+    resident: Resident | None = None
+    live: set[str] = field(default_factory=set)
+    stats: EngineStats = field(default_factory=EngineStats)
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
+    history: FaultHistory = field(default_factory=FaultHistory)
+
+    def work(self, prompt: Sequence[int]) -> int:
+        """Prompt tokens to compute before the first token of a new request, with the requests ahead converted."""
+        return len(prompt) - self.prefixes.num_known_tokens(prompt) + REQUEST_TOKENS * len(self.live)
+
+
+class WorkerReplicas:
+    """The `ModelHost` of a replicated model; made for its load, and of no use after its unload or loss."""
+
+    def __init__(
+        self,
+        new_hosts: Sequence[Callable[[], ModelHost]],
+        lock_devices: LockDevices,
+        policy: BackoffPolicy | None = None,
+    ) -> None:
+        """`new_hosts`: for each replica, where it is loaded, every time. `lock_devices`: held while one is loaded
+        again, so that no other load runs there."""
+        self._replicas = [_Replica(new_host, new_host()) for new_host in new_hosts]
+        self._lock_devices = lock_devices
+        self._policy = policy or BackoffPolicy()
+        self._owners: dict[str, _Replica] = {}
+        """Request id → the replica that has it."""
+        self._reloads: set[asyncio.Task[None]] = set()
+        self._may_reload = True
+        """Not while the model is asleep, and not when the node shuts down."""
+        self._reload_of: Callable[[_Replica], Coroutine[Any, Any, None]]
+        """Loads a lost replica again, as the model was loaded."""
+        self._loss_in_load: asyncio.Future[str] | None = None
+        """During a load: why a replica was lost that had been loaded."""
+        self._lost_stats: list[EngineStats] = []
+        """The counters of lost replicas."""
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        return tuple(index for replica in self._replicas for index in replica.host.device_indices)
+
+    @property
+    def freed_at_s(self) -> float:
+        return max(replica.host.freed_at_s for replica in self._replicas)
+
+    # Models
+
+    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
+        """Loads all replicas side by side. If one fails, or when this is cancelled, nothing of any is left.
+
+        Raises LoadRejected or WorkerLost.
+        """
+        self._reload_of = lambda replica: self._reload(replica, spec, sink)
+        loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._loss_in_load = loss
+        loads = [asyncio.create_task(self._load_one(replica, spec, sink)) for replica in self._replicas]
+        pending: set[asyncio.Future[Any]] = set(loads)
+        try:
+            while pending:
+                done, pending = await asyncio.wait({*pending, loss}, return_when=asyncio.FIRST_COMPLETED)
+                pending.discard(loss)
+                if loss.done():
+                    raise WorkerLost(f"a replica was lost while the others were loaded: {loss.result()}")
+                for load in done:
+                    load.result()
+        except BaseException:
+            await self._end_loads(loads)
+            raise
+        finally:
+            self._loss_in_load = None
+        return self._whole()
+
+    async def _load_one(self, replica: _Replica, spec: LoadSpec, sink: ModelSink) -> None:
+        replica.resident = await replica.host.load(spec, _ReplicaSink(self, replica, sink))
+
+    async def _end_loads(self, loads: Sequence[asyncio.Task[None]]) -> None:
+        for load in loads:
+            load.cancel()
+        await asyncio.wait(loads)
+        await self._unload_present()
+
+    async def _unload_present(self) -> None:
+        for replica, part in self._present():
+            replica.resident = None
+            await replica.host.unload(part)
+
+    async def unload(self, resident: Resident) -> Reclaimed:
+        """Frees all replicas. Never fails."""
+        del resident
+        await self._end_reloads()
+        freed = await asyncio.gather(*(replica.host.unload(part) for replica, part in self._present()))
+        for replica in self._replicas:
+            replica.resident = None
+        return Reclaimed(
+            sum(each.expected_bytes for each in freed),
+            sum(each.freed_bytes for each in freed),
+            any(each.shares_worker for each in freed),
+        )
+
+    async def sleep(self, resident: Resident) -> Resident:
+        """Raises SleepRejected or WorkerLost."""
+        del resident
+        await self._end_reloads()
+        for replica, part in self._present():
+            replica.resident = await replica.host.sleep(part)
+        return self._whole()
+
+    async def wake(self, resident: Resident) -> Resident:
+        """Raises LoadRejected (the model is asleep as before), Damaged or WorkerLost."""
+        del resident
+        woken: list[_Replica] = []
+        for replica, part in self._present():
+            try:
+                replica.resident = await replica.host.wake(part)
+            except LoadRejected:
+                for other in woken:
+                    await _back_to_sleep(other)
+                raise
+            except (Damaged, WorkerLost):
+                replica.resident = None  # nothing of it is left
+                await self._unload_present()
+                raise
+            woken.append(replica)
+        self._may_reload = True
+        for replica in self._replicas:
+            if replica.resident is None:
+                self._start_reload(replica)
+        return self._whole()
+
+    def _present(self) -> list[tuple[_Replica, Resident]]:
+        return [(replica, replica.resident) for replica in self._replicas if replica.resident is not None]
+
+    def _whole(self) -> Resident:
+        """The replicas as one model. Raises WorkerLost when none is left."""
+        parts = [part for _, part in self._present()]
+        if not parts:
+            raise WorkerLost("all replicas of the model were lost")
+        whole = together(parts)
+        return replace(whole, info=replace(whole.info, num_pages=sum(part.info.num_pages for part in parts)))
+
+    # Requests
+
+    def submit(self, resident: Resident, request: EngineRequest) -> None:
+        """Sends a request to the replica with the least work. There is one, unless the model was reported as lost."""
+        del resident
+        if present := self._present():
+            replica, part = min(present, key=lambda each: each[0].work(request.prompt))
+            replica.live.add(request.id)
+            replica.prefixes.add(request.prompt)
+            self._owners[request.id] = replica
+            replica.host.submit(part, request)
+
+    def cancel(self, resident: Resident, request_id: str) -> None:
+        del resident
+        owner = self._owners.get(request_id)
+        if owner is not None and owner.resident is not None:
+            owner.host.cancel(owner.resident, request_id)
+
+    def request_ended(self, request_id: str) -> None:
+        """For the sinks: the request has its last output or its failure."""
+        if (owner := self._owners.pop(request_id, None)) is not None:
+            owner.live.discard(request_id)
+
+    def produced(self, replica: _Replica) -> None:
+        """For the sinks: the replica works."""
+        replica.history = replica.history.proved()
+
+    def total_stats(self) -> EngineStats:
+        """For the sinks: all replicas together. The counters include those of lost ones, because they only grow."""
+        parts = [*self._lost_stats, *(replica.stats for replica in self._replicas)]
+        names = [each.name for each in fields(EngineStats)]
+        return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in names})
+
+    # Lost replicas
+
+    def replica_lost(self, replica: _Replica, reason: str, sink: ModelSink) -> None:
+        """For the sinks: fails the replica's requests and loads it again; the last one takes the model with it."""
+        replica.resident = None
+        if self._loss_in_load is not None:
+            if not self._loss_in_load.done():
+                self._loss_in_load.set_result(reason)
+            return
+        replica.prefixes = PrefixMemory()
+        self._lost_stats.append(replace(replica.stats, running=0, waiting=0, used_pages=0, cached_pages=0, num_pages=0))
+        replica.stats = EngineStats()
+        lost, replica.live = replica.live, set()
+        for request_id in lost:
+            self._owners.pop(request_id, None)
+        if not self._present():
+            self.stop_reloads()
+            sink.on_lost(reason)
+            return
+        for request_id in lost:
+            sink.on_request_failed(request_id, FaultKind.DEVICE, f"the replica that served it was lost: {reason}")
+        if self._may_reload:
+            self._start_reload(replica)  # else when the model wakes
+
+    def _start_reload(self, replica: _Replica) -> None:
+        task = run_once(self._reload_of(replica), f"load a lost replica on {replica.host.device_indices}")
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def _reload(self, replica: _Replica, spec: LoadSpec, sink: ModelSink) -> None:
+        """Loads a replica again, with a back-off; after too many faults it stays lost."""
+        while True:
+            replica.history = replica.history.faulted(asyncio.get_running_loop().time(), self._policy)
+            delay_s = replica.history.delay_s(self._policy)
+            if delay_s is None:
+                log.error("a replica on devices %s is given up: it was lost too often", replica.host.device_indices)
+                return
+            await asyncio.sleep(delay_s)
+            try:
+                async with self._lock_devices(replica.host.device_indices):
+                    replica.host = replica.new_host()
+                    replica.resident = await replica.host.load(spec, _ReplicaSink(self, replica, sink))
+                return
+            except (LoadRejected, WorkerLost) as error:
+                log.warning("a lost replica cannot be loaded again yet: %s", error)
+
+    def stop_reloads(self) -> None:
+        self._may_reload = False
+        for task in self._reloads:
+            task.cancel()
+
+    async def _end_reloads(self) -> None:
+        self.stop_reloads()
+        if self._reloads:
+            await asyncio.wait(self._reloads)
+
+
+async def _back_to_sleep(replica: _Replica) -> None:
+    assert replica.resident is not None
+    try:
+        replica.resident = await replica.host.sleep(replica.resident)
+    except SleepRejected as error:
+        raise WorkerLost(f"a replica is awake and cannot be put to sleep again: {error}") from error
+
+
+class _ReplicaSink:
+    """The `ModelSink` of one replica: passes its events on, and keeps the routing up to date."""
+
+    def __init__(self, replicas: WorkerReplicas, replica: _Replica, model: ModelSink) -> None:
+        self._replicas = replicas
+        self._replica = replica
+        self._model = model
+
+    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        self._model.on_progress(stage, done_bytes, total_bytes)
+
+    def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
+        self._replicas.produced(self._replica)
+        for output in outputs:
+            if output.finish is not None:
+                self._replicas.request_ended(output.request_id)
+        self._model.on_outputs(outputs)
+
+    def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
+        self._replicas.request_ended(request_id)
+        self._model.on_request_failed(request_id, kind, message)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self._replica.stats = stats
+        self._model.on_stats(self._replicas.total_stats())
+
+    def on_lost(self, reason: str) -> None:
+        self._replicas.replica_lost(self._replica, reason, self._model)

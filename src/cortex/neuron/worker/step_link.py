@@ -1,0 +1,114 @@
+"""How the ranks of a divided model keep in step: the leader's worker sends each plan to the workers of the other ranks,
+directly, over Unix sockets in the private directory of the load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cortex.ipc.channel import BlockingChannel, ChannelError, encode_frame
+from cortex.neuron.engine.errors import GroupBroken
+from cortex.neuron.engine.request import RankSpec
+from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.worker.protocol import AnnouncedStep
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.0005
+ACCEPT_S = 60.0
+"""The other ranks connect as soon as they are loaded, and they are loaded when the first plan is sent."""
+
+
+class LeaderLink:
+    """The leader's end (an engine's `StepLink`). Belongs to the engine thread."""
+
+    def __init__(self, rank: RankSpec, follow_others: Callable[[], None]) -> None:
+        """Listens from now on. `follow_others`: runs the steps that other leaders have announced to this worker.
+
+        Raises OSError.
+        """
+        self._follow_others = follow_others
+        self._num_followers = rank.size - 1
+        self._locks = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in rank.device_locks]
+        self._followers: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.settimeout(ACCEPT_S)
+        self._listener.bind(_address(rank))
+        self._listener.listen(self._num_followers)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Locks the devices in a fixed order. The kernel releases the locks of a process that dies.
+
+        The leader that holds a lock may wait for this worker to follow its step, so this one must not just block.
+        """
+        with contextlib.ExitStack() as locked:
+            for lock in self._locks:
+                while not _try_lock(lock):
+                    self._follow_others()
+                    time.sleep(RETRY_S)
+                locked.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+            yield
+
+    def announce(self, plan: StepPlan) -> None:
+        frame = encode_frame([AnnouncedStep(plan)])
+        try:
+            while len(self._followers) < self._num_followers:
+                connection, _ = self._listener.accept()
+                connection.setblocking(True)
+                self._followers.append(connection)
+            for follower in self._followers:
+                follower.sendall(frame)
+        except OSError as error:
+            raise GroupBroken(f"a rank of the model does not take the next step: {error or 'timed out'}") from error
+
+    def close(self) -> None:
+        for connection in (self._listener, *self._followers):
+            connection.close()
+        for lock in self._locks:
+            os.close(lock)
+
+
+class FollowerLink:
+    """The end of another rank: a thread that receives plans."""
+
+    def __init__(self, rank: RankSpec, on_plan: Callable[[StepPlan], None]) -> None:
+        """`on_plan` is called on the thread. Raises OSError if the leader is gone."""
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(_address(rank))
+        self._on_plan = on_plan
+        threading.Thread(target=self._receive, name="steps", daemon=True).start()
+
+    def _receive(self) -> None:
+        channel: BlockingChannel[AnnouncedStep] = BlockingChannel(self._connection, AnnouncedStep)
+        try:
+            for steps in channel.receive():
+                for step in steps:
+                    self._on_plan(step.plan)
+        except (OSError, ChannelError) as error:
+            log.info("the link to the leader ended: %s", error)  # if the model is lost, the daemon acts
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the leader has closed it already
+            self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread, too
+        self._connection.close()
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _address(rank: RankSpec) -> str:
+    return str(Path(rank.directory) / "steps")

@@ -1,0 +1,40 @@
+"""Encodes an error for the clients of each dialect: status, body and headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cortex.wire.errors import CortexError, Family
+
+
+def status(error: CortexError, family: Family) -> int:
+    """The HTTP status of this error for clients of `family`."""
+    if family is Family.ANTHROPIC and error.anthropic_status is not None:
+        return error.anthropic_status
+    return error.status
+
+
+def envelope(error: CortexError, family: Family) -> dict[str, Any]:
+    """The JSON body, or in-stream error payload, that clients of `family` expect."""
+    if family is Family.ANTHROPIC:
+        return {"type": "error", "error": {"type": error.anthropic_type, "message": error.message}}
+    return {
+        "error": {
+            **error.details,
+            "message": error.message,
+            "type": error.openai_type,
+            "code": error.code,
+            "param": error.param,
+        }
+    }
+
+
+def headers(error: CortexError) -> dict[str, str]:
+    """`Retry-After` in whole seconds, at least one, for an error that has a time to wait. `Allow` for a method that is
+    not allowed."""
+    found: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        found["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if allowed_methods := error.details.get("allowed_methods"):
+        found["allow"] = ", ".join(allowed_methods)
+    return found

@@ -1,0 +1,80 @@
+"""A parsed request on its way to another process, which reads the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from cortex.wire.constraints import unenforced_parts
+from cortex.wire.errors import MAX_ECHO, InvalidValue
+from cortex.wire.requests import GenerateRequest
+
+MAX_HEAD_BYTES = 1 << 20
+"""An event loop decodes this many in some tens of milliseconds."""
+_PARTS: Final = {
+    "model": "model",
+    "more_prompts": "prompt",
+    "tools": "tools",
+    "tool_choice": "tool_choice",
+    "output": "response_format",
+    "sampling": "sampling",
+    "template_args": "chat_template_kwargs",
+    "user": "user",
+    "metadata": "metadata",
+}
+"""The parts of a head that a client can make large: fields of GenerateRequest, and their names in errors."""
+
+_decoder = msgspec.json.Decoder(GenerateRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRequest:
+    """The head of a request as a value, and all of it as bytes."""
+
+    head: GenerateRequest
+    """Without messages; prompts are empty."""
+    whole: bytes
+
+
+def pack(request: GenerateRequest) -> PackedRequest:
+    # JSON, because a schema may have integers of any size.
+    return PackedRequest(head_of(request), msgspec.json.encode(request))
+
+
+def unpack(whole: bytes) -> GenerateRequest:
+    return _decoder.decode(whole)
+
+
+def head_of(request: GenerateRequest) -> GenerateRequest:
+    """`request` without messages; prompts are empty, and lists that are only reported are cut to what is shown."""
+    return msgspec.structs.replace(
+        request,
+        messages=(),
+        prompt=None if request.prompt is None else "",
+        more_prompts=("",) * len(request.more_prompts),
+        dropped_tools=_shown(request.dropped_tools),
+        ignored_fields=_shown(request.ignored_fields),
+        unenforced=_shown((*request.unenforced, *unenforced_parts(request))),
+    )
+
+
+def encode_head(request: GenerateRequest) -> bytes:
+    """The head as JSON. Raises InvalidValue for a head of more than `MAX_HEAD_BYTES`: event loops read it."""
+    parts = {name: len(msgspec.json.encode(getattr(request, field))) for field, name in _PARTS.items()}
+    if sum(parts.values()) > MAX_HEAD_BYTES:
+        largest = max(parts, key=parts.__getitem__)
+        raise InvalidValue(
+            f"all but the messages takes {sum(parts.values())} bytes of JSON, at most {MAX_HEAD_BYTES} are allowed; "
+            f"'{largest}' takes {parts[largest]} of them, make it smaller",
+            param=largest,
+        )
+    return msgspec.json.encode(head_of(request))
+
+
+def _shown(values: Iterable[str]) -> tuple[str, ...]:
+    distinct = dict.fromkeys(value[:MAX_ECHO] for value in values)
+    return tuple(islice(distinct, MAX_ECHO))

@@ -1,0 +1,29 @@
+"""What clients that are not operators see of an error.
+
+Messages name nodes, files and models, for operators. Others get the same error without them.
+"""
+
+from __future__ import annotations
+
+from cortex.wire import errors
+from cortex.wire.errors import CortexError
+
+_MESSAGES: dict[type[CortexError], str] = {
+    CortexError: "The gateway could not handle this request. Send it again, or ask the operator.",
+    errors.ModelNotFound: "There is no such model for this key; GET /v1/models lists those that it may use.",
+    errors.Overloaded: "There is no room for this request now. Send it again later.",
+    errors.Recovering: "The model is being recovered. Send the request again later.",
+    errors.InsufficientCapacity: "There is not enough memory for this model. Use another one, or ask the operator.",
+    errors.LoadFailed: "The model could not be loaded. Use another one, or ask the operator.",
+    errors.UpstreamUnavailable: "The model cannot be reached now. Send the request again later.",
+    errors.UpstreamInterrupted: "The response was interrupted. Send the request again.",
+    errors.GenerationFailed: "The response could not be generated. Send the request again, or ask the operator.",
+}
+
+
+def public(error: CortexError) -> CortexError:
+    """`error` without what only operators may see; the same object if it is about the request alone."""
+    message = _MESSAGES.get(type(error))
+    if message is None:
+        return error
+    return type(error)(message, param=error.param, retry_after_s=error.retry_after_s)

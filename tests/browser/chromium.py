@@ -1,0 +1,15 @@
+"""Which browser the tests drive."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"] if os.geteuid() == 0 else []
+"""Chromium has no sandbox for root, as which containers often run."""
+
+
+def executable() -> str | None:
+    """The browser on this machine."""
+    names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if name and (found := shutil.which(name))), None)

@@ -1,0 +1,48 @@
+"""A real browser. Without one these tests are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from . import chromium
+
+HOW = "apt-get install chromium, or set CHROMIUM to the path of one, and pip install -e '.[dev]'"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    """Chromium for the tests of one file: while its driver runs, no other event loop can run on this thread."""
+    playwright = pytest.importorskip("playwright.sync_api", reason=f"needs playwright: {HOW}")
+    path = chromium.executable()
+    if path is None:
+        pytest.skip(f"needs chromium: {HOW}")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A stage of its own for every file."""
+    from .stage import Stage
+
+    started = Stage(tmp_path_factory.mktemp("gateway"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def page(browser, stage) -> Iterator[object]:
+    """A new profile on the stage's page. Errors of scripts, and what the policy blocks, fail the test."""
+    context = browser.new_context(base_url=stage.url, viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(60_000)
+    opened = context.new_page()
+    problems: list[str] = []
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("console", lambda message: "Content Security Policy" in message.text and problems.append(message.text))
+    yield opened
+    context.close()
+    assert not problems

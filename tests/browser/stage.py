@@ -1,0 +1,234 @@
+"""A real gateway over nodes that a test directs, on a thread of its own: the browser's driver needs the main one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import ClientSession, web
+from multidict import CIMultiDict
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # the fake node is shared with the gateway's tests
+
+from fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
+
+from cortex.gateway.configuration_files import ConfigurationFiles
+from cortex.gateway.ledger.keys import KeySection, as_toml
+from cortex.gateway.server import Gateway
+from cortex.settings import Listen
+from cortex.wire import usage_report
+from cortex.wire.events import Usage
+from cortex.wire.node import (
+    Device,
+    DeviceHealth,
+    Discovery,
+    DiskUse,
+    Health,
+    ModelLoad,
+    ModelState,
+    ModelStatus,
+    Progress,
+)
+
+T = TypeVar("T")
+_HOP_HEADERS = ("connection", "transfer-encoding", "date")
+REPLY = [
+    {"role": "assistant", "content": ""},
+    {"reasoning_content": "The user wants a list. "},
+    {"reasoning_content": "I should keep it short."},
+    {"content": "Here is **what** I found:\n\n"},
+    {"content": "- one\n- two\n\n```python\nfor number in range(3):\n    print(number)\n```\n"},
+]
+
+
+@dataclass
+class DirectedNode(FakeNeuron):
+    """A node whose devices, models and responses a test sets."""
+
+    device_names: tuple[str, ...] = ("NVIDIA RTX 3090",)
+    foreign_bytes: int = 0
+    kv: dict[str, int] = field(default_factory=dict)
+    progress: dict[str, Progress] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    temperature_c: float | None = 51.0
+    utilisation: float | None = 0.37
+    script: list[dict[str, Any]] = field(default_factory=lambda: list(REPLY))
+    """The deltas of every streamed response."""
+    pause_s: float = 0.0
+    """Between two deltas."""
+    usage: Usage = REPORTED
+    disk: DiskUse | None = None
+
+    def __post_init__(self) -> None:
+        self.answer = _play
+
+    def status(self, model: str) -> ModelStatus:
+        status = super().status(model)
+        is_placed = status.state not in (ModelState.COLD, ModelState.FAILED)
+        return msgspec.structs.replace(
+            status,
+            devices=(0,) if is_placed else (),
+            kv_bytes=self.kv.get(model) if status.state is ModelState.READY else None,
+            quant="Q4_K_M" if "gguf" in model.lower() else "BF16",
+            progress=self.progress.get(model) if status.state is ModelState.LOADING else None,
+            reason=self.reasons.get(model),
+            disk_bytes=self.sizes[model],
+            load=self.loads.get(model, ModelLoad()),
+        )
+
+    def health(self) -> Health:
+        used = self.used_bytes() + self.foreign_bytes
+        devices = tuple(
+            DeviceHealth(
+                index=index,
+                total_bytes=self.total_bytes,
+                free_bytes=self.total_bytes - (used if index == 0 else GB // 2),
+                worker="running",
+                temperature_c=self.temperature_c,
+                utilisation=self.utilisation,
+            )
+            for index in range(len(self.device_names))
+        )
+        health = super().health()
+        return msgspec.structs.replace(health, devices=devices, disk=self.disk or health.disk)
+
+    def discovery(self) -> Discovery:
+        devices = tuple(
+            Device(index=index, kind="cuda", name=name, total_bytes=self.total_bytes)
+            for index, name in enumerate(self.device_names)
+        )
+        return msgspec.structs.replace(super().discovery(), devices=devices)
+
+
+async def _play(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    assert isinstance(node, DirectedNode)
+    response = await begin_stream(request)
+    for delta in node.script:
+        await response.write(chunk(body["model"], delta))
+        await asyncio.sleep(node.pause_s)
+    await response.write(chunk(body["model"], {}, "stop"))
+    spent = node.usage
+    usage = {
+        "prompt_tokens": spent.prompt_tokens,
+        "completion_tokens": spent.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": spent.cached_tokens},
+    }
+    last = msgspec.json.encode({"object": "chat.completion.chunk", "choices": [], "usage": usage})
+    await response.write(b"data: " + last + b"\n\ndata: [DONE]\n\n" + usage_report.comment(spent))
+    await response.write_eof()
+    return response
+
+
+class Stage:
+    """Starts and stops nodes and one gateway. Its methods may be called from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._nodes: list[DirectedNode] = []
+        self._gateway: Gateway | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the stage's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def add(self, node: DirectedNode) -> DirectedNode:
+        """Start a node; it joins the gateway that is opened next."""
+        self.call(node.start())
+        self._nodes.append(node)
+        return node
+
+    def gate(self) -> asyncio.Event:
+        """An event of the stage's loop, for `DirectedNode.load_gate`."""
+
+        async def make() -> asyncio.Event:
+            return asyncio.Event()
+
+        return self.call(make())
+
+    def open(self, event: asyncio.Event) -> None:
+        self._loop.call_soon_threadsafe(event.set)
+
+    def open_gateway(
+        self, *keys: KeySection, models: str = "", extra_nodes: str = "", poll_interval_s: float = 0.2
+    ) -> None:
+        """Start a gateway over every node that was added. `models`: its models.toml."""
+        settings = f"[gateway]\npoll_interval_s = {poll_interval_s}\n[eviction]\nmin_residency_s = 0"
+        nodes = [f'[[neurons]]\nname = "{node.name}"\nendpoint = "{node.endpoint}"' for node in self._nodes]
+        sections = [settings, *nodes, extra_nodes, *(as_toml(key) for key in keys)]
+        (self._directory / "cortex.toml").write_text("\n".join(sections))
+        (self._directory / "models.toml").write_text(models)
+        self.start_gateway()
+
+    def start_gateway(self) -> None:
+        """Start the gateway, on the port that it had before if it had one."""
+
+        async def start() -> int:
+            files = ConfigurationFiles(self._directory / "cortex.toml", {})
+            config, catalogue = files.read()
+            listen = Listen(f"127.0.0.1:{self.port}")
+            section = msgspec.structs.replace(config.gateway, listen=listen, metrics_listen=None)
+            config = msgspec.structs.replace(config, gateway=section)
+            self._gateway = Gateway(config, catalogue, self._directory, files)
+            _, port = await self._gateway.start()
+            return port
+
+        self.port = self.call(start())
+
+    def stop_gateway(self) -> None:
+        if self._gateway is not None:
+            self.call(self._gateway.close())
+            self._gateway = None
+
+    @contextmanager
+    def proxied(self, prefix: str) -> Iterator[str]:
+        """A reverse proxy that serves the gateway under `prefix` only; the URL of the page there."""
+
+        async def forward(request: web.Request) -> web.StreamResponse:
+            target = self.url + request.raw_path.removeprefix(prefix)
+            headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+            async with (
+                ClientSession(auto_decompress=False) as session,
+                session.request(request.method, target, headers=headers, data=await request.read()) as found,
+            ):
+                kept = [pair for pair in found.headers.items() if pair[0].lower() not in _HOP_HEADERS]
+                response = web.StreamResponse(status=found.status, headers=CIMultiDict(kept))
+                await response.prepare(request)
+                async for part in found.content.iter_any():
+                    await response.write(part)
+                return response
+
+        async def start() -> web.AppRunner:
+            app = web.Application()
+            app.router.add_route("*", prefix + "{path:.*}", forward)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            return runner
+
+        runner = self.call(start())
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}{prefix}"
+        finally:
+            self.call(runner.cleanup())
+
+    def close(self) -> None:
+        self.stop_gateway()
+        for node in self._nodes:
+            self.call(node.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)

@@ -1,0 +1,253 @@
+"""Every view in a real browser, over a gateway whose nodes the test directs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from cortex.wire.node import ModelLoad, ModelState, Progress
+
+from .stage import GB, REPLY, DirectedNode, Stage
+
+EVIL = "<img src=x onerror=window.hacked=1>"
+"""A model may have any name, and any text in its responses."""
+
+
+@pytest.fixture(scope="module")
+def node(stage: Stage) -> Iterator[DirectedNode]:
+    """The node of most tests, behind an open gateway together with one that is down."""
+    sizes = {"small": 2 * GB, "large": 20 * GB, "cold": 4 * GB, f"org/{EVIL}": GB}
+    started = stage.add(DirectedNode("beast", sizes=sizes, kv={"small": GB}, foreign_bytes=GB))
+    started.states["small"] = ModelState.READY
+    started.states[f"org/{EVIL}"] = ModelState.FAILED
+    started.reasons[f"org/{EVIL}"] = EVIL
+    gone = stage.add(DirectedNode("cellar"))
+    stage.open_gateway(models='[[models]]\nid = "small"')
+    stage.call(gone.stop())
+    return started
+
+
+@pytest.fixture(autouse=True)
+def _as_before(node: DirectedNode) -> None:
+    node.script, node.pause_s, node.load_gate = list(REPLY), 0.0, None
+    node.progress.clear()
+    for model in ("large", "cold"):
+        node.states.pop(model, None)
+    node.states["small"] = ModelState.READY
+    node.loads["small"] = ModelLoad(running=2, tokens_per_s=40.0)
+
+
+def card(page, name: str):
+    return page.locator(f"article[aria-label='Node {name}']")
+
+
+def test_fleet_shows_nodes_devices_and_models(page) -> None:
+    page.goto("#/fleet")
+    beast = card(page, "beast")
+    beast.get_by_text("2 in flight").wait_for()
+    assert "small weights 1.0 GiB, small KV cache 1.0 GiB" in beast.locator(".bar").get_attribute("aria-label")
+    assert "51 °C" in beast.inner_text()
+    beast.locator(".sparkline").wait_for()
+    card(page, "cellar").get_by_text("down", exact=True).wait_for()
+    page.get_by_text("1 up, 1 down").wait_for()
+
+
+def test_cold_load_is_watched_to_ready(page, stage: Stage, node: DirectedNode) -> None:
+    node.load_gate = stage.gate()
+    node.progress["cold"] = Progress(stage="read", done_bytes=GB, total_bytes=4 * GB, eta_s=12.0)
+    page.goto("#/fleet")
+    beast = card(page, "beast")
+    beast.get_by_text("more models, not loaded").click()
+    beast.get_by_role("listitem").filter(has_text="cold").get_by_role("button", name="Load…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("load cold on beast").wait_for()
+    dialog.get_by_role("button", name="Load", exact=True).click()
+    beast.get_by_text("Reading weights · 1.0 GiB of 4.0 GiB · about 12 s left").wait_for()
+    stage.open(node.load_gate)
+    beast.locator("li.model").filter(has_text="cold").get_by_text("ready", exact=True).wait_for()
+    page.get_by_text("Load cold: done.").wait_for()
+
+
+def test_eviction_is_shown_before_it_is_confirmed(page, node: DirectedNode) -> None:
+    node.states["cold"] = ModelState.READY
+    node.loads["small"] = ModelLoad()
+    page.goto("#/fleet")
+    beast = card(page, "beast")
+    beast.locator("li.model").filter(has_text="cold").get_by_text("ready").wait_for()
+    beast.get_by_text("not loaded").click()
+    beast.get_by_role("listitem").filter(has_text="large").get_by_role("button", name="Load…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("This evicts").wait_for()
+    victims = dialog.locator(".victims").inner_text()
+    assert "cold" in victims or "small" in victims
+    assert not [request for request in node.load_requests if request.model_id == "large"], "only asked so far"
+    dialog.get_by_role("button", name="Load", exact=True).click()
+    beast.locator("li.model").filter(has_text="large").get_by_text("ready", exact=True).wait_for()
+    page.get_by_role("link", name="Activity").click()
+    page.get_by_role("button", name="Decisions").click()
+    page.get_by_text("to make room for large").first.wait_for()
+    page.get_by_role("button", name=re.compile("load large on beast .* after unloading")).first.click()
+    page.get_by_role("dialog").get_by_text("fits after eviction").wait_for()
+
+
+def test_unload_needs_a_confirmation(page, node: DirectedNode) -> None:
+    page.goto("#/fleet")
+    row = card(page, "beast").locator("li.model").filter(has_text="small")
+    num_before = len(node.unload_requests)
+    row.get_by_label("Actions for small").click()
+    row.get_by_role("menuitem", name="Unload…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("2 requests run on it now").wait_for()
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+    assert len(node.unload_requests) == num_before
+    row.get_by_label("Actions for small").click()
+    row.get_by_role("menuitem", name="Unload…").click()
+    page.get_by_role("dialog").get_by_role("button", name="Unload").click()
+    row.wait_for(state="detached")
+    assert node.unload_requests[-1].model_id == "small"
+
+
+def say(page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_chat_streams_text_thoughts_code_and_numbers(page, node: DirectedNode) -> None:
+    node.pause_s = 0.2
+    page.goto("#/playground")
+    say(page, "make me a list")
+    page.get_by_text("Thinking…").wait_for()
+    reply = page.get_by_label("Response of small")
+    reply.get_by_text(re.compile(r"first token .* tok/s · 7 in · 4 cached · 3 out")).wait_for()
+    assert reply.locator("strong").inner_text() == "what"
+    assert reply.locator("pre code .hljs-keyword").first.inner_text() == "for"
+    assert not reply.get_by_text("I should keep it short.").is_visible()
+    reply.get_by_text("Thoughts").click()
+    assert reply.get_by_text("I should keep it short.").is_visible()
+    page.reload()
+    page.get_by_role("button", name="make me a list", exact=True).click()
+    assert page.get_by_label("Response of small").locator("strong").inner_text() == "what", "kept in this browser"
+
+
+def test_response_is_stopped_regenerated_and_edited(page, node: DirectedNode) -> None:
+    node.script, node.pause_s = [{"content": f"word{index} "} for index in range(200)], 0.05
+    page.goto("#/playground")
+    say(page, "first question")
+    page.get_by_text("word3").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("stopped ·").wait_for()
+    node.script, node.pause_s = [{"content": "a new one"}], 0.0
+    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_text("a new one").wait_for()
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit the message").fill("second question")
+    page.get_by_role("button", name="Send again").click()
+    page.get_by_text(re.compile("3 out")).wait_for()
+    assert [message["content"] for message in node.seen[-1].body["messages"]] == ["second question"]
+
+
+def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page, node: DirectedNode) -> None:
+    node.states["cold"] = ModelState.READY
+    call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": '{"city":'}}
+    rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
+    node.script = [{"tool_calls": [call]}, {"tool_calls": [rest]}]
+    page.goto("#/playground")
+    page.get_by_label("Model", exact=True).select_option("small")
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_label("Second model").select_option("cold")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("be brief")
+    page.get_by_label("Temperature").fill("0.5")
+    say(page, "weather?")
+    for model in ("small", "cold"):
+        reply = page.get_by_label(f"Response of {model}")
+        reply.get_by_text("get_weather").wait_for()
+        reply.get_by_text('"city": "Oslo"').wait_for()
+    body = node.seen[-1].body
+    assert body["temperature"] == 0.5
+    assert "top_p" not in body
+    assert body["messages"][0] == {"role": "system", "content": "be brief"}
+
+
+def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(page, stage: Stage, node: DirectedNode) -> None:
+    node.load_gate = stage.gate()
+    node.progress["cold"] = Progress(stage="warm")
+    page.goto("#/playground")
+    page.get_by_label("Model", exact=True).select_option("cold")
+    say(page, "hello")
+    page.get_by_text("Loading on beast").wait_for()
+    page.get_by_text("Warming up").wait_for()
+    stage.open(node.load_gate)
+    page.get_by_text("3 out").wait_for()
+
+
+def test_request_is_copied_for_other_programs(page, stage: Stage) -> None:
+    page.goto("#/playground")
+    for name, expected in (
+        ("Curl", f"curl {stage.url}v1/chat/completions"),
+        ("Python", f'OpenAI(base_url="{stage.url}v1"'),
+        ("Environment for Claude Code", f"ANTHROPIC_BASE_URL='{stage.url[:-1]}'"),
+    ):
+        page.get_by_text("Copy as").click()
+        page.get_by_role("menuitem", name=name).click()
+        assert expected in page.locator("pre.snippet").inner_text()
+        page.keyboard.press("Escape")
+
+
+HOSTILE = """
+<script>window.hacked=1</script><img src="/leak.png" onerror="window.hacked=1"> <svg onload=window.hacked=1></svg>
+![alt](http://127.0.0.1:1/leak.png) ![x](javascript:window.hacked=1) [click](javascript:window.hacked=1)
+<a href="https://evil.example/">link</a> <iframe src="javascript:parent.hacked=1"></iframe>
+`<b onclick=1>` [ref]: https://evil.example "onerror=1"
+<style>body{display:none}</style><form action="https://evil.example"><button>go</button></form>
+
+```html
+<img src=x onerror=window.hacked=1>
+```
+"""
+
+
+def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page, node: DirectedNode) -> None:
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    node.script = [{"reasoning_content": HOSTILE}, {"content": HOSTILE}]
+    page.goto("#/playground")
+    say(page, HOSTILE)
+    reply = page.get_by_label("Response of small")
+    reply.get_by_text("3 out").wait_for()
+    reply.get_by_text("Thoughts").click()
+    assert reply.locator("img, a, script, iframe, svg, form, style, button:not(.ghost)").count() == 0
+    assert "(javascript:window.hacked=1)" in reply.locator(".markdown").inner_text(), "shown, inert"
+    page.goto("#/fleet")
+    card(page, "beast").get_by_text(EVIL).first.wait_for()
+    assert not page.evaluate("window.hacked")
+    assert not [url for url in requested if "leak" in url or "evil" in url]
+
+
+def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page, stage: Stage, node: DirectedNode) -> None:
+    node.script, node.pause_s = [{"content": f"word{index} "} for index in range(400)], 0.05
+    page.goto("#/playground")
+    page.get_by_label("Model", exact=True).select_option("small")
+    say(page, "a long story")
+    page.get_by_text("word3").wait_for()
+    stage.stop_gateway()
+    page.get_by_text("The connection to the gateway was lost before the response was complete").wait_for()
+    stage.start_gateway()
+    assert "word3" in page.get_by_label("Response of small").inner_text()
+    node.script, node.pause_s = [{"content": "the whole story"}], 0.0
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_text("the whole story").wait_for()
+
+
+def test_page_reconnects_after_the_gateway_restarts(page, stage: Stage, node: DirectedNode) -> None:
+    page.goto("#/fleet")
+    card(page, "beast").get_by_text("2 in flight").wait_for()
+    stage.stop_gateway()
+    page.get_by_text("The connection to the gateway is lost").wait_for()
+    node.states["cold"] = ModelState.READY
+    stage.start_gateway()
+    card(page, "beast").locator("li.model").filter(has_text="cold").wait_for()
+    page.get_by_text("The connection to the gateway is lost").wait_for(state="detached")

@@ -1,0 +1,227 @@
+"""Models, activity, usage and keys, as an operator and as a user sees them after signing in."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cortex.gateway.ledger.keys import generate
+from cortex.wire.node import ModelState
+
+from .stage import GB, DirectedNode, Stage
+
+OPERATOR = generate("anna", operator=True)
+USER = generate("ben", models=("small",), window_tokens=1_000_000)
+
+
+MODELS = """
+[[models]]
+id = "small"
+cost = { input = 100.0, cached_input = 10.0, output = 1000.0 }
+[aliases]
+fast = "small"
+"""
+
+
+@pytest.fixture(scope="module")
+def node(stage: Stage) -> Iterator[DirectedNode]:
+    """One node behind a gateway with keys, and some requests that have been made."""
+    started = stage.add(DirectedNode("beast", sizes={"small": 2 * GB, "huge": 90 * GB, "spare": 4 * GB}))
+    started.states["small"] = ModelState.READY
+    stage.open_gateway(OPERATOR.section, USER.section, models=MODELS)
+    for key, model in ((OPERATOR, "small"), (USER, "small")):
+        ask(stage, key.text, model)
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        ask(stage, USER.text, "huge")
+    return started
+
+
+def ask(stage: Stage, key: str, model: str) -> None:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "secret prompt"}], "stream": True})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    urllib.request.urlopen(urllib.request.Request(f"{stage.url}v1/chat/completions", body.encode(), headers)).read()
+
+
+@pytest.fixture
+def sign_in(page, node):
+    def sign(key: str, view: str = "") -> None:
+        page.goto(f"./#/{view}")
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Sign in").click()
+        page.get_by_role("navigation").wait_for()
+
+    return sign
+
+
+def test_operator_signs_in_and_sees_everything(page, sign_in) -> None:
+    page.goto("./")
+    page.get_by_label("API key").fill("ck-wrong")
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_text("This API key is unknown").wait_for()
+    sign_in(OPERATOR.text)
+    assert page.get_by_role("navigation").get_by_role("link").all_inner_texts() == [
+        "Fleet", "Models", "Playground", "Activity", "Usage",
+    ]  # fmt: skip
+    page.locator("article[aria-label='Node beast']").wait_for()
+    assert page.evaluate("document.cookie") == "", "scripts cannot read the session"
+    page.reload()
+    page.get_by_role("link", name="Fleet").wait_for()
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("API key").wait_for()
+    page.reload()
+    page.get_by_label("API key").wait_for()
+
+
+def test_user_sees_models_playground_and_own_usage_only(page, sign_in) -> None:
+    sign_in(USER.text, "fleet")
+    assert page.get_by_role("navigation").get_by_role("link").all_inner_texts() == [
+        "Models", "Playground", "Activity", "Usage",
+    ]  # fmt: skip
+    page.get_by_label("Message", exact=True).fill("hello")
+    page.keyboard.press("Enter")
+    page.get_by_text("3 out").wait_for()
+    page.get_by_role("link", name="Models").click()
+    page.get_by_role("button", name="small").wait_for()
+    assert page.get_by_text("huge").count() == 0
+    assert page.get_by_role("button", name="Pull from the hub").count() == 0
+    page.get_by_role("link", name="Activity").click()
+    page.locator("table.requests tbody tr").first.wait_for()
+    assert page.get_by_text("anna").count() == 0
+    page.get_by_role("link", name="Usage").click()
+    page.get_by_role("heading", name="Your key").wait_for()
+    assert "of 1M in 24 h" in page.locator("meter + span").inner_text()
+    assert page.get_by_text("anna").count() == 0
+    assert page.get_by_role("button", name="Make a key").count() == 0
+
+
+def test_models_show_what_they_are_and_what_fits_where(page, sign_in) -> None:
+    sign_in(OPERATOR.text, "models")
+    row = page.get_by_role("listitem").filter(has=page.get_by_role("button", name="small", exact=True))
+    row.get_by_text("100.00 in, 10.00 cached, 1000.00 out per million").wait_for()
+    assert "fast" in row.inner_text()
+    assert "2.0 GiB BF16" in row.inner_text()
+    huge = page.get_by_role("listitem").filter(has=page.get_by_role("button", name="huge", exact=True))
+    huge.get_by_text("fits nowhere").wait_for()
+    huge.get_by_role("button", name="huge").click()
+    huge.get_by_text("too small").first.wait_for()
+    page.get_by_label("Filter models").fill("hug")
+    row.wait_for(state="detached")
+    page.get_by_label("Filter models").fill("fast")
+    row.get_by_role("link", name="Chat").click()
+    assert page.get_by_label("Model", exact=True).input_value() == "small"
+
+
+def test_model_is_pulled_with_progress_cancelled_and_deleted(page, node: DirectedNode, sign_in) -> None:
+    sign_in(OPERATOR.text, "models")
+    page.get_by_role("button", name="Pull from the hub").click()
+    page.get_by_label("Repository").fill("org/new-model")
+    page.get_by_label("Quantisation").fill("Q4_K_M")
+    page.get_by_role("dialog").get_by_role("button", name="Pull", exact=True).click()
+    jobs = page.get_by_role("list", name="Jobs")
+    jobs.get_by_text("Downloading").wait_for()
+    assert node.pull_requests[-1].quant == "Q4_K_M"
+    jobs.get_by_role("button", name="Cancel").click()
+    jobs.get_by_text("cancelled").wait_for()
+    page.get_by_text("Disks:").click()
+    page.get_by_text("500 B of 1000 B free").wait_for()
+    page.get_by_role("button", name="spare", exact=True).click()
+    page.get_by_role("button", name="Delete…").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_text(re.compile("spare: .* deleted from beast")).wait_for()
+
+
+def test_activity_is_live_and_shows_a_request_in_full(page, stage: Stage, sign_in) -> None:
+    sign_in(OPERATOR.text, "activity")
+    rows = page.locator("table.requests tbody tr")
+    rows.filter(has_text="403").first.wait_for()
+    page.get_by_label("Status").select_option("ok")
+    rows.filter(has_text="403").first.wait_for(state="detached")
+    num_before = rows.count()
+    ask(stage, OPERATOR.text, "small")
+    rows.nth(num_before).wait_for()
+    rows.first.click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("7, of them 4 from the prefix cache").wait_for()
+    assert "secret prompt" not in dialog.inner_text()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Decisions").click()
+    page.get_by_text(re.compile("No decisions yet|small")).first.wait_for()
+
+
+def test_usage_has_cost_plot_and_csv(page, sign_in) -> None:
+    sign_in(OPERATOR.text, "usage")
+    page.locator(".plot canvas").wait_for()
+    by_key = page.locator("section").filter(has=page.get_by_role("heading", name="By key"))
+    assert "ben" in by_key.inner_text()
+    with page.expect_download() as download:
+        page.get_by_text("CSV", exact=True).click()
+        page.get_by_role("menuitem", name="By key").click()
+    assert "anna" in Path(download.value.path()).read_text()
+
+
+def test_key_is_made_limited_and_revoked(page, stage: Stage, sign_in) -> None:
+    sign_in(OPERATOR.text, "usage")
+    page.get_by_role("button", name="Make a key").click()
+    page.get_by_label("Name of its owner").fill("carl")
+    page.get_by_label("Requests per minute").fill("30")
+    page.get_by_role("button", name="Make the key").click()
+    text = page.locator(".made-key").inner_text()
+    assert re.fullmatch(r"ck-\w{8}-\w{43}", text)
+    page.get_by_role("button", name="Done").click()
+    row = page.get_by_role("row").filter(has_text="carl")
+    row.get_by_text("30", exact=True).wait_for()
+    ask(stage, text, "small")
+    row.get_by_label("Actions for key carl").click()
+    row.get_by_role("menuitem", name="Limits and expiry…").click()
+    page.get_by_label("Expires at the start of").fill("2020-01-01")
+    page.get_by_role("button", name="Save").click()
+    row.get_by_text("expired").wait_for()
+    row.get_by_label("Actions for key carl").click()
+    row.get_by_role("menuitem", name="Revoke…").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    row.wait_for(state="detached")
+
+
+NAMELESS = """() =>
+    [...document.querySelectorAll("button, a, summary, input, select, textarea, [role=img], progress, meter")]
+    .filter((each) => !(each.getAttribute("aria-label") || each.textContent.trim() || each.labels?.length))
+    .map((each) => each.outerHTML)"""
+
+
+def test_every_view_fits_a_phone_and_names_its_controls(page, sign_in) -> None:
+    sign_in(OPERATOR.text)
+    page.set_viewport_size({"width": 360, "height": 740})
+    for view in ("Fleet", "Models", "Playground", "Activity", "Usage"):
+        page.get_by_role("link", name=view).click()
+        page.get_by_role("heading", level=1, name=view).or_(page.get_by_label("Message", exact=True)).first.wait_for()
+        page.locator(".loading").first.wait_for(state="detached")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
+        assert page.evaluate(NAMELESS) == [], view
+
+
+def test_page_and_session_work_behind_a_path_prefix(page, stage: Stage, node) -> None:
+    with stage.proxied("/some/where/") as url:
+        page.goto(url)
+        page.get_by_label("API key").fill(OPERATOR.text)
+        page.get_by_role("button", name="Sign in").click()
+        page.locator("article[aria-label='Node beast']").wait_for()
+        (cookie,) = page.context.cookies()
+        assert cookie["path"] == "/some/where"
+        page.get_by_role("link", name="Playground").click()
+        page.get_by_label("Message", exact=True).fill("hello")
+        page.keyboard.press("Enter")
+        page.get_by_text("3 out").wait_for()
+
+
+def test_session_that_ends_leads_back_to_the_sign_in(page, sign_in) -> None:
+    sign_in(USER.text, "playground")
+    page.get_by_label("Message", exact=True).wait_for()
+    page.context.clear_cookies()
+    page.get_by_role("link", name="Models").click()
+    page.get_by_label("API key").wait_for()

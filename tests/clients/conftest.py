@@ -1,0 +1,100 @@
+"""A gateway and a node with the scripted model, and the environments of the clients.
+
+`make clients` makes the environments. A client's program runs in its own one, performs its tasks against the gateway,
+and prints what became of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from .scripted_model import write_scripted_model
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+READY_TIMEOUT_S = 300.0
+PROGRAM_TIMEOUT_S = 600.0
+
+Results = Mapping[str, str]
+"""The outcome of each task: "passed", or the traceback."""
+Run = Callable[[str], Results]
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a gateway whose only model is the scripted one."""
+    folder = tmp_path_factory.mktemp("clients")
+    texts = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
+    model = write_scripted_model(folder / "scripted", texts)
+    ports = _free_ports(3)
+    command = [sys.executable, "-m", "cortex.cli.cortex", "up", str(model)]
+    for option, port in zip(("--port", "--metrics-port", "--neuron-port"), ports, strict=True):
+        command += [option, str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CORTEX_CACHE": str(folder / "cache")}
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    try:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while "\nready" not in f"\n{log.read_text()}":
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def run(url: str) -> Run:
+    """Runs a client's program once and returns its results."""
+    known: dict[str, Results] = {}
+
+    def results_of(program: str) -> Results:
+        if program not in known:
+            known[program] = _run(program, url)
+        return known[program]
+
+    return results_of
+
+
+def _run(program: str, url: str) -> Results:
+    path = HERE / "programs" / program
+    interpreter = "node" if path.suffix == ".mjs" else str(_python_of(program))
+    done = subprocess.run(
+        [interpreter, str(path), url],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_S,
+        check=False,
+        cwd=path.parent,
+    )
+    assert done.stdout, f"{program} printed nothing:\n{done.stderr}"
+    results: Results = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def _python_of(program: str) -> Path:
+    environment = "aider" if program.startswith("aider") else "frameworks"
+    python = HERE / ".venv" / environment / "bin" / "python"
+    assert python.exists(), f"{python} is missing: run `make clients`, which makes it"
+    return python
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

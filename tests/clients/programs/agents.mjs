@@ -1,0 +1,68 @@
+// Coding agents as commands: Claude Code over Messages, Codex over Responses. Each replies, runs a tool, and ends.
+
+import assert from "node:assert/strict";
+import { execFile } from "node:child_process";
+import { mkdtemp, readFile, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { dirname, join } from "node:path";
+import { fileURLToPath } from "node:url";
+import { greeting, key, model, report, result, url } from "./report.mjs";
+
+const modules = join(dirname(fileURLToPath(import.meta.url)), "..", "node_modules");
+
+/** Run a command in a new folder that is also its home; returns what it prints, and the folder. */
+async function run(command, options, environment, files = {}) {
+  const folder = await mkdtemp(join(tmpdir(), "agent-"));
+  for (const [name, text] of Object.entries(files)) await writeFile(join(folder, name), text);
+  const env = { PATH: process.env.PATH, HOME: folder, ...environment(folder) };
+  const output = await new Promise((resolve, reject) => {
+    const child = execFile(command, options, { cwd: folder, env, timeout: 280_000 }, (error, stdout, stderr) =>
+      error ? reject(new Error(`${error.message}\n${stdout}\n${stderr}`)) : resolve(stdout));
+    child.stdin.end();
+  });
+  return { output, folder };
+}
+
+function claude(...options) {
+  const command = join(modules, ".bin", "claude");
+  return run(command, ["-p", "--model", model, ...options], () => ({
+    ANTHROPIC_BASE_URL: url,
+    ANTHROPIC_API_KEY: key,
+    CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1",
+    DISABLE_AUTOUPDATER: "1",
+  }));
+}
+
+const codexConfiguration = `
+model = "${model}"
+model_provider = "cortex"
+[model_providers.cortex]
+name = "cortex"
+base_url = "${url}/v1"
+wire_api = "responses"
+`;
+
+function codex(...options) {
+  const command = join(modules, ".bin", "codex");
+  const environment = (folder) => ({ CODEX_HOME: folder });
+  return run(command, ["exec", "--skip-git-repo-check", ...options], environment, { "config.toml": codexConfiguration });
+}
+
+await report({
+  async "Claude Code: chat"() {
+    assert.equal((await claude("Say hello.")).output.trim(), greeting);
+  },
+  async "Claude Code: tools"() {
+    const { output, folder } = await claude("--allowedTools", "Bash", "--", "Make made.txt.");
+    assert.equal(output.trim(), result);
+    assert.equal(await readFile(join(folder, "made.txt"), "utf8"), "scripted\n");
+  },
+  async "Codex: chat"() {
+    assert.equal((await codex("Say hello.")).output.trim(), greeting);
+  },
+  async "Codex: tools"() {
+    const { output, folder } = await codex("--sandbox", "danger-full-access", "Make made.txt.");
+    assert.equal(output.trim(), result);
+    assert.equal(await readFile(join(folder, "made.txt"), "utf8"), "scripted\n");
+  },
+});

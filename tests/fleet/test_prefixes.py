@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cortex.fleet.prefixes import BYTES_PER_TOKEN, EDGES, MAX_PREFIX_BYTES, PrefixRecord, leading_blocks
+
+LONG = bytes(range(256)) * 400
+
+
+def test_blocks_of_a_longer_prompt_begin_with_those_of_the_shorter() -> None:
+    assert leading_blocks(b"short") == ()
+    shorter, longer = leading_blocks(LONG[:50_000]), leading_blocks(LONG)
+    assert 0 < len(shorter) < len(longer)
+    assert longer[: len(shorter)] == shorter
+
+
+def test_difference_at_the_start_changes_every_block() -> None:
+    assert not set(leading_blocks(LONG)) & set(leading_blocks(b"!" + LONG[1:]))
+
+
+def test_megabytes_take_a_few_hundred_blocks() -> None:
+    assert len(leading_blocks(b"x" * (MAX_PREFIX_BYTES + 9))) == len(EDGES) - 1 < 500
+
+
+@given(st.integers(1024, 300_000))
+def test_prefix_is_known_to_a_few_per_cent(num_bytes: int) -> None:
+    prompt = (LONG * 3)[:num_bytes]
+    prefixes = PrefixRecord()
+    prefixes.record(leading_blocks(prompt), "a")
+    known = prefixes.num_cached_tokens(leading_blocks(prompt + b"more"), "a") * BYTES_PER_TOKEN
+    assert num_bytes - max(256, 0.02 * num_bytes) - BYTES_PER_TOKEN <= known <= num_bytes
+
+
+@pytest.mark.parametrize("shared", [8_000, 60_000, 250_000])
+def test_tells_conversations_behind_one_long_system_prompt_apart(shared: int) -> None:
+    system = (LONG * 3)[:shared]
+    first, second = system + b"a" * 8_000, system + b"b" * 8_000
+    prefixes = PrefixRecord()
+    prefixes.record(leading_blocks(first), "a")
+    prefixes.record(leading_blocks(second), "b")
+    blocks = leading_blocks(first + b"the next turn")
+    assert prefixes.num_cached_tokens(blocks, "a") - prefixes.num_cached_tokens(blocks, "b") > 500
+
+
+def test_record_is_bounded_for_each_node_and_keeps_recent_prefixes_from_their_start() -> None:
+    prefixes = PrefixRecord(max_blocks_per_node=25)
+    prompts = [leading_blocks(bytes([number]) * 2560) for number in range(50)]
+    for blocks in prompts:
+        prefixes.record(blocks, "a")
+    prefixes.record(prompts[0], "b")
+    assert len(prefixes) == 25 + 10
+    cached = [prefixes.num_cached_tokens(blocks, "a") for blocks in prompts]
+    assert cached[-3:] == [5 * 256 // BYTES_PER_TOKEN, 640, 640]
+    assert not any(cached[:-3])
+
+
+def test_forgets_one_node_only() -> None:
+    prefixes = PrefixRecord()
+    blocks = leading_blocks(LONG)
+    prefixes.record(blocks, "a")
+    prefixes.record(blocks, "b")
+    prefixes.forget("a")
+    assert prefixes.num_cached_tokens(blocks, "a") == 0
+    assert prefixes.num_cached_tokens(blocks, "b") > 0

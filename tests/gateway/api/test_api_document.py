@@ -1,0 +1,61 @@
+"""Every route in docs/api.md exists, with the documented method and for the documented clients."""
+
+import re
+from pathlib import Path
+
+import pytest
+from fake_neuron import GB
+
+from cortex.gateway.ledger.keys import generate
+from cortex.wire.node import ModelState
+
+TEXT = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+NAMES = {"{model}": "a", "{node}": "beast", "{id}": "x", "{name}": "nobody"}
+
+
+def documented() -> list[tuple[str, str, str]]:
+    """(method, path, who)"""
+    found = []
+    for line in TEXT.splitlines():
+        if line.startswith("| `"):
+            routes, who = line.split("|")[1:3]
+            found += [
+                (method, path.partition("?")[0], who.strip())
+                for method, path in re.findall(r"`([A-Z]+) ([^`]+)`", routes)
+            ]
+    return found
+
+
+def test_the_document_is_read():
+    assert len(documented()) > 25
+    assert {who for _, _, who in documented()} == {"everybody", "own", "every key", "operator"}
+
+
+@pytest.fixture
+async def client(neurons, start_gateway):
+    anna = generate("anna")
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    started = await start_gateway(beast, keys=(anna.section,))
+    return started, {"Authorization": f"Bearer {anna.text}"}
+
+
+async def test_documented_routes_exist_and_are_for_the_documented_clients(client):
+    gateway, as_anna = client
+    for method, path, who in documented():
+        for name, value in NAMES.items():
+            path = path.replace(name, value)
+        for headers in ({}, as_anna):
+            async with gateway.session.request(method, gateway.url + path, headers=headers) as response:
+                if response.headers["content-type"].startswith("application/json"):
+                    error = (await response.json()).get("error") or {}
+                else:
+                    error = {}
+            where = f"{method} {path} {'with' if headers else 'without'} a key"
+            assert error.get("code") != "method_not_allowed", where
+            assert "There is no /" not in error.get("message", ""), where
+            if who == "everybody":
+                assert response.status == 200, where
+            elif not headers:
+                assert response.status == 401, where
+            else:
+                assert (error.get("code") == "operator_only") == (who == "operator"), f"{where}: {error}"

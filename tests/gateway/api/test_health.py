@@ -1,0 +1,74 @@
+"""Health says what is true: what is down, why, and whether a request could be served."""
+
+from fake_neuron import GB, until
+
+from cortex.gateway.ledger.keys import generate
+from cortex.wire.node import ModelState
+
+READY = ModelState.READY
+
+
+async def test_ready_while_a_node_takes_requests_and_degraded_while_one_does_not(neurons, start_gateway):
+    near = await neurons("near", sizes={"a": GB}, states={"a": READY})
+    far = await neurons("far", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(near, far)
+    status, body = await client.get("/ready")
+    assert (status, body["status"], body["ready"], body["reasons"]) == (200, "ok", True, [])
+
+    await far.stop()
+    await until(lambda: not client.gateway.dispatcher.is_ready("a", "far"))
+    status, body = await client.get("/ready")
+    assert (status, body["status"], body["ready"]) == (200, "degraded", True)
+    (reason,) = body["reasons"]
+    assert reason.startswith("node far is down: ")
+
+    assert (await client.post("/fleet/nodes/near/drain"))[0] == 200
+    status, body = await client.get("/ready")
+    assert (status, body["ready"]) == (503, False)
+    assert "node near takes no new requests" in body["reasons"]
+    status, body = await client.get("/health")
+    assert (status, body["status"], body["ready"]) == (200, "degraded", False), "the gateway itself runs"
+
+
+async def test_gateway_without_nodes_is_not_ready(start_gateway):
+    client = await start_gateway()
+    status, body = await client.get("/ready")
+    assert (status, body["status"], body["reasons"]) == (503, "degraded", ["no node is configured"])
+
+
+async def test_only_operators_see_why_a_node_is_down(neurons, start_gateway):
+    key = generate("alice")
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast, keys=(key.section,))
+    await beast.stop()
+    await until(lambda: not client.gateway.dispatcher.is_ready("a", "beast"))
+    for headers in ({}, {"Authorization": f"Bearer {key.text}"}):
+        assert (await client.get("/health", **headers))[1]["reasons"] == ["a node is down"]
+
+
+async def test_models_of_a_node_that_is_down_are_not_shown_as_ready(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    await beast.stop()
+    await until(lambda: not client.gateway.dispatcher.is_ready("a", "beast"))
+    (node,) = (await client.get("/fleet/status"))[1]["nodes"]
+    assert (node["up"], [model["state"] for model in node["models"]]) == (False, ["unreachable"])
+    (model,) = (await client.get("/v1/models"))[1]["data"]
+    assert (model["loaded"], model["locations"][0]["status"]) == (False, "unreachable")
+
+
+async def test_unload_clears_a_failed_model(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
+    client = await start_gateway(beast)
+
+    async def shown() -> list[tuple[str, str]]:
+        (node,) = (await client.get("/fleet/status"))[1]["nodes"]
+        return [(model["id"], model["state"]) for model in node["models"]]
+
+    assert (await client.post("/fleet/models/a/load", {"node": "beast"}))[0] == 502
+    assert await shown() == [("a", "failed")]
+    status, body = await client.post("/fleet/models/a/unload")
+    assert (status, body["nodes"]) == (200, ["beast"])
+    assert await shown() == []
+    assert (await client.post("/fleet/models/a/unload"))[0] == 404
+    assert (await client.chat("a"))[0] == 200, "a request loads it again without waiting for the retry"

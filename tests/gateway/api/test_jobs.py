@@ -1,0 +1,199 @@
+"""Orders as jobs: watched, cancelled and tried without effect; downloads; pins and drained nodes that last."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from fake_neuron import GB, Client, until
+
+from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.gateway.ledger.keys import generate
+from cortex.wire.node import ModelState, PullStatus
+
+READY = ModelState.READY
+
+
+async def call(client: Client, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    data = None if body is None else msgspec.json.encode(body)
+    async with client.session.request(method, client.url + path, data=data, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def ended(client: Client, job_id: str) -> dict[str, Any]:
+    async with asyncio.timeout(30):
+        while (job := (await client.get(f"/fleet/jobs/{job_id}"))[1])["state"] == "running":
+            await asyncio.sleep(0.01)
+    return job
+
+
+async def test_load_without_waiting_is_a_job_with_progress(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    status, body = await client.post("/fleet/models/a/load", {"wait": False})
+    assert (status, body["nodes"], body["job"]["state"]) == (202, ["beast"], "running")
+    await until(lambda: beast.load_requests)
+    _, listed = await client.get("/fleet/jobs")
+    assert [(job["kind"], job["model"], job["stage"]) for job in listed["jobs"]] == [("load", "a", "loading")]
+    beast.load_gate.set()
+    job = await ended(client, body["job"]["id"])
+    assert (job["state"], job["error"], job["can_cancel"]) == ("done", None, False)
+    assert (await client.get("/fleet/jobs/unknown"))[0] == 404
+
+
+async def test_cancelled_load_ends_on_the_node_and_is_not_a_failure(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    _, body = await client.post("/fleet/models/a/load", {"wait": False})
+    await until(lambda: beast.load_requests)
+    cancel = asyncio.create_task(call(client, "DELETE", f"/fleet/jobs/{body['job']['id']}"))
+    await until(lambda: beast.unload_requests)
+    assert beast.unload_requests[0].force
+    beast.load_gate.set()
+    status, job = await cancel
+    assert (status, job["state"]) == (200, "cancelled")
+    beast.load_gate = None
+    _, explained = await client.get("/fleet/explain/a")
+    assert explained["action"] != "reject", "the model may be loaded again at once"
+    await until(lambda: client.gateway.dispatcher.explain("a").action == "load")
+    assert (await client.post("/fleet/models/a/load"))[0] == 200
+
+
+async def test_cancel_ends_a_load_that_another_gateway_ordered(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.LOADING})
+    client = await start_gateway(beast)
+    _, body = await client.post("/fleet/models/a/load", {"wait": False})
+    assert body["job"]["state"] == "running", "it joins that load"
+    status, job = await call(client, "DELETE", f"/fleet/jobs/{body['job']['id']}")
+    assert (status, job["state"]) == (200, "cancelled")
+    assert not beast.load_requests
+    assert beast.states["a"] is ModelState.COLD
+
+
+async def test_load_that_waits_for_an_eviction_is_cancelled_before_it_begins(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY}, unload_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    _, body = await client.post("/fleet/models/b/load", {"wait": False})
+    await until(lambda: beast.unload_requests)
+    assert body["job"]["stage"] == "unloading a"
+    status, job = await call(client, "DELETE", f"/fleet/jobs/{body['job']['id']}")
+    assert (status, job["state"]) == (200, "cancelled")
+    beast.unload_gate.set()
+    await until(lambda: beast.states["a"] is not READY)
+    assert not beast.load_requests
+
+
+async def test_dry_run_shows_what_would_be_evicted_and_changes_nothing(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": 20 * GB, "b": 20 * GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    for order in ("load", "pin"):
+        status, body = await client.post(f"/fleet/models/b/{order}", {"dry_run": True})
+        assert (status, body["dry_run"], body["action"], body["victims"]) == (200, True, "load", ["a"])
+    status, body = await client.post("/fleet/models/a/unload", {"dry_run": True})
+    assert (body["nodes"], body["in_flight"], body["pinned_on"]) == (["beast"], {"beast": 0}, [])
+    assert not beast.load_requests
+    assert not beast.unload_requests
+    assert (await client.get("/fleet/jobs"))[1]["jobs"] == []
+
+
+async def test_pinned_model_is_unloaded_only_when_that_is_confirmed(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    assert (await client.post("/fleet/models/a/pin"))[0] == 200
+    status, body = await client.post("/fleet/models/a/unload")
+    assert (status, body["error"]["code"]) == (409, "model_in_use")
+    assert beast.states["a"] is READY
+    assert (await client.post("/fleet/models/a/unload", {"unpin": True}))[0] == 200
+    assert beast.states["a"] is ModelState.COLD
+    client.gateway.dispatcher.tick()
+    assert not beast.load_requests, "it is not pinned any more"
+
+
+async def test_pin_whose_load_fails_is_not_kept(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB}, load_faults=[(502, "load_failed", "corrupt file")])
+    client = await start_gateway(beast)
+    status, body = await client.post("/fleet/models/a/pin")
+    assert (status, body["error"]["message"]) == (502, "corrupt file")
+    assert client.gateway.dispatcher.pins == frozenset()
+
+
+async def test_pin_and_drain_survive_a_restart(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB})
+    other = await neurons("other", sizes={"b": GB}, states={"b": READY})
+    first = await start_gateway(beast, other)
+    assert (await first.post("/fleet/models/a/pin", {"node": "beast"}))[1]["nodes"] == ["beast"]
+    assert (await first.post("/fleet/nodes/other/drain"))[1] == {"node": "other", "drained": True}
+    assert (await first.chat("b"))[0] != 200, "a drained node gets no requests"
+    await first.gateway.close()
+    beast.states["a"] = ModelState.COLD  # the node has restarted
+    second = await start_gateway(beast, other)
+    await until(lambda: second.gateway.dispatcher.is_ready("a", "beast"))
+    _, fleet = await second.get("/fleet/status")
+    assert [(node["name"], node["drained"]) for node in fleet["nodes"]] == [("beast", False), ("other", True)]
+    assert [model["pinned"] for model in fleet["nodes"][0]["models"]] == [True]
+    await second.post("/fleet/nodes/other/undrain")
+    assert (await second.chat("b"))[0] == 200
+    assert (await second.post("/fleet/nodes/nowhere/drain"))[0] == 400
+
+
+async def test_pull_is_a_job_on_the_node_with_room(neurons, start_gateway):
+    small = await neurons("small", free_disk_bytes=10)
+    large = await neurons("large", free_disk_bytes=900)
+    client = await start_gateway(small, large)
+    status, body = await client.post("/fleet/pull", {"model": "org/new:Q4_K_M"})
+    assert (status, body["job"]["node"], body["job"]["kind"]) == (202, "large", "pull")
+    await until(lambda: large.pull_requests)
+    assert (large.pull_requests[0].model_id, large.pull_requests[0].quant) == ("org/new", "Q4_K_M")
+    job = body["job"]
+    while job["done_bytes"] is None:
+        _, job = await client.get(f"/fleet/jobs/{job['id']}")
+    assert [job[name] for name in ("stage", "done_bytes", "total_bytes", "eta_s")] == ["download", 30, 100, 7.0]
+    large.pull = PullStatus(model_id="org/new", state="done")
+    assert (await ended(client, job["id"]))["state"] == "done"
+
+
+async def test_pull_is_cancelled_fails_with_the_reason_and_needs_a_known_name(neurons, start_gateway):
+    beast = await neurons("beast")
+    catalogue = Catalogue(models=(ModelSpec(id="mine", source="org/repo", quant="q8"),))
+    client = await start_gateway(beast, catalogue=catalogue)
+    _, body = await client.post("/fleet/pull", {"model": "mine", "node": "beast"})
+    await until(lambda: beast.pull_requests)
+    wanted = beast.pull_requests[0]
+    assert (wanted.model_id, wanted.source, wanted.quant) == ("mine", "org/repo", "q8")
+    status, job = await call(client, "DELETE", f"/fleet/jobs/{body['job']['id']}")
+    assert (status, job["state"]) == (200, "cancelled")
+    _, body = await client.post("/fleet/pull", {"model": "mine"})
+    await until(lambda: len(beast.pull_requests) == 2)
+    beast.pull = PullStatus(model_id="mine", state="failed", reason="no such quantisation")
+    job = await ended(client, body["job"]["id"])
+    assert (job["state"], job["error"]["message"]) == ("failed", "no such quantisation")
+    for wrong, status in (({"model": "none"}, 404), ({"model": "a/b", "node": "x"}, 400), ({"modell": "a"}, 400)):
+        assert (await client.post("/fleet/pull", wrong))[0] == status
+
+
+async def test_files_are_deleted_on_one_node_and_disk_use_is_shown(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"org/a": GB, "b": GB}, states={"b": READY})
+    client = await start_gateway(beast)
+    status, body = await call(client, "DELETE", "/fleet/nodes/beast/files/org/a")
+    assert (status, body) == (200, {"node": "beast", "model": "org/a", "freed_bytes": 1234})
+    status, body = await call(client, "DELETE", "/fleet/nodes/beast/files/b")
+    assert (status, body["error"]["code"]) == (409, "model_in_use")
+    _, fleet = await client.get("/fleet/status")
+    assert fleet["nodes"][0]["disk"]["free_bytes"] == 500
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/fleet/pull"),
+        ("GET", "/fleet/jobs"),
+        ("DELETE", "/fleet/nodes/beast/files/a"),
+        ("POST", "/fleet/nodes/beast/drain"),
+    ],
+)
+async def test_only_operators_may_give_orders(neurons, start_gateway, method, path):
+    anna = generate("anna")
+    client = await start_gateway(await neurons("beast"), keys=(anna.section,))
+    status, body = await call(client, method, path, {"model": "a/b"}, Authorization=f"Bearer {anna.text}")
+    assert (status, body["error"]["code"]) == (403, "operator_only")
+    assert (await call(client, method, path))[0] == 401

@@ -1,0 +1,175 @@
+"""Usage with its cost, and keys made, limited, expired and revoked over HTTP."""
+
+import csv
+import io
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import ClientSession
+from fake_neuron import GB, JSON, Client, FakeNeuron
+
+from cortex.gateway.configuration_files import ConfigurationFiles
+from cortex.gateway.ledger.keys import NewKey, as_toml, generate
+from cortex.gateway.server import Gateway
+from cortex.wire.node import ModelState
+
+PRICES = '[[models]]\nid = "a"\ncost = { input = 10.0, cached_input = 1.0, output = 100.0 }\n[[models]]\nid = "=b"\n'
+COST_OF_ONE = (3 * 10.0 + 4 * 1.0 + 3 * 100.0) / 1e6
+"""Of the fake node's response: 7 prompt tokens, of which 4 are cached, and 3 completion tokens."""
+CHAT = {"model": "a", "messages": [], "max_tokens": 1}
+
+
+def bearer(key: NewKey | str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key if isinstance(key, str) else key.text}"}
+
+
+class Keyed:
+    """A gateway on a real configuration file, with the key of an operator and that of another client."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "cortex.toml"
+        self.olga, self.anna = generate("olga", operator=True), generate("anna", balance_tokens=1000)
+        self.client: Client
+
+    async def call(self, method: str, path: str, body: Any = None, key: NewKey | str | None = None) -> tuple[int, Any]:
+        headers = bearer(key or self.olga)
+        data = None if body is None else msgspec.json.encode(body)
+        async with self.client.session.request(method, self.client.url + path, data=data, headers=headers) as response:
+            return response.status, await response.json()
+
+
+@pytest.fixture
+async def keyed(tmp_path: Path, neurons) -> AsyncIterator[Keyed]:
+    node: FakeNeuron = await neurons("beast", sizes={"a": GB, "=b": GB}, states={"a": ModelState.READY})
+    node.states["=b"] = ModelState.READY
+    stack = Keyed(tmp_path)
+    (tmp_path / "models.toml").write_text(PRICES)
+    stack.file.write_text(
+        f'# kept\n[gateway]\nlisten = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\npoll_interval_s = 0.05\n'
+        f'[[neurons]]\nname = "beast"\nendpoint = "{node.endpoint}"\n\n'
+        f"{as_toml(stack.olga.section)}\n{as_toml(stack.anna.section)}\n# also kept\n"
+    )
+    files = ConfigurationFiles(stack.file, os.environ)
+    config, catalogue = files.read()
+    gateway = Gateway(config, catalogue, tmp_path, files)
+    _, port = await gateway.start()
+    async with ClientSession(headers=JSON) as session:
+        stack.client = Client(gateway, port, session)
+        yield stack
+    await gateway.close()
+
+
+async def test_usage_has_the_cost_and_only_operators_see_other_keys(keyed):
+    for key in (keyed.olga, keyed.anna):
+        assert (await keyed.call("POST", "/v1/chat/completions", CHAT, key))[0] == 200
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT | {"model": "=b"}))[0] == 200
+    status, report = await keyed.call("GET", "/fleet/usage?by=key")
+    assert (status, report["by"]) == (200, "key")
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows["anna"]["cost"] == pytest.approx(COST_OF_ONE)
+    assert (rows["olga"]["requests"], rows["olga"]["total_tokens"]) == (2, 20)
+    assert rows["olga"]["cost"] == pytest.approx(COST_OF_ONE), "a model without a price is free"
+    _, report = await keyed.call("GET", "/fleet/usage?by=model&key=anna")
+    assert [(row["id"], row["requests"]) for row in report["rows"]] == [("a", 1)]
+    _, report = await keyed.call("GET", "/fleet/usage?by=day", key=keyed.anna)
+    assert [row["requests"] for row in report["rows"]] == [1]
+    _, report = await keyed.call("GET", "/fleet/usage?by=key&key=olga", key=keyed.anna)
+    assert [row["name"] for row in report["rows"]] == ["anna"], "of others nothing, whatever is asked for"
+    _, report = await keyed.call("GET", "/fleet/usage?until=2020-01-01")
+    assert report["rows"] == []
+
+
+@pytest.mark.parametrize(("path", "accept"), [("/fleet/usage.csv", "*/*"), ("/fleet/usage", "text/csv")])
+async def test_usage_as_csv_holds_no_formulas(keyed, path, accept):
+    await keyed.call("POST", "/v1/chat/completions", CHAT | {"model": "=b"})
+    url = f"{keyed.client.url}{path}?by=model"
+    async with keyed.client.session.get(url, headers=bearer(keyed.olga) | {"accept": accept}) as response:
+        assert response.headers["content-type"].startswith("text/csv")
+        (row,) = csv.DictReader(io.StringIO(await response.text()))
+    assert (row["model"], row["id"], row["requests"], row["total_tokens"]) == ("'=b", "'=b", "1", "10")
+
+
+@pytest.mark.parametrize("query", ["by=week", "since=yesterday", "until=1e300", "since=nan"])
+async def test_invalid_usage_query_is_rejected_by_name(keyed, query):
+    status, body = await keyed.call("GET", f"/fleet/usage?{query}")
+    assert (status, body["error"]["param"]) == (400, query.partition("=")[0])
+
+
+async def test_key_is_made_limited_and_revoked_over_http(keyed):
+    status, made = await keyed.call("POST", "/keys", {"name": "bert", "models": ["a"], "balance_tokens": 100})
+    assert (status, made["in_force"], made["balance_left_tokens"]) == (201, True, 100)
+    assert "sha256" not in made
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 200, "in force at once"
+    _, listed = await keyed.call("GET", "/keys")
+    bert = next(key for key in listed["keys"] if key["name"] == "bert")
+    assert (bert["spent_tokens"], bert["balance_left_tokens"], bert["models"]) == (10, 90, ["a"])
+    status, changed = await keyed.call("PATCH", "/keys/bert", {"balance_tokens": 5, "models": []})
+    assert (status, changed["balance_left_tokens"], changed["models"]) == (200, 0, [])
+    status, body = await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"])
+    assert (status, body["error"]["code"]) == (429, "insufficient_quota")
+    assert (await keyed.call("PATCH", "/keys/bert", {"balance_tokens": None}))[1]["balance_left_tokens"] is None
+    assert (await keyed.call("DELETE", f"/keys/{bert['id']}"))[1]["revoked"]["name"] == "bert"
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 401
+    assert keyed.file.read_text().startswith("# kept\n")
+    assert "# also kept\n" in keyed.file.read_text()
+
+
+async def test_expired_key_is_rejected_until_its_expiry_is_moved(keyed):
+    status, body = await keyed.call("PATCH", "/keys/anna", {"expires": "2020-01-01"})
+    assert (status, body["is_expired"]) == (200, True)
+    status, body = await keyed.call("POST", "/v1/chat/completions", CHAT, keyed.anna)
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    assert "2020-01-01" in body["error"]["message"]
+    tomorrow = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 86400))
+    assert (await keyed.call("PATCH", "/keys/anna", {"expires": tomorrow}))[0] == 200
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, keyed.anna))[0] == 200
+
+
+async def test_only_operators_manage_keys_and_others_see_their_own(keyed):
+    for method, path, body in (
+        ("POST", "/keys", {"name": "x"}),
+        ("PATCH", "/keys/anna", {"balance_tokens": None}),
+        ("DELETE", "/keys/olga", None),
+    ):
+        before = keyed.file.read_text()
+        status, answer = await keyed.call(method, path, body, keyed.anna)
+        assert (status, answer["error"]["code"]) == (403, "operator_only")
+        assert keyed.file.read_text() == before
+    _, listed = await keyed.call("GET", "/keys", key=keyed.anna)
+    assert [key["name"] for key in listed["keys"]] == ["anna"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/keys", {"name": "anna"}, 400),
+        ("POST", "/keys", {"name": " "}, 400),
+        ("POST", "/keys", {"name": "a/b"}, 400),
+        ("POST", "/keys", {"name": "x", "expires": "soon"}, 400),
+        ("POST", "/keys", {"name": "x", "balance": 5}, 400),
+        ("POST", "/keys", {"name": "x", "requests_per_min": 0}, 400),
+        ("POST", "/keys", [], 400),
+        ("PATCH", "/keys/anna", {"expires": "soon"}, 400),
+        ("PATCH", "/keys/nobody", {"balance_tokens": 1}, 404),
+        ("DELETE", "/keys/nobody", None, 404),
+        ("DELETE", "/keys/olga", None, 403),
+        ("PATCH", "/keys/olga", {"operator": False}, 403),
+        ("PUT", "/keys/anna", {}, 405),
+    ],
+)
+async def test_invalid_change_of_keys_changes_nothing(keyed, method, path, body, status):
+    before = keyed.file.read_text()
+    assert (await keyed.call(method, path, body))[0] == status
+    assert keyed.file.read_text() == before
+
+
+async def test_first_key_is_not_made_over_http(start_gateway):
+    client = await start_gateway()
+    status, body = await client.post("/keys", {"name": "mallory", "operator": True})
+    assert (status, body["error"]["code"]) == (403, "operator_only")
+    assert "cortex keys add" in body["error"]["message"]

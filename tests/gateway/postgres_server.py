@@ -1,0 +1,60 @@
+"""A real PostgreSQL server for the tests that need one, from the system's package, on a temporary directory."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _binary(name: str) -> str | None:
+    installed = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True)
+    return str(installed[0]) if installed else shutil.which(name)
+
+
+def _unprivileged() -> tuple[str, dict[str, Any]]:
+    """The user to run as, and the command prefix: the server does not run as root."""
+    if os.geteuid() != 0:
+        return getpass.getuser(), {}
+    for name in ("postgres", "nobody"):
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            continue
+        return name, {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": [], "cwd": "/"}
+    pytest.skip("PostgreSQL will not run as root, and there is no other user to run it as")
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    pytest.importorskip("psycopg", reason="needs the PostgreSQL driver: pip install 'cortex-fleet[postgres]'")
+    initdb, pg_ctl = _binary("initdb"), _binary("pg_ctl")
+    if initdb is None or pg_ctl is None:
+        pytest.skip("no PostgreSQL server is installed: apt install postgresql")
+    user, run_as = _unprivileged()
+    home = Path(tempfile.mkdtemp(prefix="cortex-postgres-"))
+    if run_as:
+        os.chown(home, run_as["user"], run_as["group"])
+    data = home / "data"
+
+    def run(*command: str) -> None:
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60, **run_as)
+
+    try:
+        run(initdb, "-D", str(data), "-A", "trust", "-U", user, "--no-sync", "-E", "UTF8")
+        options = f"-c listen_addresses= -c unix_socket_directories={home} -c fsync=off"
+        run(pg_ctl, "-D", str(data), "-o", options, "-l", str(home / "log"), "-w", "start")
+        try:
+            yield f"postgresql:///postgres?host={home}&user={user}"
+        finally:
+            run(pg_ctl, "-D", str(data), "-m", "immediate", "-w", "stop")
+    finally:
+        shutil.rmtree(home, ignore_errors=True)

@@ -1,0 +1,471 @@
+"""The Responses API with state, through a real gateway over a fake node that answers in that dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from fake_neuron import GB, REPORTED, Client, FakeNeuron, begin_stream, until
+
+from cortex.gateway.config import ResponsesSection
+from cortex.gateway.ledger import keys
+from cortex.gateway.ledger.meter import OpenMeter
+from cortex.gateway.responses.api import StoredResponses
+from cortex.gateway.responses.background import LOST_AFTER_S, BackgroundRuns, current_body
+from cortex.gateway.responses.keeper import head_of
+from cortex.gateway.responses.store import ResponseStore
+from cortex.gateway.responses.tables import NewResponse, StoredResponse
+from cortex.http.request import Request
+from cortex.http.server.detached import DetachedExchange
+from cortex.tasks import Supervisor
+from cortex.wire import openai_responses, usage_report
+from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop, Usage
+from cortex.wire.node import ModelState
+from cortex.wire.openai_responses import kept
+
+READY = {"sizes": {"a": GB}, "states": {"a": ModelState.READY}}
+CALL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+def events_of(request: Any) -> list[AnyEvent]:
+    """What the fake model says: it calls a tool once, then tells how many messages it was sent."""
+    start = Start(id="x", model="a", created=1, prompt_tokens=7)
+    last = request.messages[-1]
+    finish = Finish(reason="stop", usage=Usage(prompt_tokens=7, completion_tokens=3))
+    if request.tools and last.role == "user":
+        call = [
+            ToolCallStart(call=0, id="call_1", name="weather"),
+            ToolCallDelta(call=0, arguments="{}"),
+            ToolCallStop(call=0),
+        ]
+        return [start, *call, msgspec.structs.replace(finish, reason="tool_calls")]
+    return [start, TextDelta(text=f"{len(request.messages)} "), TextDelta(text="messages"), finish]
+
+
+async def answer(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A node's response: the real codec of the dialect."""
+    raw = msgspec.json.encode(body)
+    request = openai_responses.parse(raw)
+    id = "resp_" + "0" * 32
+    if stored := kept.from_header(http.headers.get(kept.HEADER, "")):
+        id, request = stored.id, stored.described(request)
+    events = events_of(request)
+    if not request.stream:
+        whole = openai_responses.fold(events, request, id=id, created=1, model="a")
+        headers = {usage_report.HEADER: usage_report.header_value(REPORTED)}
+        return web.Response(body=whole, content_type="application/json", headers=headers)
+    response = await begin_stream(http)
+    encoder = openai_responses.Encoder(request, id=id, created=1, model="a")
+    for event in events:
+        await response.write(encoder.encode(event))
+        if isinstance(event, Start) and (gate := getattr(node, "gate", None)) is not None:
+            await gate.wait()
+    await response.write(usage_report.comment(REPORTED))
+    await response.write_eof()
+    return response
+
+
+@pytest.fixture
+async def node(neurons) -> FakeNeuron:
+    return await neurons("beast", answer=answer, **READY)
+
+
+async def create(client: Client, _headers: dict[str, str] | None = None, **fields: Any) -> tuple[int, Any]:
+    return await client.post("/v1/responses", {"model": "a", "input": "hello", **fields}, **(_headers or {}))
+
+
+async def send(client: Client, method: str, path: str, **headers: str) -> tuple[int, Any]:
+    async with client.session.request(method, client.url + path, headers=headers) as response:
+        return response.status, msgspec.json.decode(await response.read())
+
+
+async def found(client: Client, path: str, status: str = "completed") -> dict[str, Any]:
+    """The response at `path`, once it is there and has the status."""
+    deadline = time.monotonic() + 20
+    while (got := await client.get(path))[0] != 200 or got[1]["status"] != status:
+        assert time.monotonic() < deadline, got
+        await asyncio.sleep(0.01)
+    response: dict[str, Any] = got[1]
+    return response
+
+
+def stream_events(text: bytes) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: ")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_retrieves_a_stored_response_as_it_was_sent(node, start_gateway, stream):
+    client = await start_gateway(node)
+    if stream:
+        data = await client.stream("/v1/responses", {"model": "a", "input": "hello", "stream": True})
+        made = stream_events(data)[-1]["response"]
+    else:
+        _, made = await create(client)
+    assert (made["status"], made["store"]) == ("completed", True)
+    assert await client.get(f"/v1/responses/{made['id']}") == (200, made)
+
+
+async def test_continues_a_previous_response_with_its_whole_conversation(node, start_gateway):
+    client = await start_gateway(node)
+    _, first = await create(client, instructions="be brief")
+    _, second = await create(client, input="and?", previous_response_id=first["id"])
+    _, third = await create(client, input=[{"role": "user", "content": "so?"}], previous_response_id=second["id"])
+    assert second["previous_response_id"] == first["id"]
+    assert [seen.body.get("previous_response_id") for seen in node.seen] == [None, None, None]
+    said = [(item.get("role"), item["content"]) for item in node.seen[-1].body["input"]]
+    assert [role for role, _ in said] == ["user", "assistant", "user", "assistant", "user"]
+    assert said[1][1][0]["text"] == "2 messages"  # with the instructions, which later requests do not inherit
+    assert third["output"][0]["content"][0]["text"] == "5 messages"
+
+
+async def test_resolves_item_references_like_an_agents_second_step(node, start_gateway):
+    client = await start_gateway(node)
+    _, first = await create(client, tools=[CALL])
+    call = first["output"][0]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    references = [{"role": "user", "content": "hello"}, {"type": "item_reference", "id": call["id"]}, result]
+    status, second = await create(client, tools=[CALL], input=references)
+    assert status == 200, second
+    assert node.seen[-1].body["input"][1] == call
+    assert second["output"][0]["content"][0]["text"] == "3 messages"
+    # What was stored for the second response has items, not references.
+    _, listed = await client.get(f"/v1/responses/{second['id']}/input_items?order=asc")
+    assert [item["type"] for item in listed["data"]] == ["message", "function_call", "function_call_output"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_not_found", "previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 404, "item_not_found", "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": f"msg_{'0' * 32}_0"}]}, 404, "item_not_found", "input[0].id"),
+        ({"input": [{"type": "item_reference"}]}, 400, "invalid_value", "input[0].id"),
+        ({"background": True, "store": False}, 400, "invalid_value", "background"),
+        ({"previous_response_id": 5}, 400, "invalid_value", "previous_response_id"),
+    ],
+)
+async def test_rejects_references_to_what_is_not_stored(node, start_gateway, fields, status, code, param):
+    client = await start_gateway(node)
+    got, error = await create(client, **fields)
+    assert (got, error["error"]["code"], error["error"]["param"]) == (status, code, param)
+    assert not node.seen
+
+
+async def test_keys_see_only_their_own_responses(node, start_gateway):
+    one, other = keys.generate("one"), keys.generate("other")
+    client = await start_gateway(node, keys=(one.section, other.section))
+    ours, theirs = {"Authorization": f"Bearer {one.text}"}, {"Authorization": f"Bearer {other.text}"}
+    _, made = await create(client, ours)
+    path = f"/v1/responses/{made['id']}"
+    reference = [{"type": "item_reference", "id": made["output"][0]["id"]}]
+    for method, suffix in (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")):
+        assert (await send(client, method, path + suffix, **theirs))[0] == 404, (method, suffix)
+    assert (await create(client, theirs, previous_response_id=made["id"]))[0] == 400
+    assert (await create(client, theirs, input=reference))[0] == 404
+    assert (await send(client, "GET", path))[0] == 401
+    assert (await send(client, "GET", path, **ours))[0] == 200
+
+
+async def test_deleted_responses_are_gone_and_break_their_chain(node, start_gateway):
+    client = await start_gateway(node)
+    _, first = await create(client)
+    _, second = await create(client, previous_response_id=first["id"])
+    path = f"/v1/responses/{first['id']}"
+    assert await send(client, "DELETE", path) == (200, {"id": first["id"], "object": "response", "deleted": True})
+    assert (await client.get(path))[0] == 404
+    assert (await send(client, "DELETE", path))[0] == 404
+    status, error = await create(client, previous_response_id=second["id"])
+    assert status == 400
+    assert first["id"] in error["error"]["message"]
+
+
+async def test_lists_input_items_in_pages(node, start_gateway):
+    client = await start_gateway(node)
+    _, made = await create(client, input=[{"role": "user", "content": str(number)} for number in range(5)])
+    path = f"/v1/responses/{made['id']}/input_items"
+    _, newest = await client.get(f"{path}?limit=2")
+    assert [item["content"] for item in newest["data"]] == ["4", "3"]
+    assert newest["has_more"] is True
+    _, rest = await client.get(f"{path}?limit=3&after={newest['last_id']}")
+    assert [item["content"] for item in rest["data"]] == ["2", "1", "0"]
+    assert rest["has_more"] is False
+    for wrong in ("limit=0", "limit=x", "order=up", "after=none"):
+        assert (await client.get(f"{path}?{wrong}"))[0] == 400, wrong
+
+
+async def test_stores_nothing_when_the_client_or_the_operator_says_so(node, start_gateway):
+    client = await start_gateway(node)
+    _, unstored = await create(client, store=False)
+    assert unstored["store"] is False
+    assert (await client.get(f"/v1/responses/{unstored['id']}"))[0] == 404
+    off = await start_gateway(node, responses=ResponsesSection(store=False))
+    status, plain = await create(off)
+    assert (status, plain["store"]) == (200, False)
+    body = msgspec.json.encode({"model": "a", "input": "x", "store": True})
+    async with off.session.post(off.url + "/v1/responses", data=body) as response:
+        assert "responses.store" in response.headers["x-cortex-not-stored"]
+    for fields in ({"previous_response_id": "resp_1"}, {"background": True}):
+        status, error = await create(off, **fields)
+        assert (status, error["error"]["param"]) == (400, next(iter(fields)))
+
+
+async def test_stored_responses_survive_a_restart(node, start_gateway):
+    client = await start_gateway(node)
+    _, made = await create(client)
+    await client.gateway.close()
+    again = await start_gateway(node)
+    assert await again.get(f"/v1/responses/{made['id']}") == (200, made)
+    assert (await create(again, previous_response_id=made["id"]))[0] == 200
+
+
+async def test_serves_responses_and_says_that_they_are_not_stored_while_the_database_is_down(
+    node, start_gateway, tmp_path
+):
+    (tmp_path / "broken").write_text("not a folder")
+    broken = ResponsesSection(database=str(tmp_path / "broken" / "x.db"))
+    client = await start_gateway(node, responses=broken)
+    status, made = await create(client)
+    assert (status, made["status"]) == (200, "completed")
+    assert (await client.get(f"/v1/responses/{made['id']}"))[0] == 503
+    body = msgspec.json.encode({"model": "a", "input": "x"})
+    async with client.session.post(client.url + "/v1/responses", data=body) as response:
+        assert response.status == 200
+        assert "not available" in response.headers["x-cortex-not-stored"]
+        assert (await response.json())["store"] is False
+    assert (await create(client, background=True))[0] == 503
+    assert 'cortex_stored_responses_total{result="failed"} 1.0' in client.metrics()
+
+
+async def test_does_not_store_what_is_larger_than_an_entry_may_be(node, start_gateway):
+    client = await start_gateway(node, responses=ResponsesSection(max_entry_mb=1))
+    body = msgspec.json.encode({"model": "a", "input": "x" * (1 << 20) + "x", "store": True})
+    async with client.session.post(client.url + "/v1/responses", data=body) as response:
+        assert response.status == 200
+        assert "max_entry_mb" in response.headers["x-cortex-not-stored"]
+
+
+async def test_a_client_that_disconnects_leaves_nothing_stored(node, start_gateway):
+    client = await start_gateway(node)
+    node.gate = asyncio.Event()
+    body = msgspec.json.encode({"model": "a", "input": "x", "stream": True})
+    async with client.session.post(client.url + "/v1/responses", data=body) as response:
+        first = await response.content.readuntil(b"\n\n")
+    await until(lambda: node.seen[-1].left_at is not None)
+    id = stream_events(first)[0]["response"]["id"]
+    assert (await client.get(f"/v1/responses/{id}"))[0] == 404
+
+
+async def test_counts_input_tokens_of_the_whole_conversation(node, start_gateway):
+    client = await start_gateway(node)
+    _, made = await create(client)
+    await client.post("/v1/responses/input_tokens", {"model": "a", "input": "more", "previous_response_id": made["id"]})
+    assert node.seen[-1].path == "/v1/responses/input_tokens"
+    assert len(node.seen[-1].body["input"]) == 3
+
+
+async def test_background_responses_are_queued_run_and_complete(node, start_gateway):
+    client = await start_gateway(node)
+    node.gate = asyncio.Event()
+    status, queued = await create(client, background=True)
+    assert (status, queued["status"], queued["background"], queued["output"]) == (200, "queued", True, [])
+    path = f"/v1/responses/{queued['id']}"
+    await found(client, path, "in_progress")
+    status, error = await create(client, previous_response_id=queued["id"])
+    assert (status, "wait until it has ended" in error["error"]["message"]) == (400, True)
+    node.gate.set()
+    done = await found(client, path)
+    assert done["output"][0]["content"][0]["text"] == "1 messages"
+    assert done["usage"]["output_tokens"] == 3
+    await client.gateway.close()
+    again = await start_gateway(node)
+    assert await again.get(path) == (200, done)
+
+
+async def test_background_responses_can_be_cancelled(node, start_gateway):
+    client = await start_gateway(node)
+    node.gate = asyncio.Event()
+    _, queued = await create(client, background=True)
+    await until(lambda: node.seen)
+    path = f"/v1/responses/{queued['id']}"
+    status, cancelled = await client.post(path + "/cancel")
+    assert (status, cancelled["status"]) == (200, "cancelled")
+    await until(lambda: node.seen[0].left_at is not None)
+    assert (await client.post(path + "/cancel"))[1]["status"] == "cancelled"
+    assert (await client.get(path))[1]["status"] == "cancelled"
+    _, foreground = await create(client, stream=False)
+    status, error = await client.post(f"/v1/responses/{foreground['id']}/cancel")
+    assert (status, "background" in error["error"]["message"]) == (400, True)
+
+
+async def test_a_background_stream_survives_its_client_and_can_be_resumed(node, start_gateway):
+    client = await start_gateway(node)
+    node.gate = asyncio.Event()
+    body = msgspec.json.encode({"model": "a", "input": "x", "stream": True, "background": True})
+    async with client.session.post(client.url + "/v1/responses", data=body) as response:
+        first = stream_events(await response.content.readuntil(b"\n\n"))[0]
+    node.gate.set()
+    path = f"/v1/responses/{first['response']['id']}?stream=true&starting_after=0"
+    async with client.session.get(client.url + path) as response:
+        events = stream_events(await response.read())
+    assert [event["sequence_number"] for event in events] == list(range(1, len(events) + 1))
+    assert (events[0]["type"], events[-1]["type"]) == ("response.in_progress", "response.completed")
+
+
+async def test_background_requests_are_rejected_at_once_where_that_is_known(node, start_gateway):
+    client = await start_gateway(node, responses=ResponsesSection(max_background=1))
+    assert (await create(client, background=True, temperature=-1))[0] == 400
+    assert (await create(client, background=True, model="unknown"))[0] == 404
+    node.gate = asyncio.Event()
+    assert (await create(client, background=True))[0] == 200
+    assert (await create(client, background=True))[0] == 503
+
+
+async def test_a_background_response_whose_node_fails_has_failed(node, start_gateway):
+    async def broken(*_: Any) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "out of luck", "code": "generation_failed"}}, status=500)
+
+    client = await start_gateway(node)
+    node.answer = broken
+    _, queued = await create(client, background=True)
+    failed = await found(client, f"/v1/responses/{queued['id']}", "failed")
+    assert failed["error"]["code"] == "generation_failed"
+
+
+async def test_serves_stored_responses_from_a_translated_server(neurons, start_gateway):
+    elsewhere = await neurons("elsewhere", sizes={"a": GB})
+    client = await start_gateway(foreign=(elsewhere,))
+    await until(lambda: "a" in str(client.gateway.dispatcher.fleet))
+    _, first = await create(client)
+    status, second = await create(client, input="and?", previous_response_id=first["id"])
+    assert (status, second["store"]) == (200, True)
+    assert [message["role"] for message in elsewhere.seen[-1].body["messages"]] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/responses/x"), ("GET", "/v1/responses/x/cancel")])
+async def test_other_methods_are_not_allowed(node, start_gateway, method, path):
+    client = await start_gateway(node)
+    assert (await send(client, method, path))[0] == 405
+
+
+async def test_gateways_on_one_database_share_responses_and_cancel_each_others_runs(node, start_gateway, database):
+    """The second gateway reads, continues and cancels what the first one makes."""
+    section = ResponsesSection(database=database)
+    one, other = await start_gateway(node, responses=section), await start_gateway(node, responses=section)
+    _, made = await create(one)
+    assert await found(other, f"/v1/responses/{made['id']}") == made  # once the first one has written it
+    assert (await create(other, previous_response_id=made["id"]))[0] == 200
+    node.gate = asyncio.Event()
+    _, queued = await create(one, background=True)
+    await until(lambda: len(node.seen) == 3)
+    path = f"/v1/responses/{queued['id']}"
+    assert (await other.get(path))[1]["status"] == "queued"
+    assert (await other.post(path + "/cancel"))[1]["status"] == "cancelled"
+    await until(lambda: node.seen[-1].left_at is not None)
+    assert (await one.get(path))[1]["status"] == "cancelled"
+
+
+async def test_a_background_response_of_a_gateway_that_is_gone_has_failed(node, start_gateway):
+    client = await start_gateway(node)
+    stored = StoredResponse("resp_1", None, "in_progress", int(time.time()), "[]", '{"id":"resp_1","status":"queued"}')
+    assert head_of(current_body(stored, time.time())).status == "queued"
+    lost = msgspec.json.decode(current_body(stored, time.time() + LOST_AFTER_S + 1))
+    assert (lost["status"], lost["error"]["code"]) == ("failed", "server_error")
+    node.gate = asyncio.Event()
+    _, queued = await create(client, background=True)
+    await client.gateway.close()
+    again = await start_gateway(node)
+    _, ended = await again.get(f"/v1/responses/{queued['id']}")
+    assert (ended["status"], ended["error"]["code"]) == ("failed", "shutting_down")
+
+
+def saying(text: str) -> Any:
+    """A node whose model says `text`; its long events arrive at the gateway in pieces."""
+
+    async def answer_at_length(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        request = openai_responses.parse(msgspec.json.encode(body))
+        stored = kept.from_header(http.headers[kept.HEADER])
+        assert stored is not None
+        response = await begin_stream(http)
+        encoder = openai_responses.Encoder(stored.described(request), id=stored.id, created=1, model="a")
+        start, *_, finish = events_of(request)
+        for event in (start, TextDelta(text=text), finish):
+            await response.write(encoder.encode(event))
+        await response.write_eof()
+        return response
+
+    return answer_at_length
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_stores_a_stream_whose_last_event_arrives_in_pieces(node, start_gateway, background):
+    client = await start_gateway(node)
+    node.answer = saying("x" * 1_500_000)
+    fields = {"model": "a", "input": "hello", "stream": True, "background": background}
+    events = stream_events(await client.stream("/v1/responses", fields))
+    done = await found(client, f"/v1/responses/{events[0]['response']['id']}")
+    assert len(done["output"][0]["content"][0]["text"]) == 1_500_000
+    assert done == events[-1]["response"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_reports_a_stream_whose_last_event_is_larger_than_an_entry_may_be(node, start_gateway, background):
+    client = await start_gateway(node, responses=ResponsesSection(max_entry_mb=1))
+    node.answer = saying("x" * 1_500_000)
+    fields = {"model": "a", "input": "hello", "stream": True, "background": background}
+    id = stream_events(await client.stream("/v1/responses", fields))[0]["response"]["id"]
+    if background:
+        failed = await found(client, f"/v1/responses/{id}", "failed")
+        assert "max_entry_mb" in failed["error"]["message"]
+    else:
+        assert 'cortex_stored_responses_total{result="too_large"} 1.0' in client.metrics()
+
+
+async def test_background_requests_at_the_same_time_do_not_exceed_the_limit(node, start_gateway):
+    client = await start_gateway(node, responses=ResponsesSection(max_background=1))
+    node.gate = asyncio.Event()
+    results = await asyncio.gather(*(create(client, background=True) for _ in range(4)))
+    assert sorted(status for status, _ in results) == [200, 503, 503, 503]
+
+
+@pytest.mark.parametrize(
+    "query", ["input_items?limit=0", f"input_items?limit={'1' * 5000}", "?stream=true&starting_after=²"]
+)
+async def test_rejects_numbers_of_the_query_that_are_none(node, start_gateway, query):
+    client = await start_gateway(node)
+    _, made = await create(client)
+    path = f"/v1/responses/{made['id']}{'' if query.startswith('?') else '/'}{query}"
+    status, error = await client.get(path)
+    assert (status, "it must be a number from" in error["error"]["message"]) == (400, True)
+
+
+async def test_deletes_a_response_that_is_written_while_it_looks_for_it(tmp_path):
+    counted: list[str] = []
+    store = LateStore(str(tmp_path / "responses.db"), ResponsesSection(), Supervisor(), counted.append)
+    await store.add(NewResponse("resp_1", "", None, "completed", b"[]", b'{"id":"resp_1","status":"completed"}'))
+    inference: Any = None
+    meter: Any = SimpleNamespace(meter=OpenMeter())
+    routes = StoredResponses(store, BackgroundRuns(inference, store, Supervisor()), meter)
+    responses: list[bytes] = []
+    sink: Any = SimpleNamespace(on_start=lambda _: None, on_data=responses.append, on_end=lambda: None)
+    routes.handle(DetachedExchange(Request(b"DELETE", b"/v1/responses/resp_1", b"", (), b"", ""), sink))
+    await routes.close()
+    assert msgspec.json.decode(b"".join(responses))["deleted"] is True
+    assert await store.read("", "resp_1") is None
+    await store.close()
+
+
+class LateStore(ResponseStore):
+    """A store where another gateway writes the response just after the first attempt to delete it."""
+
+    is_late = True
+
+    async def delete(self, key_id: str, id: str) -> bool:
+        if self.is_late:
+            self.is_late = False
+            return False
+        return await super().delete(key_id, id)

@@ -1,0 +1,68 @@
+"""TLS from the client to the gateway and from there to a node, through configuration and commands."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession
+from fake_neuron import GB
+
+from cortex.cli.client import GatewayClient, GatewayUnreachable
+from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.settings import SettingsError
+from cortex.tls import ServerCertificate, client_context
+from cortex.wire.node import ModelState
+
+
+async def test_https_from_client_to_node(neurons, start_gateway, authority, tmp_path):
+    """Paths are relative to the directory of the configuration, which is `tmp_path`."""
+    certificate = authority.issue("gateway")
+    shutil.copy(certificate.cert, tmp_path / "cert.pem")
+    shutil.copy(certificate.key, tmp_path / "key.pem")
+    shutil.copy(authority.own.cert, tmp_path / "ca.pem")
+    node_tls = ServerCertificate(*astuple(authority.issue("node"))).context
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, tls=node_tls)
+    client = await start_gateway(beast, tls_cert=Path("cert.pem"), tls_key=Path("key.pem"), node_ca_file=Path("ca.pem"))
+    url = f"https://127.0.0.1:{client.port}"
+    trust = client_context(authority.own.cert)
+    body = {"model": "a", "messages": [{"role": "user", "content": "hi"}]}
+    async with ClientSession() as session, session.post(url + "/v1/chat/completions", json=body, ssl=trust) as response:
+        assert response.status == 200, await response.text()
+    command = GatewayClient(url, None, tls=trust)
+    assert (await asyncio.to_thread(command.get, "/health"))["nodes"] == {"beast": "up"}
+    with pytest.raises(GatewayUnreachable, match="certificate") as failure:
+        await asyncio.to_thread(GatewayClient(url, None).get, "/health")
+    assert "--ca-file" in failure.value.remedy
+    with pytest.raises(GatewayUnreachable):
+        await asyncio.to_thread(GatewayClient(url.replace("https", "http"), None).get, "/health")
+
+
+async def test_node_with_a_certificate_of_a_stranger_is_down_and_says_why(neurons, start_gateway, authority):
+    node_tls = ServerCertificate(*astuple(authority.issue("node"))).context
+    beast = await neurons("beast", sizes={"a": GB}, tls=node_tls)
+    client = await start_gateway(beast)
+    async with asyncio.timeout(20):
+        while not (problem := (await client.get("/fleet/status"))[1]["nodes"][0]["problem"]):
+            await asyncio.sleep(0.05)
+    assert "certificate" in problem
+
+
+async def test_missing_ca_file_or_certificate_is_an_error_of_the_configuration(neurons, start_gateway, authority):
+    beast = await neurons("beast", tls=ServerCertificate(*astuple(authority.issue("node"))).context)
+    with pytest.raises(SettingsError, match="ca_file"):
+        await start_gateway(beast, node_ca_file=Path("absent.pem"))
+    with pytest.raises(SettingsError, match="tls_cert"):
+        await start_gateway(beast, tls_cert=Path("absent.pem"), tls_key=Path("absent.pem"))
+    with pytest.raises(ValueError, match="belong together"):
+        GatewaySection(tls_cert=Path("cert.pem"))
+
+
+def test_own_ca_file_of_a_node_precedes_the_default(tmp_path):
+    node = NeuronSection(name="x", endpoint="https://x", ca_file=Path("own.pem"))
+    config = Config(gateway=GatewaySection(node_ca_file=Path("default.pem")), neurons=(node,))
+    assert config.ca_file(node, tmp_path) == tmp_path / "own.pem"
+    assert config.ca_file(NeuronSection(name="y", endpoint="https://y"), tmp_path) == tmp_path / "default.pem"

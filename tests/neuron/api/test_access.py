@@ -1,0 +1,183 @@
+"""Who may use a node: keys, and requests that a web page of another site sends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientError, ClientSession, web
+
+from cortex.neuron.api import app, server
+from cortex.neuron.api.access import NodeKeys, read_keys
+from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.server import Front
+from cortex.neuron.config import NeuronConfig
+from cortex.settings import Listen, SettingsError
+from cortex.tls import client_context
+
+KEY, OTHER = "nk-0123456789abcdef", "nk-fedcba9876543210"
+BEARER = {"authorization": f"Bearer {KEY}"}
+LOAD = {"model_id": "org/tiny"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"authorization": f"Bearer {OTHER}"}, {"authorization": KEY}, {"x-api-key": ""}, {"x-api-key": KEY + "x"}],
+)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("POST", "/models/load"), ("POST", "/devices/0/recycle"), ("POST", "/v1/chat/completions")),
+        *(("GET", "/models"), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/events"), ("GET", "/nowhere")),
+    ],
+)
+async def test_rejects_every_route_without_a_valid_key(
+    api: Any, node_keys: NodeKeys, headers: dict[str, str], method: str, path: str
+) -> None:
+    node_keys.use([KEY])
+    async with api.client.request(method, api.url + path, headers=headers, data=b"{}") as response:
+        assert response.status == 401
+        assert (await response.json())["error"]["code"] == "invalid_api_key"
+    assert not api.node.loads
+
+
+@pytest.mark.parametrize("headers", [BEARER, {"x-api-key": KEY}, {"authorization": f"bearer {OTHER}"}])
+async def test_serves_callers_with_any_of_its_keys(
+    api: Any, node_keys: NodeKeys, chat_body: Any, headers: dict[str, str]
+) -> None:
+    node_keys.use([KEY, OTHER])
+    assert (await api.post("/models/load", LOAD, **headers))[0] == 200
+    assert (await api.post("/v1/chat/completions", chat_body(), **headers))[0] == 200
+
+
+async def test_health_has_only_the_status_for_callers_without_a_key(api: Any, node_keys: NodeKeys) -> None:
+    node_keys.use([KEY])
+    assert await api.get("/health") == (200, {"status": "ok"})
+    async with api.client.get(api.url + "/health", headers={"x-api-key": OTHER}) as response:
+        assert response.status == 401, "a wrong key is reported"
+    async with api.client.get(api.url + "/health", headers=BEARER) as response:
+        assert (await response.json())["models"][0]["id"] == "org/tiny"
+
+
+async def test_removing_the_last_key_admits_nobody(api: Any, node_keys: NodeKeys) -> None:
+    node_keys.use([KEY])
+    node_keys.use([])
+    assert (await api.post("/models/load", LOAD, **BEARER))[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example", "origin": "http://evil.example"}, 403),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": ""}, 415),
+        ({"host": "beast.internal:13131"}, 200),
+        ({"host": "node.example.com"}, 200),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/models/load", "/models/unload"])
+async def test_control_without_keys_rejects_what_a_web_page_can_send(
+    api: Any, path: str, headers: dict[str, str], status: int
+) -> None:
+    assert (await api.post(path, LOAD, **headers))[0] == status
+    assert len(api.node.loads) == (status == 200 and path == "/models/load")
+
+
+async def test_inference_and_reads_reject_a_foreign_name_and_undeclared_bodies_of_pages(
+    api: Any, chat_body: Any
+) -> None:
+    chat = "/v1/chat/completions"
+    assert (await api.post(chat, chat_body(), host="evil.example"))[0] == 403
+    assert (await api.post(chat, chat_body(), **{"origin": "https://evil.example", "content-type": ""}))[0] == 415
+    assert (await api.post(chat, chat_body(), **{"content-type": ""}))[0] == 200
+    async with api.client.get(api.url + "/models", headers={"host": "evil.example"}) as response:
+        assert response.status == 403
+
+
+def test_reads_keys_from_the_file_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"# of the gateway\n\n {OTHER} \n")
+    assert read_keys(NeuronConfig(keys=(KEY,), key_file=Path("keys")), tmp_path) == (KEY, OTHER)
+
+
+@pytest.mark.parametrize(("text", "reason"), [(None, "No such file"), ("# none\n", "has no key"), ("short\n", "key 1")])
+def test_rejects_an_unusable_key_file(tmp_path: Path, text: str | None, reason: str) -> None:
+    if text is not None:
+        (tmp_path / "keys").write_text(text)
+    with pytest.raises(SettingsError, match=reason):
+        read_keys(NeuronConfig(key_file=Path("keys")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key", ["short", "has a space in the middle", "ümläute-in-a-long-key", "line\nbreak-in-the-key"]
+)
+def test_rejects_keys_that_can_be_guessed_or_not_sent(key: str) -> None:
+    with pytest.raises(ValueError, match="neuron key"):
+        NeuronConfig(keys=(key,))
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:13131", "[::]:13131", "10.0.0.1:13131", "beast.internal:13131"])
+def test_listens_beyond_loopback_only_with_a_key_or_when_told(listen: str) -> None:
+    config = NeuronConfig(listen=Listen(listen))
+    with pytest.raises(SettingsError, match="--insecure"):
+        Front(config, None, insecure=False)
+    Front(config, None, insecure=True)
+    Front(NeuronConfig(listen=Listen(listen), keys=(KEY,)), None, insecure=False)
+
+
+def test_needs_no_key_on_loopback() -> None:
+    for listen in ("127.0.0.1:13131", "[::1]:13131", "localhost:13131"):
+        Front(NeuronConfig(listen=Listen(listen)), None, insecure=False)
+
+
+async def test_uses_changed_keys_and_keeps_the_old_ones_when_the_change_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cortex.neuron.api.server.CHECK_FILES_S", 0.01)
+    path, keys = tmp_path / "neuron.toml", tmp_path / "keys"
+    path.write_text('key_file = "keys"\n')
+    keys.write_text(KEY)
+    front = Front(NeuronConfig(key_file=Path("keys")), path, insecure=False)
+    watching = asyncio.create_task(front.watch())
+    await asyncio.sleep(0.02)
+    keys.write_text(f"{OTHER}\n")
+    await until(lambda: front.keys.recognises(OTHER))
+    assert not front.keys.recognises(KEY), "a removed key is revoked"
+    keys.write_text("short\n")
+    await until(lambda: "old ones stay in force" in caplog.text)
+    assert front.keys.recognises(OTHER)
+    path.write_text(f'keys = ["{KEY}"]\nkey_file = "keys"\n')
+    keys.write_text(f"{OTHER}{OTHER}\n")
+    await until(lambda: front.keys.recognises(KEY))
+    watching.cancel()
+
+
+async def test_speaks_https_with_a_certificate(node: Any, authority: Any) -> None:
+    issued = authority.issue("neuron")
+    config = NeuronConfig(listen=Listen("127.0.0.1:0"), tls_cert=issued.cert, tls_key=issued.key)
+    front = Front(config, None, insecure=False)
+    runner = web.AppRunner(app.build(node, DrainGate(), access=front.access), access_log=None)
+    await runner.setup()
+    accepting = await server.accept(runner, server.bind(config.address), front.certificate)
+    port = accepting.sockets[0].getsockname()[1]
+    trust = client_context(authority.own.cert)
+    async with ClientSession() as session:
+        async with session.get(f"https://localhost:{port}/models/org/tiny/endpoint", ssl=trust) as response:
+            assert (await response.json())["base_url"] == f"https://localhost:{port}/v1"
+        with pytest.raises(ClientError):
+            await session.get(f"http://localhost:{port}/health")
+        with pytest.raises(ClientError):
+            await session.get(f"https://localhost:{port}/health")
+    accepting.close()
+    await runner.cleanup()
+
+
+def test_certificate_and_key_belong_together() -> None:
+    with pytest.raises(ValueError, match="belong together"):
+        NeuronConfig(tls_cert=Path("cert.pem"))

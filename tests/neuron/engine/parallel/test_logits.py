@@ -1,0 +1,116 @@
+"""Divided models against whole ones: the same logits, for every family, on two and on four ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers
+
+from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.memory.plan import PAGE_TOKENS
+from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.request import LoadSpec, RankSpec
+from cortex.neuron.kernels.batch import Batch, PrefillRow
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 97,  # odd: the ranks have different shares
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # four ranks share them
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+SHARED = {"shared_expert_intermediate_size": 40}
+DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED = {"tie_word_embeddings": True}
+
+
+def build(model: str, config: str, **sizes):
+    torch.manual_seed(0)
+    reference = getattr(transformers, model)(getattr(transformers, config)(**(SIZES | sizes))).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
+    return reference
+
+
+FAMILIES = {
+    "llama": lambda: build("LlamaForCausalLM", "LlamaConfig", **BIASES),
+    "qwen3": lambda: build("Qwen3ForCausalLM", "Qwen3Config", **TIED),
+    "qwen3_moe": lambda: build("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **EXPERTS),
+    "qwen3_next": lambda: build("Qwen3NextForCausalLM", "Qwen3NextConfig", **EXPERTS, **SHARED, **DELTA),
+    "qwen3_5": lambda: build("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **DELTA),
+    "qwen3_5_moe": lambda: build("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **EXPERTS, **SHARED, **DELTA),
+}
+
+
+@torch.inference_mode()
+def logits_of(path, rank: RankSpec | None = None, dtype: str = "float32") -> torch.Tensor:
+    """A prompt in two chunks, then two single tokens: the logits of every position."""
+    spec = LoadSpec(str(path), dtype=dtype, max_num_seqs=2, rank=rank)
+    group = None if rank is None else TorchGroup.join(rank, CPU, lambda: None)
+    model = load_model(spec, CPU, lambda *_: None, lambda: False, group).model
+    tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
+    pages = torch.arange(1, 5, dtype=torch.int32)
+    start, logits = 0, []
+    for count in (33, 5, 1, 1):
+        positions = torch.arange(start, start + count)
+        batch = Batch(
+            tokens=tokens[start : start + count],
+            positions=positions,
+            slots=pages[positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS,
+            rows=torch.tensor([0]),
+            lengths=torch.tensor([start + count], dtype=torch.int32),
+            page_table=pages[None],
+            num_decodes=int(count == 1),
+            max_length=start + count,
+            prefills=() if count == 1 else (PrefillRow(0, start, count, 0),),
+        )
+        logits.append(model.logits(model(batch)))
+        start += count
+    if group is not None:
+        group.close()
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_divided_model_equal_those_of_one_device(family, tmp_path):
+    path = tmp_path / "model"
+    FAMILIES[family]().save_pretrained(path)
+    expected = logits_of(path)
+    for size in (2, 4):
+        directory = tmp_path / f"group of {size}"
+        directory.mkdir()
+        ranks = [RankSpec(rank, size, str(directory)) for rank in range(size)]
+        with ThreadPoolExecutor(size) as pool:
+            results = list(pool.map(lambda rank: logits_of(path, rank), ranks))
+        for logits in results:
+            assert (logits - expected).abs().max() < 1e-4
+
+
+def test_ranks_agree_on_recomputed_near_ties_in_half_precision(tmp_path):
+    """A CPU recomputes the highest logits in float32; each rank has the rows of some tokens only."""
+    path = tmp_path / "model"
+    FAMILIES["qwen3"]().save_pretrained(path)
+    exact = logits_of(path)
+    (tmp_path / "group").mkdir()
+    ranks = [RankSpec(rank, 2, str(tmp_path / "group")) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: logits_of(path, rank, dtype="bfloat16"), ranks)
+    assert torch.equal(first, second)
+    assert first.dtype == torch.float32
+    assert (first - exact).abs().max() < 0.05 * exact.abs().max()

@@ -1,0 +1,172 @@
+"""A divided model as an engine: the leader serves requests, the other ranks follow."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import GroupBroken, LoadCancelled
+from cortex.neuron.engine.parallel.ranks import Follower, load_engine
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StepOutput
+from cortex.neuron.engine.step_plan import StepPlan
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A model with attention and recurrent layers."""
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+class QueueLink:
+    """Plans through a queue, in one process."""
+
+    def __init__(self) -> None:
+        self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+
+    def turn(self):
+        return contextlib.nullcontext()
+
+    def announce(self, plan: StepPlan) -> None:
+        self.plans.put(plan)
+
+
+class Pair:
+    """A leader on the calling thread and a follower on its own."""
+
+    def __init__(self, path, directory) -> None:
+        self.link = QueueLink()
+        self.follower: Follower | None = None
+        self.error: Exception | None = None
+        self._path, self._directory = str(path), str(directory)
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+        self.leader = load_engine(self._spec(0), "cpu", lambda *_: None, lambda: False, self.link)
+
+    def _spec(self, rank: int) -> LoadSpec:
+        # The ranks are offered different amounts of memory: they must agree on one plan.
+        memory_bytes = (1 << 10) * (200 + 20 * rank)
+        place = RankSpec(rank, 2, self._directory)
+        return LoadSpec(self._path, dtype="float32", max_num_seqs=4, memory_bytes=memory_bytes, rank=place)
+
+    def _follow(self) -> None:
+        engine = load_engine(self._spec(1), "cpu", lambda *_: None, lambda: False)
+        assert isinstance(engine, Follower)
+        self.follower = engine
+        try:
+            while (plan := self.link.plans.get()) is not None:
+                engine.follow(plan)
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            self.error = error
+        engine.close()
+
+    def end_follower(self) -> None:
+        """The follower closes its engine, as a dying process closes its sockets."""
+        self.link.plans.put(None)
+        self._thread.join()
+
+    def close(self) -> None:
+        self.end_follower()
+        self.leader.close()
+
+
+@pytest.fixture
+def pair(path, tmp_path) -> Iterator[Pair]:
+    pair = Pair(path, tmp_path)
+    yield pair
+    pair.close()
+
+
+def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens_of(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+def requests() -> list[EngineRequest]:
+    greedy, seeded = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=7, top_k=20)
+    prompt = tuple(range(5, 75))
+    return [
+        EngineRequest("greedy", prompt, max_tokens=12, sampling=greedy),
+        EngineRequest("seeded", prompt[:33], max_tokens=9, sampling=seeded),
+        EngineRequest("short", (3,), max_tokens=6, sampling=greedy),
+        EngineRequest("scored", prompt[:40], max_tokens=2, sampling=greedy, prompt_logprobs=0),
+    ]
+
+
+def test_divided_model_draws_the_same_tokens_as_one_device(pair, path) -> None:
+    whole = Engine.load(LoadSpec(str(path), dtype="float32", max_num_seqs=4), "cpu", lambda *_: None, lambda: False)
+    expected = run(whole, *requests())
+    whole.close()
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = run(pair.leader, *requests())
+        assert {name: tokens_of(each) for name, each in outputs.items()} == {
+            name: tokens_of(each) for name, each in expected.items()
+        }
+    assert outputs["greedy"][0].cached_tokens == 64
+    scores, expected_scores = (each["scored"][0].prompt_logprobs for each in (outputs, expected))
+    assert [one.logprob for one in scores] == pytest.approx([one.logprob for one in expected_scores], abs=1e-4)
+    assert pair.leader.info.num_pages == pair.follower.info.num_pages
+    assert any("another device of the model has less memory" in note for note in pair.follower.info.notes)
+    pair.leader.check_integrity()
+
+
+def test_leader_sleeps_and_wakes_after_and_before_the_others(pair) -> None:
+    before = tokens_of(run(pair.leader, requests()[0])["greedy"])
+    pair.leader.sleep()
+    pair.follower.sleep()
+    pair.follower.wake(lambda *_: None)
+    pair.leader.wake(lambda *_: None)
+    assert tokens_of(run(pair.leader, requests()[0])["greedy"]) == before
+
+
+def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path) -> None:
+    pair = Pair(path, tmp_path)
+    pair.end_follower()
+    pair.leader.submit(requests()[0])
+    with pytest.raises(GroupBroken):
+        pair.leader.step()
+    pair.leader.close()
+
+
+def test_rank_that_waits_for_others_can_be_cancelled(path, tmp_path) -> None:
+    spec = LoadSpec(str(path), dtype="float32", rank=RankSpec(0, 2, str(tmp_path)))
+    polls: list[str] = []
+    with pytest.raises(LoadCancelled):
+        load_engine(spec, "cpu", lambda stage, *_: polls.append(stage), lambda: len(polls) > 2, QueueLink())

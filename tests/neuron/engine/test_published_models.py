@@ -1,0 +1,119 @@
+"""Whole models in published quantised formats against the reference library with the dequantised weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.neuron.models.test_parity import Driver
+from tests.neuron.weights.safetensors.test_published import words
+from torch import Tensor
+
+from cortex.neuron.engine import loading
+from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.layers.parameters import PackingOffer
+from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.node.loading.preflight import inspect
+from cortex.wire.errors import LoadFailed
+
+CPU = torch.device("cpu")
+VOCAB = 96
+
+
+def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """[outputs, inputs] → the parts of the matrix by suffix, and the numbers that they mean."""
+    grouped = weight.view(len(weight), -1, 64)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(0, 15)
+    codes = (grouped / scale + zero).round().clamp(0, 15)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(rows: Tensor) -> Tensor:
+        return words(rows.reshape(len(rows), -1, 8)[..., order].flatten(1).int(), 4)
+
+    parts = {
+        "qweight": packed(codes.flatten(1).t()),
+        "qzeros": packed(zero[..., 0].t()),
+        "scales": scale[..., 0].t().half().contiguous(),
+    }
+    return parts, ((codes - zero) * scale).flatten(1)
+
+
+def float8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    blocks = weight.view(len(weight) // 64, 64, -1, 64)
+    scale = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    numbers = (codes.float() * scale[:, None, :, None]).view(weight.shape)
+    return {"weight": codes.view(weight.shape), "weight_scale_inv": scale}, numbers
+
+
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]]] = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, float8),
+}
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model directory, and the reference model with the numbers that are in it."""
+    config, quantise = FORMATS[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    sizes = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    reference = transformers.Qwen3ForCausalLM(sizes).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.15)
+    reference.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    dense = dict(reference.named_parameters())
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        parts, numbers = quantise(tensors.pop(name))
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+        dense[name].data.copy_(numbers)
+    save_file(tensors, path / "model.safetensors")
+    stored = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(stored | {"quantization_config": config}))
+    return path, reference
+
+
+def loaded(path: Path) -> Decoder:
+    spec = LoadSpec(str(path), dtype="float32", context_tokens=128, max_num_seqs=4)
+    return loading.load_model(spec, CPU, lambda *_: None, lambda: False).model
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_published_model_agrees_with_the_reference_on_its_numbers(
+    published: tuple[Path, Any], is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reference = published
+    if is_packed:
+        monkeypatch.setattr(loading, "packing_offer", lambda tensors, *_: PackingOffer(packed_layouts(tensors, None)))
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    model = loaded(path)
+    [logits] = Driver(model, 1).logits([tokens], [[33, 7]])
+    with torch.no_grad():
+        expected = reference(tokens[None]).logits[0]
+    error = ((logits - expected).norm() / expected.norm()).item()
+    assert error < 0.02 if is_packed else error < 0.005  # scales are rounded to bfloat16; FP8 goes to eight-bit groups
+    assert any(layer.mlp.down.packed is not None for layer in model.layers) == is_packed
+
+
+def test_preflight_counts_the_quantised_bytes_and_rejects_another_quantisation(published: tuple[Path, Any]) -> None:
+    path, _ = published
+    facts = inspect(path)
+    assert facts.quant in ("int4", "fp8")
+    assert facts.sizes(2, None, is_packed=True).weight_bytes < 0.7 * facts.sizes(2, None).weight_bytes
+    inspect(path, facts.quant)
+    with pytest.raises(LoadFailed, match=f"is quantised as {facts.quant}, not as q6_k; name the unquantised model"):
+        inspect(path, "q6_k")

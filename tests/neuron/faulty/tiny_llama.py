@@ -1,0 +1,46 @@
+"""A real model, small enough to be loaded in every test, and a response of it."""
+
+import json
+
+import torch
+from faulty_models import CONFIG
+from safetensors.torch import save_file
+
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
+
+
+def write_llama(folder, seed, vocab=1000):
+    hidden, inner, layers, kv = 64, 128, 2, 32
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator) * 0.05
+
+    tensors = {
+        "model.embed_tokens.weight": random(vocab, hidden),
+        "lm_head.weight": random(vocab, hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    for layer in range(layers):
+        block = f"model.layers.{layer}"
+        tensors |= {
+            f"{block}.input_layernorm.weight": torch.ones(hidden),
+            f"{block}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{block}.self_attn.q_proj.weight": random(hidden, hidden),
+            f"{block}.self_attn.k_proj.weight": random(kv, hidden),
+            f"{block}.self_attn.v_proj.weight": random(kv, hidden),
+            f"{block}.self_attn.o_proj.weight": random(hidden, hidden),
+            f"{block}.mlp.gate_proj.weight": random(inner, hidden),
+            f"{block}.mlp.up_proj.weight": random(inner, hidden),
+            f"{block}.mlp.down_proj.weight": random(hidden, inner),
+        }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab, "rope_theta": 10_000.0}))
+    return str(folder)
+
+
+async def generate(node, model_id, request_id="r"):
+    greedy = SamplingParams(temperature=0.0)
+    request = EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=8, sampling=greedy)
+    return [token async for batch in node.submit(model_id, request) for output in batch for token in output.tokens]

@@ -1,0 +1,133 @@
+"""Downloads without a load, deletion and disk use, against a hub on localhost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_models import running_node, write_model
+
+from cortex.neuron.node.loading.files import fetch, find_local
+from cortex.neuron.node.node import Node
+from cortex.wire.errors import LoadFailed, ModelInUse, ModelNotFound
+from cortex.wire.node import FilesRequest, LoadRequest, ModelState, UnloadRequest
+
+MODEL = "org/model"
+REQUEST = FilesRequest(model_id=MODEL)
+
+
+def stall(handler: Any, data: bytes) -> bytes:
+    """Sends half of a file, and the rest when the hub is released."""
+    hub = handler.hub
+    hub.stalled.set()
+    hub.release.wait(30)
+    return data[: len(data) // 2]
+
+
+@pytest.fixture
+def real_files(monkeypatch: pytest.MonkeyPatch, start_hub: Any, tmp_path: Path) -> Any:
+    """Starts a hub with the files of a small model, and points the node at it."""
+
+    def start(**options: Any) -> Any:
+        folder = write_model(tmp_path / "original", bytes=1 << 20)
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        hub = start_hub(files, repository=MODEL, **options)
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        return hub
+
+    return start
+
+
+async def ended(node: Node) -> str:
+    async with asyncio.timeout(30):
+        while (status := node.files.pull_status(MODEL)).state == "running":
+            await asyncio.sleep(0.01)
+    return status.state
+
+
+async def test_pulled_model_is_on_disk_listed_and_loads(real_files, tmp_path):
+    hub = real_files()
+    num_bytes = sum(map(len, hub.files.values()))
+    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+        assert node.files.pull(REQUEST).state == "running"
+        assert await ended(node) == "done", node.files.pull_status(MODEL)
+        (status,) = node.health().pulls
+        assert (status.progress.stage, status.progress.done_bytes) == ("download", num_bytes)
+        assert node.model(MODEL).state is ModelState.COLD, "a pull does not load"
+        assert node.model(MODEL).disk_bytes == num_bytes
+        assert node.health().disk.models_bytes == num_bytes
+        hub.files.clear()
+        assert (await node.load(LoadRequest(model_id=MODEL), wait=True)).state is ModelState.READY
+
+
+async def test_files_are_deleted_only_when_the_model_is_out_of_memory(real_files, tmp_path):
+    real_files()
+    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+        await node.load(LoadRequest(model_id=MODEL), wait=True)
+        with pytest.raises(ModelInUse, match="unload it first"):
+            await node.files.delete(REQUEST)
+        await node.unload(UnloadRequest(model_id=MODEL))
+        outside = tmp_path / "outside"
+        outside.write_text("kept")
+        (tmp_path / "hub" / "models--org--model" / "snapshots" / "link").symlink_to(tmp_path)
+        deleted = await node.files.delete(REQUEST)
+        assert deleted.freed_bytes > 0
+        assert list((tmp_path / "hub").glob("models--*")) == []
+        assert outside.read_text() == "kept"
+        with pytest.raises(ModelNotFound):
+            node.model(MODEL)
+        with pytest.raises(ModelNotFound):
+            await node.files.delete(REQUEST)
+
+
+async def test_cancelled_pull_keeps_what_it_has_and_the_next_one_continues(real_files, tmp_path):
+    hub = real_files()
+    hub.faults = [stall] * 8
+    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+        node.files.pull(REQUEST)
+        await asyncio.to_thread(hub.stalled.wait, 30)
+        with pytest.raises(ModelInUse, match="cancel"):
+            node.files.pull(FilesRequest(model_id=MODEL, quant="Q4_K_M"))
+        with pytest.raises(ModelInUse, match="being downloaded"):
+            await node.files.delete(REQUEST)
+        assert (await node.files.cancel(MODEL)).state == "cancelled"
+        hub.faults.clear()
+        hub.release.set()
+        node.files.pull(REQUEST)
+        assert await ended(node) == "done"
+
+
+async def test_failed_pull_reports_the_reason(real_files, tmp_path):
+    real_files(listing_status=404)
+    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+        node.files.pull(REQUEST)
+        assert await ended(node) == "failed"
+        assert MODEL in node.files.pull_status(MODEL).reason
+        assert node.models() == (), "a name that the hub does not know is not listed"
+        with pytest.raises(ModelNotFound):
+            node.files.pull(FilesRequest(model_id="no-hub-id"))
+
+
+async def test_model_outside_the_cache_is_never_deleted(tmp_path):
+    folder = write_model(tmp_path / "mine", bytes=1 << 20)
+    config = {"models": [{"id": "m", "source": str(folder)}]}
+    async with running_node(tmp_path, config) as node:
+        with pytest.raises(LoadFailed, match="outside the cache"):
+            await node.files.delete(FilesRequest(model_id="m"))
+        assert any(folder.iterdir())
+
+
+async def test_deletes_only_the_quantisation_of_the_model_and_no_repository_of_two_models(tmp_path):
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "a"
+    snapshot.mkdir(parents=True)
+    for quant in ("Q4_K_M", "Q8_0"):
+        (snapshot / f"model-{quant}.gguf").write_bytes(b"x")
+    models = [{"id": "small", "source": MODEL, "quant": "Q4_K_M"}, {"id": "large", "source": MODEL}]
+    async with running_node(tmp_path, {"models": models}) as node:
+        await node.files.delete(FilesRequest(model_id="small"))
+        assert [path.name for path in snapshot.iterdir()] == ["model-Q8_0.gguf"]
+        with pytest.raises(ModelInUse, match="small is configured with the same repository"):
+            await node.files.delete(FilesRequest(model_id="large"))
+        assert [path.name for path in snapshot.iterdir()] == ["model-Q8_0.gguf"]

@@ -1,0 +1,102 @@
+"""Models that are divided among two CPU devices, on a node with the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from faulty_models import parts
+from tiny_llama import generate, write_llama
+
+from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.node.node import Node
+from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.wire.errors import LoadFailed, Recovering
+from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+
+
+@pytest.fixture
+async def node(tmp_path):
+    """Three devices, and models on every two of them."""
+    source = write_llama(tmp_path / "model", 1)
+    models = (
+        ModelEntry(id="whole", source=source, context_tokens=512, devices=(1,)),
+        ModelEntry(id="divided", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),
+        ModelEntry(id="second", source=source, context_tokens=512, tensor_parallel=2, devices=(1, 2)),
+        ModelEntry(id="third", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 2)),
+        ModelEntry(id="four", source=source, context_tokens=512, tensor_parallel=4),
+    )
+    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=3)
+    node = await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
+    yield node
+    await node.close()
+
+
+async def load(node, model_id):
+    return await node.load(LoadRequest(model_id=model_id), wait=True)
+
+
+async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node):
+    assert node.discovery.max_devices_per_model == 3
+    with pytest.raises(LoadFailed, match="may use 3 devices"):
+        await load(node, "four")
+    status = await load(node, "divided")
+    assert (status.state, status.devices, status.num_devices) == (ModelState.READY, (0, 1), 2)
+    # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.
+    stream = node.submit("divided", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500))
+    others = ("whole", "second", "third")
+    await asyncio.gather(*(load(node, name) for name in others))
+    names = ("divided", *others)
+    tokens = await asyncio.gather(*(generate(node, name, f"{name} {turn}") for turn in range(2) for name in names))
+    assert len(tokens[0]) == 8
+    assert all(each == tokens[0] for each in tokens)
+    stream.cancel()
+    assert (await node.unload(UnloadRequest(model_id="divided", sleep=True))).state is ModelState.ASLEEP
+    assert (await load(node, "divided")).state is ModelState.READY
+    assert await generate(node, "divided") == tokens[0]
+    for name in names:
+        assert (await node.unload(UnloadRequest(model_id=name))).state is ModelState.COLD
+
+
+@pytest.fixture
+async def faulty_node(tmp_path):
+    """Two devices for a divided model, and one for a model beside it."""
+    source = write_llama(tmp_path / "model", 1)
+    models = (
+        ModelEntry(id="divided", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),
+        ModelEntry(id="beside", source=source, context_tokens=4096, devices=(2,)),
+    )
+    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0, cpu_devices=3)
+    timeouts = WorkerTimeouts(step_s=5.0)
+    node = await Node.start(config, parts(engine=ENGINE, timeouts=timeouts, policy=BackoffPolicy()))
+    yield node
+    await node.close()
+
+
+async def test_fault_of_any_rank_ends_requests_and_the_model_comes_back_alone(faulty_node):
+    """A killed rank is noticed at once, a stopped one by the watchdog."""
+    node = faulty_node
+    await load(node, "divided")
+    await load(node, "beside")
+    first = await generate(node, "divided")
+    beside = node.submit("beside", EngineRequest(id="beside", prompt=(1, 2, 3), max_tokens=4000))
+    await anext(beside)
+    bystander = node.devices.supervisors[2].process_id
+    for number, (device, fault) in enumerate([(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]):
+        stream = node.submit("divided", EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
+        await anext(stream)
+        group = [node.devices.supervisors[index].process_id for index in (0, 1)]
+        os.kill(group[device], fault)
+        with pytest.raises(Recovering):
+            async for _ in stream:
+                pass
+        assert (await load(node, "divided")).state is ModelState.READY
+        assert await generate(node, "divided", f"again {number}") == first
+        assert not set(group) & {node.devices.supervisors[index].process_id for index in (0, 1)}
+    assert node.devices.supervisors[2].process_id == bystander
+    assert await anext(beside)

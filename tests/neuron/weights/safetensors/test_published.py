@@ -1,0 +1,257 @@
+"""Published quantised checkpoints: every way to store a matrix decodes to the numbers that its definition gives.
+
+The packers here follow the formats' definitions, one number at a time where that is clearer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
+from cortex.neuron.models.packing import STORED_LAYOUTS
+from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
+from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
+from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
+
+OUTPUTS, INPUTS, GROUP = 64, 256, 128
+NAME = "model.layers.0.mlp.up_proj"
+
+
+class Matrix(NamedTuple):
+    config: dict[str, Any]
+    parts: dict[str, Tensor]
+    numbers: Tensor
+    """[OUTPUTS, INPUTS] float32: what the stored parts mean."""
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """[..., n] small numbers → [..., n · bits / 32] int32, the first in the lowest bits."""
+    per_word = 32 // bits
+    grouped = codes.reshape(*codes.shape[:-1], -1, per_word).numpy().astype(np.uint32)
+    shifted = grouped << np.arange(0, 32, bits, dtype=np.uint32)
+    return torch.from_numpy(np.bitwise_or.reduce(shifted, axis=-1).astype(np.uint32).view(np.int32).copy())
+
+
+def integers(bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [OUTPUTS, INPUTS], scales and zeros [OUTPUTS, groups]."""
+    codes = torch.randint(0, 1 << bits, (OUTPUTS, INPUTS))
+    scale = (torch.rand(OUTPUTS, INPUTS // GROUP) + 0.5).mul_(2.0**-bits).half()
+    zero = torch.randint(1, 1 << bits, (OUTPUTS, INPUTS // GROUP))
+    return codes, scale, zero
+
+
+def affine(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    spread = [part.float().repeat_interleave(GROUP, 1) for part in (scale, zero)]
+    return (codes.float() - spread[1]) * spread[0]
+
+
+def gptq(bits: int = 4, *, is_ordered: bool = False, version: str = "gptq") -> Matrix:
+    codes, scale, zero = integers(bits)
+    group_of = torch.arange(INPUTS) // GROUP
+    if is_ordered:
+        group_of = group_of[torch.randperm(INPUTS)]
+    numbers = (codes.float() - zero.float()[:, group_of]) * scale.float()[:, group_of]
+    parts = {
+        "qweight": words(codes, bits).t().contiguous(),
+        "qzeros": words((zero - int(version == "gptq")).t(), bits),
+        "scales": scale.t().contiguous(),
+        "g_idx": group_of.int(),
+    }
+    config = {"quant_method": "gptq", "bits": bits, "desc_act": is_ordered, "checkpoint_format": version}
+    return Matrix(config, parts, numbers)
+
+
+def awq() -> Matrix:
+    codes, scale, zero = integers(4)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # the output in each nibble
+
+    def packed(rows: Tensor) -> Tensor:
+        return words(rows.reshape(len(rows), -1, 8)[..., order].flatten(1), 4)
+
+    parts = {"qweight": packed(codes.t()), "qzeros": packed(zero.t()), "scales": scale.t().contiguous()}
+    return Matrix({"quant_method": "awq", "bits": 4, "version": "gemm"}, parts, affine(codes, scale, zero))
+
+
+def compressed(bits: int, *, has_zero: bool = False) -> Matrix:
+    codes, scale, zero = integers(bits)
+    parts = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([OUTPUTS, INPUTS]),
+    }
+    if has_zero:
+        parts["weight_zero_point"] = words(zero.t(), bits).t().contiguous()
+    else:
+        zero = torch.full_like(zero, 1 << (bits - 1))
+    return Matrix(compressed_config(bits), parts, affine(codes, scale, zero))
+
+
+def compressed_config(bits: int) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
+
+
+def plain_integers() -> Matrix:
+    codes = torch.randint(-127, 128, (OUTPUTS, INPUTS), dtype=torch.int8)
+    scale = (torch.rand(OUTPUTS, 1) + 0.5).mul_(0.01).bfloat16()
+    return Matrix(compressed_config(8), {"weight": codes, "weight_scale": scale}, codes.float() * scale.float())
+
+
+def float8(rows: int, columns: int, scale_name: str, *, is_flat: bool = False) -> Matrix:
+    codes = torch.randn(OUTPUTS, INPUTS).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-OUTPUTS // rows), -(-INPUTS // columns)) + 0.5
+    spread = scale.repeat_interleave(rows, 0)[:OUTPUTS].repeat_interleave(columns, 1)[:, :INPUTS]
+    config: dict[str, Any] = {"quant_method": "fp8"}
+    if scale_name == "weight_scale_inv":
+        config["weight_block_size"] = [rows, columns]
+    else:
+        config = compressed_config(8)
+    stored = scale.flatten() if is_flat else scale
+    return Matrix(config, {"weight": codes, scale_name: stored}, codes.float() * spread)
+
+
+def mxfp4() -> Matrix:
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = torch.randint(0, 16, (OUTPUTS, INPUTS), dtype=torch.uint8)
+    exponent = torch.randint(118, 126, (OUTPUTS, INPUTS // 32), dtype=torch.uint8)
+    numbers = levels[codes.int()] * torch.exp2(exponent.float() - 127).repeat_interleave(32, 1)
+    parts = {"weight_packed": codes[:, 0::2] | (codes[:, 1::2] << 4), "weight_scale": exponent}
+    return Matrix(compressed_config(4), parts, numbers)
+
+
+MATRICES: dict[str, Callable[[], Matrix]] = {
+    "gptq": gptq,
+    "gptq 8 bits": lambda: gptq(8),
+    "gptq v2": lambda: gptq(version="gptq_v2"),
+    "gptq in another order": lambda: gptq(is_ordered=True),
+    "awq": awq,
+    "w4a16": lambda: compressed(4),
+    "w4a16 with zeros": lambda: compressed(4, has_zero=True),
+    "w8a16": lambda: compressed(8),
+    "w8a8": plain_integers,
+    "fp8 in blocks": lambda: float8(128, 128, "weight_scale_inv"),
+    "fp8 in smaller blocks": lambda: float8(32, 64, "weight_scale_inv"),
+    "fp8 in blocks that do not divide it": lambda: float8(48, 96, "weight_scale_inv"),
+    "fp8 by row": lambda: float8(1, INPUTS, "weight_scale"),
+    "fp8 by row, flat": lambda: float8(1, INPUTS, "weight_scale", is_flat=True),
+    "fp8 by matrix": lambda: float8(OUTPUTS, INPUTS, "weight_scale", is_flat=True),
+    "mxfp4": mxfp4,
+}
+
+
+@pytest.fixture(params=MATRICES)
+def matrix(request: pytest.FixtureRequest) -> Matrix:
+    torch.manual_seed(3)
+    return MATRICES[request.param]()
+
+
+def opened(path: Path, matrix: Matrix) -> SafetensorsCheckpoint:
+    save_file({f"{NAME}.{part}": tensor for part, tensor in matrix.parts.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": matrix.config}))
+    return SafetensorsCheckpoint(path)
+
+
+def test_stored_matrix_has_the_dense_name_and_shape_and_reads_as_its_numbers(tmp_path: Path, matrix: Matrix) -> None:
+    checkpoint = opened(tmp_path, matrix)
+    assert list(checkpoint.tensors) == [f"{NAME}.weight"]
+    assert checkpoint.tensors[f"{NAME}.weight"].shape == (OUTPUTS, INPUTS)
+    numbers = checkpoint.read(f"{NAME}.weight")
+    torch.testing.assert_close(numbers, matrix.numbers, rtol=2**-8, atol=1e-6)  # scales are rounded to bfloat16
+
+
+def test_dense_destination_gets_the_numbers_in_pieces(
+    tmp_path: Path, matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cortex.neuron.weights.placement.PIECE_BYTES", 1024)
+    destination = torch.full((OUTPUTS, INPUTS), torch.nan)
+    placement = Placement(f"{NAME}.weight", destination)
+    load_into(opened(tmp_path, matrix), [placement], progress=lambda *_: None, cancelled=lambda: False)
+    torch.testing.assert_close(destination, matrix.numbers, rtol=2**-8, atol=1e-6)
+
+
+def test_packed_matrix_keeps_the_numbers(tmp_path: Path, matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.neuron.weights.placement.PIECE_BYTES", 1024)
+    checkpoint = opened(tmp_path, matrix)
+    layout = STORED_LAYOUTS[checkpoint.tensors[f"{NAME}.weight"].dtype]
+    packed = empty_matrix(layout, OUTPUTS, INPUTS, torch.device("cpu"))
+    placement = PackedPlacement(f"{NAME}.weight", packed, 0, OUTPUTS)
+    load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
+    error = (unpacked(packed) - matrix.numbers).norm() / matrix.numbers.norm()
+    assert error < 0.006  # bfloat16 scales, and eight bits where there are no groups
+
+
+def test_mxfp4_is_exact(tmp_path: Path) -> None:
+    matrix = mxfp4()
+    torch.testing.assert_close(opened(tmp_path, matrix).read(f"{NAME}.weight"), matrix.numbers, rtol=0, atol=0)
+
+
+def test_divided_matrix_is_rejected(tmp_path: Path) -> None:
+    stored = opened(tmp_path, awq()).stored(f"{NAME}.weight")
+    with pytest.raises(Unsupported, match="cannot be divided"):
+        stored.with_rows((range(32),))
+    with pytest.raises(Unsupported, match="cannot be divided"):
+        stored.with_columns(range(128))
+
+
+def replaced(matrix: Matrix, **parts: Tensor | None) -> Matrix:
+    kept = {name: tensor for name, tensor in {**matrix.parts, **parts}.items() if tensor is not None}
+    return matrix._replace(parts=kept)
+
+
+BROKEN: dict[str, tuple[Callable[[], Matrix], type[CheckpointError], str]] = {
+    "no scales": (lambda: replaced(awq(), scales=None), Malformed, "up_proj' has no scales"),
+    "scales of other groups": (
+        lambda: replaced(awq(), scales=torch.ones(3, OUTPUTS)),
+        Malformed,
+        "256 columns and scales for 64 x 3",
+    ),
+    "groups that are too small": (
+        lambda: replaced(compressed(4), weight_scale=torch.ones(OUTPUTS, 16)),
+        Malformed,
+        "not whole groups of 32",
+    ),
+    "scales that do not divide it": (
+        lambda: replaced(float8(1, INPUTS, "weight_scale"), weight_scale=torch.ones(5, 1)),
+        Malformed,
+        r"which \(5, 1\) scales do not divide",
+    ),
+    "more scales than rows": (
+        lambda: replaced(float8(1, INPUTS, "weight_scale"), weight_scale=torch.ones(65, 1)),
+        Malformed,
+        r"its scales \(65, 1\)",
+    ),
+    "three bits": (
+        lambda: gptq()._replace(config={"quant_method": "gptq", "bits": 3}),
+        Unsupported,
+        "3 bits; supported are 4 and 8",
+    ),
+    "awq for another kernel": (
+        lambda: awq()._replace(config={"quant_method": "awq", "bits": 4, "version": "gemv"}),
+        Unsupported,
+        "'gemv'",
+    ),
+    "nvfp4": (lambda: replaced(mxfp4(), weight_global_scale=torch.ones(1)), Unsupported, "NVFP4"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_checkpoint_that_cannot_be_read_is_rejected_when_it_is_opened(tmp_path: Path, case: str) -> None:
+    make, error, words_of_error = BROKEN[case]
+    with pytest.raises(error, match=words_of_error):
+        opened(tmp_path, make())
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_scales_that_are_not_numbers_are_rejected_by_name(tmp_path: Path, broken: float) -> None:
+    matrix = compressed(4)
+    matrix.parts["weight_scale"][3, 1] = broken
+    with pytest.raises(Malformed, match=r"up_proj has scales that are not numbers"):
+        opened(tmp_path, matrix).read(f"{NAME}.weight")

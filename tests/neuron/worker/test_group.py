@@ -1,0 +1,178 @@
+"""The order in which the ranks of a divided model are loaded, put to sleep, woken, unloaded and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, LoadSpec
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.group import WorkerGroup
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident
+from cortex.neuron.worker.process import WorkerLost
+
+INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, page_tokens=32, num_pages=7)
+
+
+class FakeSupervisor:
+    """A device that records what is asked of it, in one list with the others."""
+
+    def __init__(self, index: int, calls: list[str]) -> None:
+        self.device = SimpleNamespace(index=index, kind="cpu")
+        self.freed_at_s = float(index)
+        self.load_error: Exception | None = None
+        self.wake_error: Exception | None = None
+        self.spec: LoadSpec | None = None
+        self.sink = None
+        self._calls = calls
+
+    def _called(self, what: str) -> None:
+        self._calls.append(f"{what} {self.device.index}")
+
+    async def load(self, spec, sink):
+        self.spec, self.sink = spec, sink
+        if self.load_error is not None:
+            raise self.load_error
+        await asyncio.sleep(0.01)
+        return Resident(self.device.index + 1, INFO, measured_bytes=20, process_bytes=20)
+
+    async def unload(self, resident):
+        self._called("unload")
+        return Reclaimed(20, 20)
+
+    async def sleep(self, resident):
+        self._called("sleep")
+        return replace(resident, host_bytes=10)
+
+    async def wake(self, resident):
+        if self.wake_error is not None:
+            raise self.wake_error
+        self._called("wake")
+        return replace(resident, host_bytes=0)
+
+    def submit(self, resident, request):
+        self._called(f"submit {resident.handle}")
+
+    def kill_worker(self, reason):
+        self._called("kill")
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def supervisors(calls) -> list[FakeSupervisor]:
+    return [FakeSupervisor(index, calls) for index in (1, 4, 6)]
+
+
+@pytest.fixture
+def lost() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def group(supervisors) -> WorkerGroup:
+    return WorkerGroup(supervisors, ["/locks/1", "/locks/4", "/locks/6"])
+
+
+async def loaded(group, lost) -> Resident:
+    return await group.load(LoadSpec("m"), SimpleNamespace(on_lost=lost.append))
+
+
+async def test_ranks_are_in_the_order_of_the_devices_and_counted_together(group, supervisors, calls, lost):
+    resident = await loaded(group, lost)
+    assert group.device_indices == (1, 4, 6)
+    assert group.freed_at_s == 6.0
+    ranks = [supervisor.spec.rank for supervisor in supervisors]
+    assert [(rank.rank, rank.size, rank.backend) for rank in ranks] == [(0, 3, "gloo"), (1, 3, "gloo"), (2, 3, "gloo")]
+    assert len({rank.directory for rank in ranks}) == 1
+    assert ranks[0].device_locks == ("/locks/1", "/locks/4", "/locks/6")
+    assert (resident.measured_bytes, resident.info.weight_bytes, resident.info.num_pages) == (60, 30, 7)
+    group.submit(resident, EngineRequest("r", (1,), max_tokens=1))
+    assert calls == ["submit 2 1"]
+
+
+async def test_leader_sleeps_first_wakes_last_and_is_unloaded_first(group, calls, lost):
+    resident = await loaded(group, lost)
+    asleep = await group.sleep(resident)
+    assert asleep.host_bytes == 30
+    assert (await group.wake(asleep)).host_bytes == 0
+    assert (await group.unload(asleep)) == Reclaimed(60, 60)
+    assert calls[:6] == ["sleep 1", "sleep 4", "sleep 6", "wake 4", "wake 6", "wake 1"]
+    assert calls[6] == "unload 1"
+    assert sorted(calls[7:]) == ["unload 4", "unload 6"]
+
+
+async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(group, supervisors, calls, lost):
+    asleep = await group.sleep(await loaded(group, lost))
+    calls.clear()
+    supervisors[0].wake_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
+    with pytest.raises(LoadRejected, match="no room"):
+        await group.wake(asleep)
+    assert calls == ["wake 4", "wake 6", "sleep 4", "sleep 6"]
+
+
+async def test_failed_load_reports_its_cause_and_leaves_nothing(group, supervisors, calls, lost):
+    supervisors[0].load_error = LoadRejected(FaultKind.REQUEST, "another rank ended its load", cancelled=True)
+    supervisors[2].load_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room on device 6")
+    with pytest.raises(LoadRejected, match="no room on device 6"):
+        await loaded(group, lost)
+    assert set(calls) <= {"unload 4"}
+    assert lost == []
+
+
+async def test_cancelled_load_leaves_nothing(group, calls, lost):
+    load = asyncio.create_task(loaded(group, lost))
+    await asyncio.sleep(0)
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert lost == []
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+async def test_lost_rank_replaces_the_workers_of_the_others_before_the_model_is_lost(
+    group, supervisors, calls, lost, rank
+):
+    await loaded(group, lost)
+    supervisors[rank].sink.on_lost("it died")
+    others = [supervisor for supervisor in supervisors if supervisor is not supervisors[rank]]
+    assert calls == [f"kill {supervisor.device.index}" for supervisor in others]
+    assert lost == []  # until the next load finds new workers
+    for supervisor in others:
+        supervisor.sink.on_lost("killed")
+    assert len(lost) == 1
+
+
+async def test_worker_lost_during_the_load_is_the_cause(group, supervisors, lost):
+    supervisors[1].load_error = WorkerLost("killed by SIGKILL")
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        await loaded(group, lost)
+
+
+async def test_follower_lost_during_the_unload_kills_no_other_worker(supervisors, calls):
+    group = WorkerGroup(supervisors, ())
+    resident = await group.load(LoadSpec("m"), SimpleNamespace())
+
+    async def unload(resident):
+        supervisors[1].sink.on_lost("killed")
+        return Reclaimed(20, 20)
+
+    supervisors[1].unload = unload
+    await group.unload(resident)
+    assert sorted(calls) == ["unload 1", "unload 6"]
+
+
+async def test_damaged_rank_takes_the_others_out_of_memory(supervisors, calls):
+    group = WorkerGroup(supervisors, ())
+    resident = await group.load(LoadSpec("m"), SimpleNamespace())
+    supervisors[0].wake_error = Damaged("other results than before")
+    with pytest.raises(Damaged):
+        await group.wake(resident)
+    assert calls == ["wake 4", "wake 6", "unload 4", "unload 6"]

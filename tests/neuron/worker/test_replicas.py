@@ -1,0 +1,227 @@
+"""Where requests go among the replicas of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident
+from cortex.neuron.worker.prefix_memory import BLOCK_TOKENS, PrefixMemory
+from cortex.neuron.worker.process import WorkerLost
+from cortex.neuron.worker.replicas import WorkerReplicas
+
+INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, page_tokens=32, num_pages=7)
+
+
+class FakeHost:
+    """A device that holds a model and computes nothing."""
+
+    num_replicas = 1
+    freed_at_s = 0.0
+
+    def __init__(self, index: int) -> None:
+        self.device_indices = (index,)
+        self.requests: list[str] = []
+        self.fails = False
+        self.sink = None
+        self.unloaded = 0
+
+    async def load(self, spec, sink):
+        if self.fails:
+            raise LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
+        self.sink = sink
+        return Resident(1, INFO, measured_bytes=20, process_bytes=20)
+
+    async def unload(self, resident):
+        self.unloaded += 1
+
+    async def sleep(self, resident):
+        return replace(resident, host_bytes=10)
+
+    async def wake(self, resident):
+        return replace(resident, host_bytes=0)
+
+    def submit(self, resident, request):
+        self.requests.append(request.id)
+
+    def cancel(self, resident, request_id):
+        self.requests.remove(request_id)
+
+
+class Sink:
+    """Records what reaches the model's owner."""
+
+    def __init__(self) -> None:
+        self.failed: list[tuple[str, FaultKind]] = []
+        self.lost: list[str] = []
+        self.stats = EngineStats()
+
+    def on_progress(self, *_): ...
+    def on_outputs(self, outputs): ...
+
+    def on_request_failed(self, request_id, kind, message):
+        self.failed.append((request_id, kind))
+
+    def on_stats(self, stats):
+        self.stats = stats
+
+    def on_lost(self, reason):
+        self.lost.append(reason)
+
+
+def replicas_of(*hosts: FakeHost) -> WorkerReplicas:
+    return WorkerReplicas([lambda host=host: host for host in hosts], lambda _: contextlib.nullcontext())
+
+
+@pytest.fixture
+async def loaded():
+    hosts, sink = [FakeHost(0), FakeHost(1)], Sink()
+    replicas = replicas_of(*hosts)
+    resident = await replicas.load(LoadSpec("m"), sink)
+    yield replicas, resident, hosts, sink
+    replicas.stop_reloads()
+
+
+def request(name: str, tokens: int = 4, first: int = 0) -> EngineRequest:
+    return EngineRequest(name, tuple(range(first, first + tokens)), max_tokens=5)
+
+
+async def test_sizes_are_those_of_all_replicas(loaded):
+    replicas, resident, _, _ = loaded
+    assert replicas.device_indices == (0, 1)
+    assert (resident.measured_bytes, resident.info.num_pages, resident.info.context_tokens) == (40, 14, 512)
+
+
+async def test_request_goes_to_the_replica_with_the_fewest_requests(loaded):
+    replicas, resident, (first, second), _ = loaded
+    for name in "abcd":
+        replicas.submit(resident, request(name))
+    assert (first.requests, second.requests) == (["a", "c"], ["b", "d"])
+    first.sink.on_outputs((StepOutput("a", finish="stop"), StepOutput("c", finish="stop")))
+    replicas.submit(resident, request("e"))
+    replicas.submit(resident, request("f"))
+    assert first.requests[-2:] == ["e", "f"]
+    replicas.cancel(resident, "d")
+    assert second.requests == ["b"]
+
+
+async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_busy(loaded):
+    replicas, resident, (first, second), _ = loaded
+    replicas.submit(resident, request("a", 4 * BLOCK_TOKENS))
+    first.sink.on_outputs((StepOutput("a", finish="stop"),))
+    replicas.submit(resident, request("other", first=9000))
+    replicas.submit(resident, request("again", 5 * BLOCK_TOKENS))
+    assert (first.requests, second.requests) == (["a", "other"], ["again"])  # 1500 tokens of work ahead weigh more
+    first.sink.on_outputs((StepOutput("other", finish="stop"),))
+    second.sink.on_outputs((StepOutput("again", finish="stop"),))
+    replicas.submit(resident, request("long", 6 * BLOCK_TOKENS))
+    assert second.requests[-1] == "long"  # five blocks are known there, four on the first
+
+
+async def test_lost_replica_fails_its_own_requests_and_comes_back(loaded):
+    replicas, resident, (first, second), sink = loaded
+    replicas.submit(resident, request("a"))
+    replicas.submit(resident, request("b"))
+    first.sink.on_stats(EngineStats(completion_tokens=5, used_pages=3))
+    old = first.sink
+    old.on_lost("killed")
+    assert (sink.failed, sink.lost) == ([("a", FaultKind.DEVICE)], [])
+    second.sink.on_stats(EngineStats(completion_tokens=2, used_pages=1))
+    assert (sink.stats.completion_tokens, sink.stats.used_pages) == (7, 1)
+    replicas.submit(resident, request("c"))
+    assert second.requests == ["b", "c"]
+    while first.sink is old:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    replicas.submit(resident, request("d"))
+    assert first.requests[-1] == "d"
+
+
+async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded):
+    replicas, resident, (first, second), _ = loaded
+    asleep = await replicas.sleep(resident)
+    assert asleep.host_bytes == 20
+    old = first.sink
+    old.on_lost("killed")
+    await asyncio.sleep(0.05)
+    assert first.sink is old
+    await replicas.wake(asleep)
+    while first.sink is old:
+        await asyncio.sleep(0)
+    replicas.stop_reloads()
+    replicas.submit(resident, request("a"))
+    assert second.requests + first.requests == ["a"]
+
+
+async def test_loss_of_the_last_replica_is_the_loss_of_the_model(loaded):
+    replicas, resident, (first, second), sink = loaded
+    first.fails = True
+    first.sink.on_lost("one")
+    second.sink.on_lost("two")
+    assert sink.lost == ["two"]
+    replicas.submit(resident, request("a"))
+    assert (first.requests, second.requests) == ([], [])
+
+
+async def test_failed_load_of_one_replica_leaves_none():
+    hosts = [FakeHost(0), FakeHost(1)]
+    hosts[1].fails = True
+    with pytest.raises(LoadRejected):
+        await replicas_of(*hosts).load(LoadSpec("m"), Sink())
+    assert (hosts[0].unloaded, hosts[1].unloaded) == (1, 0)
+
+
+def test_prefix_memory_forgets_the_least_recently_used(monkeypatch):
+    monkeypatch.setattr("cortex.neuron.worker.prefix_memory.MAX_BLOCKS", 2)
+    memory = PrefixMemory()
+    prompts = [[number] * BLOCK_TOKENS for number in range(3)]
+    for prompt in prompts:
+        memory.add(prompt)
+    assert [memory.num_known_tokens(prompt) for prompt in prompts] == [0, BLOCK_TOKENS, BLOCK_TOKENS]
+    assert memory.num_known_tokens(prompts[2] + [7] * BLOCK_TOKENS) == BLOCK_TOKENS
+
+
+async def test_replica_lost_during_the_load_of_another_fails_the_load(loaded):
+    class Slow(FakeHost):
+        async def load(self, spec, sink):
+            await asyncio.Event().wait()
+
+    hosts, sink = [FakeHost(0), Slow(1), FakeHost(2)], Sink()
+    load = asyncio.create_task(replicas_of(*hosts).load(LoadSpec("m"), sink))
+    while hosts[2].sink is None:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    hosts[0].sink.on_lost("killed")
+    with pytest.raises(WorkerLost, match="killed"):
+        await load
+    assert ([host.unloaded for host in hosts], sink.lost) == ([0, 0, 1], [])
+
+
+async def test_failed_wake_of_one_replica_unloads_the_others(loaded):
+    replicas, resident, hosts, _ = loaded
+    asleep = await replicas.sleep(resident)
+
+    async def wake(resident):
+        raise Damaged("other results than before")
+
+    hosts[1].wake = wake
+    with pytest.raises(Damaged):
+        await replicas.wake(asleep)
+    assert [host.unloaded for host in hosts] == [1, 0]
+
+
+async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded):
+    replicas, resident, (first, _), _ = loaded
+    old = first.sink
+    old.on_lost("killed")
+    asleep = await replicas.sleep(resident)
+    assert first.sink is old
+    await replicas.wake(asleep)
+    async with asyncio.timeout(30):
+        while first.sink is old:
+            await asyncio.sleep(0.01)

@@ -1,0 +1,111 @@
+"""The Compose file, the Kubernetes manifests and the install script fit the programs and each other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cortex.fleet.catalogue import Catalogue
+from cortex.gateway.config import load as load_gateway
+from cortex.neuron.config import load as load_neuron
+from cortex.settings import loads
+
+PACKAGING = Path(__file__).parents[2] / "packaging"
+COMPOSE = PACKAGING / "compose"
+
+
+def manifests() -> dict[tuple[str, str], Any]:
+    """Every Kubernetes object by kind and name."""
+    files = sorted((PACKAGING / "kubernetes").glob("*.yaml"))
+    found = [each for file in files for each in yaml.safe_load_all(file.read_text())]
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def environment(pod: Any) -> dict[str, str]:
+    (container,) = pod["containers"]
+    return {each["name"]: each.get("value", "a-secret-of-16-or-more") for each in container.get("env", ())}
+
+
+def test_compose_mounts_only_what_exists_and_keeps_the_state() -> None:
+    compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    mounts = [mount.split(":") for service in compose["services"].values() for mount in service["volumes"]]
+    for source, *_ in mounts:
+        assert (COMPOSE / source).exists() if source.startswith(".") else source in compose["volumes"], source
+    kept = {tuple(mount[:2]) for mount in mounts}
+    assert ("./config", "/etc/cortex") in kept
+    assert ("cortex-state", "/var/lib/cortex") in kept
+    assert ("neuron-cache", "/var/cache/neuron") in kept
+
+
+def test_compose_services_find_each_other() -> None:
+    compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    config = load_gateway(COMPOSE / "config" / "cortex.toml", {"CORTEX_NODE_KEY": "x"})
+    (node,) = config.neurons
+    assert node.endpoint == "http://neuron:13131"
+    assert f"{config.key_variable(node)}=" in compose["services"]["cortex"]["entrypoint"][2]
+    load_neuron(None, compose["services"]["neuron"]["environment"])
+    scraped = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())["scrape_configs"]
+    targets = [target for job in scraped for group in job["static_configs"] for target in group["targets"]]
+    assert {target.partition(":")[0] for target in targets} <= set(compose["services"])
+
+
+def test_kubernetes_configuration_is_valid_and_names_the_headless_service(tmp_path: Path) -> None:
+    found = manifests()
+    files = found["ConfigMap", "cortex"]["data"]
+    (tmp_path / "cortex.toml").write_text(files["cortex.toml"])
+    gateway = found["Deployment", "cortex"]["spec"]["template"]["spec"]
+    config = load_gateway(tmp_path / "cortex.toml", environment(gateway))
+    assert loads(Catalogue, files["models.toml"]).models
+    service = found["Service", "neurons"]
+    assert config.discovery.dns == f"neurons.{service['metadata']['namespace']}.svc.cluster.local"
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["ports"][0]["port"] == config.discovery.port
+    node = found["DaemonSet", "neuron"]["spec"]["template"]
+    assert service["spec"]["selector"].items() <= node["metadata"]["labels"].items()
+    assert load_neuron(None, environment(node["spec"])).key_file is not None
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Deployment", "cortex"), ("DaemonSet", "neuron")])
+def test_pods_have_no_service_links_and_mount_what_they_declare(kind: str, name: str) -> None:
+    pod = manifests()[kind, name]["spec"]["template"]["spec"]
+    assert pod["enableServiceLinks"] is False, "NEURON_PORT=tcp://… is not a port"
+    (container,) = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def install(root: Path, kind: str) -> None:
+    subprocess.run([PACKAGING / "install.sh", kind], env={**os.environ, "DESTDIR": str(root)}, check=True)
+
+
+def test_install_script_installs_what_the_units_need_and_keeps_configuration(tmp_path: Path) -> None:
+    for kind in ("gateway", "neuron"):
+        install(tmp_path, kind)
+    (tmp_path / "etc" / "cortex" / "cortex.toml").write_text("# mine")
+    install(tmp_path, "gateway")
+    assert (tmp_path / "etc" / "cortex" / "cortex.toml").read_text() == "# mine"
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {
+        "etc/cortex/cortex.toml",
+        "etc/cortex/models.toml",
+        "etc/cortex/neuron.toml",
+        "etc/systemd/system/cortex.service",
+        "etc/systemd/system/neuron.service",
+        "opt/cortex/docs/operations.md",
+        "usr/lib/sysusers.d/cortex.conf",
+    }
+
+
+@pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="needs systemd-sysusers")
+def test_sysusers_file_is_valid(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    file = PACKAGING / "systemd" / "cortex.sysusers"
+    done = subprocess.run(
+        ["systemd-sysusers", f"--root={tmp_path}", "--dry-run", file], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "neuron" in done.stdout + done.stderr) == (0, True), done.stderr

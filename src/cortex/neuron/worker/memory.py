@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from cortex.neuron.worker.protocol import DeviceAddress, MemoryReading
 _SLACK_BYTES = 64 * 1024 * 1024
 """A worker's size changes by this much on its own: caches, arenas, the interpreter."""
 _MIN_FRACTION = 0.9
-_PURGE_DELAY_S = 0.02
-"""Twice as long as the allocator waits before it returns unused memory."""
+_PURGE_DELAY_S = 0.12
+"""A little longer than mimalloc waits before it returns unused memory: its delay of 10 ms, times 10 in its arenas."""
 _PURGING_BYTES = 64 << 20
+_ARM_MACHINES = ("aarch64", "arm64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,6 @@ def _purge_library() -> None:
     """On ARM, torch brings an allocator of its own (mimalloc), which `malloc_trim` does not reach. It returns memory
     that has been unused for a moment, but only when something large is allocated or freed."""
     torch = sys.modules.get("torch")  # a worker that never used it has nothing to return
-    if torch is not None:
+    if torch is not None and platform.machine() in _ARM_MACHINES:
         time.sleep(_PURGE_DELAY_S)
         torch.empty(_PURGING_BYTES, dtype=torch.uint8)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.engine.memory.dtypes import ITEM_BYTES, dtype_name, has_four_bit_products
+from cortex.neuron.engine.memory.dtypes import ITEM_BYTES, dtype_name, likely_cpu_form
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.node.loading.library import KnownModel
@@ -87,11 +87,11 @@ class Forecast:
 
     def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
         is_auto = self.config.harness.torch.dtype == "auto"
-        has_four_bits = device.kind == "cpu" and is_auto and has_four_bit_products()
+        cpu_form = likely_cpu_form() if device.kind == "cpu" and is_auto else None
         return facts.sizes(
             self._item_bytes(device),
             model.context_tokens,
-            has_four_bits=has_four_bits,
+            cpu_form=cpu_form,
             is_packed=self.keeps_quantised(device),
             kv_item_bytes=_kv_item_bytes(model),
         )

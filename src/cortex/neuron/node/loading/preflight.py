@@ -14,6 +14,7 @@ from typing import Any
 
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.kernels.products.cpu_layout import CpuForm, cpu_layouts
 from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS, Layout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
@@ -70,13 +71,14 @@ class ModelFacts:
         item_bytes: int,
         context_tokens: int | None,
         *,
-        has_four_bits: bool = False,
+        cpu_form: CpuForm | None = None,
         is_packed: bool = False,
         kv_item_bytes: int | None = None,
     ) -> ModelSizes:
-        """What the model's parts take if it computes in numbers of `item_bytes`. `is_packed`: as on a GPU."""
-        packing = self.packing if is_packed else {}
-        storage = WeightStorage(item_bytes, self.formats, has_four_bits, packing, kv_item_bytes)
+        """What the model's parts take if it computes in numbers of `item_bytes`. `is_packed`: as on a GPU.
+        `cpu_form`: in which quantised matrices stay as on a CPU."""
+        packing = self.packing if is_packed else cpu_layouts(self.formats, cpu_form)
+        storage = WeightStorage(item_bytes, packing, kv_item_bytes)
         return ModelSizes.of(self.architecture, storage, context_tokens)
 
 

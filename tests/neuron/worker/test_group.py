@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -154,6 +155,55 @@ async def test_worker_lost_during_the_load_is_the_cause(group, supervisors, lost
     supervisors[1].load_error = WorkerLost("killed by SIGKILL")
     with pytest.raises(WorkerLost, match="SIGKILL"):
         await loaded(group, lost)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_rank_that_dies_while_a_failed_load_is_cleaned_up_does_not_keep_the_others_loaded(
+    group, supervisors, calls, lost, is_cancelled
+):
+    """Ranks 0 and 1 are loaded when rank 2 fails; the unload of rank 0 fails too."""
+    release = asyncio.Event()
+
+    async def fail(spec, sink):
+        await release.wait()
+        raise LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
+
+    async def die(resident):
+        supervisors[0].sink.on_lost("killed")
+        raise WorkerLost("killed")
+
+    supervisors[0].unload, supervisors[2].load = die, fail
+    load = asyncio.create_task(loaded(group, lost))
+    await asyncio.sleep(0.05)
+    release.set()
+    if is_cancelled:
+        load.cancel()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else LoadRejected):
+        await load
+    assert calls == ["unload 4"]
+    assert lost == []
+
+
+async def test_cleanup_of_a_failed_load_survives_its_cancellation(group, supervisors, calls, lost):
+    supervisors[2].load_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
+    freed = asyncio.Event()
+
+    async def ignore_cancellation(spec, sink):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+        return Resident(1, INFO, measured_bytes=20, process_bytes=20)
+
+    async def unload(resident):
+        await asyncio.sleep(0.01)
+        freed.set()
+
+    supervisors[0].load, supervisors[0].unload = ignore_cancellation, unload
+    load = asyncio.create_task(loaded(group, lost))
+    await asyncio.sleep(0.005)
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert freed.is_set()
 
 
 async def test_follower_lost_during_the_unload_kills_no_other_worker(supervisors, calls):

@@ -35,7 +35,8 @@ class WorkerGroup:
         self._residents: tuple[Resident, ...] = ()
         """What each rank holds."""
         self._is_closing = False
-        self._leader_is_unloaded = False
+        self._is_given_up = False
+        """No rank waits for another one any more: the leader is unloaded, or the load failed."""
         self._lost: set[int] = set()
         """Ranks whose share of the model is gone."""
 
@@ -66,7 +67,7 @@ class WorkerGroup:
             if not all(load.done() and load.exception() is None for load in loads):
                 raise await self._failure_of(loads)
         except asyncio.CancelledError:
-            await self._end_loads(loads)
+            await self._ended(loads)
             raise
         finally:
             # In a task: a load that is cancelled here would leave its ranks in memory.
@@ -82,25 +83,41 @@ class WorkerGroup:
 
     async def _failure_of(self, loads: Sequence[asyncio.Task[Resident]]) -> BaseException:
         """Ends the loads that still run. Returns the error that made the others fail."""
-        await self._end_loads(loads)
+        await self._ended(loads)
         errors = [error for load in loads if not load.cancelled() and (error := load.exception()) is not None]
         causes = [error for error in errors if not (isinstance(error, LoadRejected) and error.cancelled)]
         return (causes or errors)[0]
+
+    async def _ended(self, loads: Sequence[asyncio.Task[Resident]]) -> None:
+        """Ends the loads and frees the ranks that are loaded, whatever becomes of the others, and also when this is
+        cancelled."""
+        self._is_given_up = True
+        ending = run_once(self._end_loads(loads), "end the loads of a divided model")
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait({ending})
+            raise
 
     async def _end_loads(self, loads: Sequence[asyncio.Task[Resident]]) -> None:
         for load in loads:
             load.cancel()
         await asyncio.wait(loads)
-        for supervisor, load in zip(self._supervisors, loads, strict=True):
-            if not load.cancelled() and load.exception() is None:
-                await supervisor.unload(load.result())
+        unloads = [
+            supervisor.unload(load.result())
+            for supervisor, load in zip(self._supervisors, loads, strict=True)
+            if not load.cancelled() and load.exception() is None
+        ]
+        for problem in await asyncio.gather(*unloads, return_exceptions=True):
+            if isinstance(problem, BaseException):
+                log.error("a rank of a model that is not loaded could not be freed: %s", problem, exc_info=problem)
 
     async def unload(self, resident: Resident) -> Reclaimed:
         """Frees all ranks, the leader first: it announces no steps any more. Never fails."""
         del resident
         first, *others = zip(self._supervisors, self._residents, strict=True)
         freed = [await first[0].unload(first[1])]
-        self._leader_is_unloaded = True
+        self._is_given_up = True
         freed += await asyncio.gather(*(supervisor.unload(part) for supervisor, part in others))
         return Reclaimed(
             sum(each.expected_bytes for each in freed),
@@ -169,8 +186,8 @@ class WorkerGroup:
     def _on_rank_lost(self, rank: int, reason: str, sink: ModelSink) -> None:
         """Replaces the workers of the other ranks. The model is reported as lost when all of them have ended, so that
         the next load finds new ones."""
-        if self._leader_is_unloaded:
-            return  # no rank waits for this one any more, and the other workers may have other models
+        if self._is_given_up:
+            return  # the other workers may have other models
         if not self._lost and not self._is_closing:
             log.warning("rank %d of a divided model is lost (%s); replacing the workers of its group", rank, reason)
         self._lost.add(rank)

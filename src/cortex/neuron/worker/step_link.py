@@ -35,7 +35,7 @@ class LeaderLink:
 
         Raises OSError.
         """
-        self._follow_others = follow_others
+        self.follow_others = follow_others
         self._num_followers = rank.size - 1
         self._locks = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in rank.device_locks]
         self._followers: list[socket.socket] = []
@@ -53,7 +53,7 @@ class LeaderLink:
         with contextlib.ExitStack() as locked:
             for lock in self._locks:
                 while not _try_lock(lock):
-                    self._follow_others()
+                    self.follow_others()
                     time.sleep(RETRY_S)
                 locked.callback(fcntl.flock, lock, fcntl.LOCK_UN)
             yield
@@ -78,13 +78,18 @@ class LeaderLink:
 
 
 class FollowerLink:
-    """The end of another rank: a thread that receives plans."""
+    """The end of another rank (an engine's `RankLink`): from `open` on, a thread that receives plans."""
 
-    def __init__(self, rank: RankSpec, on_plan: Callable[[StepPlan], None]) -> None:
-        """`on_plan` is called on the thread. Raises OSError if the leader is gone."""
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(_address(rank))
+    def __init__(self, rank: RankSpec, on_plan: Callable[[StepPlan], None], follow_others: Callable[[], None]) -> None:
+        """`on_plan` is called on the thread. `follow_others`: as of `LeaderLink`."""
+        self.follow_others = follow_others
+        self._rank = rank
         self._on_plan = on_plan
+        self._connection = socket.socket(socket.AF_UNIX)
+
+    def open(self) -> None:
+        """Raises OSError if the leader is gone."""
+        self._connection.connect(_address(self._rank))
         threading.Thread(target=self._receive, name="steps", daemon=True).start()
 
     def _receive(self) -> None:

@@ -49,19 +49,22 @@ class TorchGroup:
         spec: RankSpec,
         device: torch.device,
         poll: Callable[[], None],
+        follow: Callable[[], None] | None = None,
         turn: AbstractContextManager[None] | None = None,
     ) -> TorchGroup:
         """Waits for the other ranks, then connects to them and adds a few numbers up with them.
 
         `poll` is called while it waits for others; what it raises ends the wait. `turn`: of the leader, see
-        `StepLink.turn`; ranks that connect wait for each other, as those in a step do. Raises LoadError if the ranks
-        cannot communicate.
+        `StepLink.turn`; ranks that connect wait for each other, as those in a step do. `follow` is called instead of
+        `poll` once all ranks have arrived: it must not begin a step, because that would wait for the end of `turn`,
+        whose holder waits for this rank. Raises LoadError if the ranks cannot communicate.
         """
         shard = Shard(spec.rank, spec.size)
         store = _library.FileStore(str(Path(spec.directory) / "store"), spec.size)
         _meet(store, "arrived", shard, poll)
+        _meet(store, "connecting", shard, follow or poll)
         if not shard.is_first:
-            _wait_for(store, [_CONNECT], poll)
+            _wait_for(store, [_CONNECT], follow or poll)
             return cls._connected(spec, store, shard, device, poll)
         with turn or nullcontext():
             store.set(_CONNECT, b"1")
@@ -137,13 +140,13 @@ class TorchGroup:
             raise GroupBroken(f"rank {self.shard.rank} lost the other ranks of its model: {error}") from error
 
 
-def poller(progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]) -> Callable[[], None]:
-    """What a rank does while it waits for others: reports that it is alive, and stops when the load is cancelled."""
+def poller(wait: Callable[[], None], cancelled: Callable[[], bool]) -> Callable[[], None]:
+    """What a rank does while others keep it waiting: `wait`, and stop when the load is cancelled."""
 
     def poll() -> None:
         if cancelled():
             raise LoadCancelled("the load was cancelled")
-        progress("resolve", 0, 0)
+        wait()
 
     return poll
 

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, LoadSpec
+from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.group import WorkerGroup
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident
 from cortex.neuron.worker.process import WorkerLost
 
+CLAIM = DeviceClaims().new("m", (1, 4, 6), spans=False)
 INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, page_tokens=32, num_pages=7)
 
 
@@ -79,7 +81,7 @@ def lost() -> list[str]:
 
 @pytest.fixture
 def group(supervisors) -> WorkerGroup:
-    return WorkerGroup(supervisors, ["/locks/1", "/locks/4", "/locks/6"])
+    return WorkerGroup(supervisors, ["/locks/1", "/locks/4", "/locks/6"], CLAIM)
 
 
 async def loaded(group, lost) -> Resident:
@@ -207,7 +209,7 @@ async def test_cleanup_of_a_failed_load_survives_its_cancellation(group, supervi
 
 
 async def test_follower_lost_during_the_unload_kills_no_other_worker(supervisors, calls):
-    group = WorkerGroup(supervisors, ())
+    group = WorkerGroup(supervisors, (), CLAIM)
     resident = await group.load(LoadSpec("m"), SimpleNamespace())
 
     async def unload(resident):
@@ -220,7 +222,7 @@ async def test_follower_lost_during_the_unload_kills_no_other_worker(supervisors
 
 
 async def test_damaged_rank_takes_the_others_out_of_memory(supervisors, calls):
-    group = WorkerGroup(supervisors, ())
+    group = WorkerGroup(supervisors, (), CLAIM)
     resident = await group.load(LoadSpec("m"), SimpleNamespace())
     supervisors[0].wake_error = Damaged("other results than before")
     with pytest.raises(Damaged):

@@ -31,6 +31,9 @@ from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_c
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
+from cortex.neuron.node.spanning.hosted_shares import HostedShares
+from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
@@ -75,6 +78,7 @@ class Parts:
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
+    connect_peer: ConnectPeer = unconnected
 
 
 class Node:
@@ -102,7 +106,9 @@ class Node:
             find_local=parts.find_local,
             texts=self._texts,
             capabilities_of=parts.capabilities_of,
+            lead=Lead(config, self.devices, parts.connect_peer),
         )
+        self.shares = HostedShares(self._library, self._loader)
         self._controllers: dict[str, ModelController] = {}
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._sleep_budget = SleepBudget(
@@ -150,6 +156,7 @@ class Node:
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
+            shares=self.shares.statuses(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -261,6 +268,10 @@ class Node:
         self._reject_when_closing()
         return self._controller(model_id).serving_instance().submit(request)
 
+    async def host_share(self, connection: Connection) -> None:
+        """Holds a part of a model that another node leads, for as long as its connection lasts."""
+        await self.shares.serve(connection)
+
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which frees all of its memory. False while models are on it."""
         return await self.devices.supervisors[device].recycle()
@@ -287,6 +298,7 @@ class Node:
             instance.end(_shutting_down())
         for controller in controllers:
             controller.close()
+        await self.shares.close()
         await self.devices.close()
         await self._texts.close()
         await self.files.close()

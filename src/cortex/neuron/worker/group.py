@@ -44,6 +44,13 @@ class Member(Protocol):
     def kill_worker(self, reason: str) -> None: ...
 
 
+class Share(Member, Protocol):
+    """The ranks of another node."""
+
+    async def close(self) -> None:
+        """Ends the connection to the node, which frees what it has. Idempotent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The part of a group on one node, if its model spans several."""
@@ -52,7 +59,7 @@ class Span:
     """The first rank of each member."""
     size: int
     meeting: Meeting
-    shares: tuple[Member, ...] = ()
+    shares: tuple[Share, ...] = ()
     """Of the leader's group: the other nodes."""
 
 
@@ -99,12 +106,13 @@ class WorkerGroup:
         Raises LoadRejected or WorkerLost.
         """
         self._claim.take()
-        directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="neuron-group-")
-        loads = [
-            asyncio.create_task(member.load(replace(spec, rank=place), self._sink_of(number, sink)))
-            for number, (member, place) in enumerate(zip(self._members, self._places(directory), strict=True))
-        ]
+        loads: list[asyncio.Task[Resident]] = []
+        directory = tempfile.mkdtemp(prefix="neuron-group-")
         try:
+            loads += [
+                asyncio.create_task(member.load(replace(spec, rank=place), self._sink_of(number, sink)))
+                for number, (member, place) in enumerate(zip(self._members, self._places(directory), strict=True))
+            ]
             await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
             if not all(load.done() and load.exception() is None for load in loads):
                 raise await self._failure_of(loads)
@@ -155,6 +163,8 @@ class WorkerGroup:
         for problem in await asyncio.gather(*unloads, return_exceptions=True):
             if isinstance(problem, BaseException):
                 log.error("a rank of a model that is not loaded could not be freed: %s", problem, exc_info=problem)
+        if self._span is not None:  # a load that was cancelled before it began has not closed its connection
+            await asyncio.gather(*(share.close() for share in self._span.shares))
         self._claim.release()
 
     async def unload(self, resident: Resident) -> Reclaimed:

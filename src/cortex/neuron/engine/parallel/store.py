@@ -1,4 +1,4 @@
-"""The store through which the ranks of one divided model find each other: a file on one host, else a port of the leader.
+"""The store through which the ranks of one divided model find each other: a file, or a port of the leader.
 
 The store of torch neither encrypts nor authenticates. Its keys have a secret prefix, and its port is open only on the
 address of the meeting, and only while the leader's worker has the model.
@@ -7,6 +7,7 @@ address of the meeting, and only while the leader's worker has the model.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from cortex.neuron.engine.request import Meeting, RankSpec
 _library: Any = torch.distributed
 """As Any: stores have no or wrong types."""
 _PROBE_S = 1.0
+_RETRY_S = 0.02
 
 
 def open_store(spec: RankSpec, poll: Callable[[], None]) -> Any:
@@ -63,5 +65,6 @@ def _await_listener(meeting: Meeting, poll: Callable[[], None]) -> None:
         try:
             socket.create_connection((meeting.host, meeting.store_port), _PROBE_S).close()
         except OSError:
-            continue
-        return
+            time.sleep(_RETRY_S)
+        else:
+            return

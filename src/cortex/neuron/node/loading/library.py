@@ -43,11 +43,13 @@ class KnownModel:
     control_tokens_in_messages: bool = False
     replicas: int = 1
     kv_dtype: KVDtype = "auto"
+    nodes: tuple[str, ...] = ()
+    """Nodes that share it, this one first; empty: this one alone."""
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes, each replica its own."""
-        return self.tensor_parallel * self.replicas
+        """How many devices it takes on this node, each replica its own."""
+        return self.tensor_parallel * self.replicas // max(1, len(self.nodes))
 
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
@@ -120,6 +122,7 @@ class Library:
             context_tokens=request.context_tokens or known.context_tokens,
             control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
             kv_dtype=request.kv_dtype or known.kv_dtype,
+            nodes=request.nodes or known.nodes,
         )
 
     def forget(self, model_id: str) -> None:
@@ -212,6 +215,7 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             replicas=entry.replicas,
             control_tokens_in_messages=entry.control_tokens_in_messages,
             kv_dtype=entry.kv_dtype,
+            nodes=entry.nodes,
         )
     for default in config.default_models:
         configured = next((entry for entry in config.models if entry.id == default.model_id), None)
@@ -228,4 +232,5 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             control_tokens_in_messages=default.control_tokens_in_messages
             or (configured is not None and configured.control_tokens_in_messages),
             kv_dtype=configured.kv_dtype if configured and default.kv_dtype == "auto" else default.kv_dtype,
+            nodes=default.nodes or (configured.nodes if configured else ()),
         )

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cortex.neuron.config import NeuronConfig
@@ -22,10 +22,13 @@ from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect
+from cortex.neuron.node.spanning.lead import Lead
+from cortex.neuron.node.spanning.protocol import LoadShare
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
 from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.group import Span, WorkerGroup
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
 from cortex.wire.node import Capabilities, Device
@@ -69,12 +72,14 @@ class ModelLoader:
         find_local: FindLocal,
         texts: Texts,
         capabilities_of: Callable[[Path], Capabilities],
+        lead: Lead,
     ) -> None:
         self._config = config
         self._library = library
         self._devices = devices.all
         self._supervisors = devices.supervisors
-        self._host = devices.host
+        self._hosts = devices
+        self._lead = lead
         self._forecast = forecast
         self._read_devices = read_devices
         self._fetch = fetch
@@ -94,10 +99,53 @@ class ModelLoader:
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
         async with self._room_for(model, survey.facts) as devices:
-            host = self._host([device.index for device in devices], model.replicas, self._locked)
+            host = await self._host(model, survey.facts, [device.index for device in devices])
             instance = Instance(model.id, host, self._config.limits, callbacks)
             await self._load_weights(instance, self._spec(model, survey.facts, devices), path)
             return instance
+
+    async def _host(self, model: KnownModel, facts: ModelFacts, indices: list[int]) -> ModelHost:
+        """Where the model goes that takes these devices here. Raises LoadFailed or WorkerLost."""
+        if not model.nodes:
+            return self._hosts.host(model.id, indices, model.replicas, self._locked)
+        claim = self._hosts.claims.new(model.id, indices, spans=True)
+        claim.take()  # now: a peer that leads a model itself must not wait here for devices that wait for it
+        try:
+            return await self._lead.host(model, facts.digest, indices, claim)
+        except BaseException:
+            claim.release()
+            raise
+
+    @contextlib.asynccontextmanager
+    async def share_host(
+        self, model: KnownModel, order: LoadShare, own_host: str
+    ) -> AsyncIterator[tuple[WorkerGroup, LoadSpec]]:
+        """Where the ranks of a model go that another node leads, and what they load. No other load runs there
+        meanwhile. Raises LoadFailed or InsufficientCapacity."""
+        path = await self.find_local(model) or await self.download(model, lambda *_: None)
+        arguments = (path, model.quant, model.id, model.tensor_parallel)
+        facts = await asyncio.to_thread(lambda: inspect(*arguments[:2], name=arguments[2], num_ranks=arguments[3]))
+        if facts.digest != order.digest:
+            raise LoadFailed(
+                f"the files of {model.id} in {path} are not those of the lead; the nodes need the same ones"
+            )
+        async with self._room_for(model, facts) as devices:
+            indices = sorted(device.index for device in devices)
+            rank = order.spec.rank
+            if rank is None or rank.meeting is None or (rank.backend == "nccl") != (devices[0].kind == "cuda"):
+                raise LoadFailed(f"{model.id} needs devices of the same kind on all nodes, here are {devices[0].kind}")
+            meeting = replace(rank.meeting, own_host=own_host)
+            ranks = tuple(range(rank.rank, rank.rank + order.num_ranks))
+            claim = self._hosts.claims.new(model.id, indices, spans=True)
+            own = self._spec(model, facts, devices)
+            spec = replace(
+                order.spec,
+                path=own.path,
+                memory_bytes=own.memory_bytes,
+                min_free_bytes=own.min_free_bytes,
+                num_host_shares=own.num_host_shares,
+            )
+            yield self._hosts.group(indices, claim, Span(ranks, rank.size, meeting)), spec
 
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
@@ -143,6 +191,7 @@ class ModelLoader:
 
     def _reject_unsupported(self, model: KnownModel) -> None:
         """Raises LoadFailed for options that this node cannot satisfy."""
+        self._lead.reject_unsupported(model)
         allowed = len(set(model.devices)) if model.devices else len(self._devices)
         if model.num_devices > allowed:
             replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
@@ -236,6 +285,7 @@ class ModelLoader:
                     readings,
                     count=model.num_devices,
                     allowed=model.devices,
+                    excluded=self._hosts.claims.conflicts(spans=bool(model.nodes)) if facts.num_ranks > 1 else {},
                     reserve=self._forecast.reserve,
                 )
             except InsufficientCapacity:

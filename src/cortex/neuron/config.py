@@ -65,7 +65,11 @@ class Limits(Section, frozen=True):
     max_prompt_tokens: Count | None = None
     """Longer prompts are rejected like those over the context, even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256
-    """Device memory that is always kept free."""
+    """Memory that loads leave free on every device, whoever uses the rest: for a desktop, or for programs that start
+    later."""
+    memory_mb: Count | None = None
+    """The most memory that models may take over all devices, weights and KV caches together, however much is free.
+    Absent: all but `min_free_vram_mb`."""
     sleep_mb: Megabytes | None = None
     """Host memory for the weights of sleeping models; over it, the least recently used one is unloaded. 0: no sleep.
     Absent: half of the host's free memory on a node with GPUs, 0 on a node without, where sleep frees nothing."""
@@ -186,6 +190,14 @@ class PeerEntry(Section, frozen=True):
             raise ValueError(f"endpoint must look like `http://benjy.internal:13131`, got `{self.endpoint}`")
 
 
+class DeviceEntry(Section, frozen=True):
+    """A device of this node, by its index in `neuron discover`."""
+
+    index: Annotated[int, Meta(ge=0)]
+    memory_mb: Count
+    """The most memory that models may take there, however much is free; beside `limits.memory_mb` for all devices."""
+
+
 class NeuronConfig(Section, frozen=True):
     """`neuron.toml`."""
 
@@ -237,6 +249,7 @@ class NeuronConfig(Section, frozen=True):
     peer_address: str | None = None
     """The address of this host at which peers reach it while a model spans nodes. Absent: the one from which this node
     reaches the first peer of the model."""
+    devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
     limits: Limits = Limits()
@@ -256,6 +269,9 @@ class NeuronConfig(Section, frozen=True):
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
+        indices = [device.index for device in self.devices]
+        if len(set(indices)) < len(indices):
+            raise ValueError("a device is listed twice in [[devices]]; remove one entry")
 
     @property
     def address(self) -> Listen:

@@ -7,14 +7,19 @@ on the daemon's loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
-from cortex.neuron.engine.request import EngineStats, StepOutput
-from cortex.neuron.node.loading.library import Library
+from cortex.neuron.engine.request import EngineStats, LoadSpec, StepOutput
+from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.loading.device_room import DeviceRoom
+from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.spanning.protocol import (
     Connection,
     KillShare,
@@ -29,27 +34,41 @@ from cortex.neuron.node.spanning.protocol import (
     encode,
 )
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.group import WorkerGroup
+from cortex.neuron.worker.group import Span, WorkerGroup
 from cortex.neuron.worker.model_host import LoadRejected, Resident
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
-from cortex.wire.errors import CortexError, InsufficientCapacity
-from cortex.wire.node import ModelShare
+from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
+from cortex.wire.node import Device, ModelShare
 
 log = logging.getLogger(__name__)
 
+ROOM_S = 30.0
+"""How long a share may wait for other loads on its devices."""
 FREE_S = 5.0
 """For a rank whose lead is gone to leave its step; then its worker is killed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What this node has for shares."""
+
+    library: Library
+    loader: ModelLoader
+    room: DeviceRoom
+    devices: NodeDevices
+
+
 class HostedShares:
-    def __init__(self, library: Library, loader: ModelLoader) -> None:
-        self._library = library
-        self._loader = loader
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._shares: dict[_Share, Connection] = {}
 
     def statuses(self) -> tuple[ModelShare, ...]:
         return tuple(share.status() for share in self._shares)
+
+    def has(self, model_id: str) -> bool:
+        return any(share.model_id == model_id for share in self._shares)
 
     async def serve(self, connection: Connection) -> None:
         """Serves one lead until its connection ends. Nothing of its share is left then, also when this is cancelled."""
@@ -58,7 +77,7 @@ class HostedShares:
             async for message in connection:
                 match decode_from_lead(message):
                     case LoadShare() as order if share is None:
-                        share = _Share(order, connection, self._library, self._loader)
+                        share = _Share(order, connection, self._place)
                         self._shares[share] = connection
                     case LoadShare():
                         break
@@ -92,12 +111,12 @@ class HostedShares:
 class _Share:
     """One share, and the sink of its group."""
 
-    def __init__(self, order: LoadShare, connection: Connection, library: Library, loader: ModelLoader) -> None:
+    def __init__(self, order: LoadShare, connection: Connection, place: Place) -> None:
         self.model_id = order.request.model_id
         self._order = order
         self._connection = connection
-        self._library = library
-        self._loader = loader
+        self._place = place
+        self._loader = place.loader
         self._group: WorkerGroup | None = None
         self._resident: Resident | None = None
         self._is_lost = False
@@ -140,14 +159,17 @@ class _Share:
 
     async def _run(self) -> None:
         request = self._order.request
-        if self._library.is_configured(request.model_id):
+        if self._place.library.is_configured(request.model_id):
             request = msgspec.structs.replace(request, source=None)  # its files may be elsewhere than on the lead
         answer: ShareMessage
         try:
-            model = replace(self._library.adopt(request), replicas=1, nodes=request.nodes)
-            async with self._loader.share_host(model, self._order, self._connection.local_host) as (group, spec):
-                self._group = group
-                self._resident = await group.load(spec, self)
+            model = replace(self._place.library.adopt(request), replicas=1, nodes=request.nodes)
+            path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
+            facts = await asyncio.to_thread(_inspect, model, path)
+            async with contextlib.AsyncExitStack() as room:
+                devices = await self._room_for(model, facts, room)
+                self._group = self._new_group(model, devices)
+                self._resident = await self._group.load(self._spec(model, facts, devices), self)
             answer = ShareLoaded(self._resident.info.notes)
         except CortexError as error:
             kind = FaultKind.OUT_OF_MEMORY if isinstance(error, InsufficientCapacity) else FaultKind.REQUEST
@@ -157,6 +179,41 @@ class _Share:
         except WorkerLost as error:
             answer = ShareLost(str(error))
         await self._connection.send(encode(answer))
+
+    async def _room_for(
+        self, model: KnownModel, facts: ModelFacts, room: contextlib.AsyncExitStack
+    ) -> tuple[Device, ...]:
+        """The devices of the share; no other load runs there until `room` ends. Raises LoadFailed or
+        InsufficientCapacity."""
+        if facts.digest != self._order.digest:
+            raise LoadFailed(f"the files of {model.id} here are not those of the lead; the nodes need the same ones")
+        try:
+            # Bounded: a load that holds the room may itself wait for a node that waits for this share.
+            async with asyncio.timeout(ROOM_S):
+                return await room.enter_async_context(self._place.room.for_load(model, facts))
+        except TimeoutError:
+            raise InsufficientCapacity(f"another model is being loaded here for {ROOM_S:.0f} s; try again") from None
+
+    def _new_group(self, model: KnownModel, devices: tuple[Device, ...]) -> WorkerGroup:
+        rank = self._order.spec.rank
+        if rank is None or rank.meeting is None or (rank.backend == "nccl") != (devices[0].kind == "cuda"):
+            raise LoadFailed(f"{model.id} needs devices of one kind on all nodes, and has {devices[0].kind} ones here")
+        indices = [device.index for device in devices]
+        ranks = tuple(range(rank.rank, rank.rank + self._order.num_ranks))
+        meeting = replace(rank.meeting, own_host=self._connection.local_host)
+        claim = self._place.devices.claims.new(model.id, indices, spans=True)
+        return self._place.devices.group(indices, claim, Span(ranks, rank.size, meeting))
+
+    def _spec(self, model: KnownModel, facts: ModelFacts, devices: tuple[Device, ...]) -> LoadSpec:
+        """What the lead loads, with the files and the memory limits of this node."""
+        own = self._loader.spec(model, facts, devices)
+        return replace(
+            self._order.spec,
+            path=own.path,
+            memory_bytes=own.memory_bytes,
+            min_free_bytes=own.min_free_bytes,
+            num_host_shares=own.num_host_shares,
+        )
 
     # ModelSink: only the leader's rank has outputs
 
@@ -176,3 +233,7 @@ class _Share:
         self._is_lost = True
         log.warning("%s: the part that this node held is lost: %s", self.model_id, reason)
         run_once(self._connection.send(encode(ShareLost(reason))), f"report the loss of {self.model_id}")
+
+
+def _inspect(model: KnownModel, path: Path) -> ModelFacts:
+    return inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)

@@ -7,22 +7,25 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from .conftest import Daemon, StartDaemon
 
 pytestmark = pytest.mark.e2e
 
+SOURCE = Path(__file__).parents[3] / "src"
 TINY, SPANNING, BESIDE, WRONG_KEY = "tiny", "spanning", "beside", "wrong key"
 PEER_KEY = "key-of-the-second-node"
 TIMEOUT_S = 120.0
@@ -213,6 +216,61 @@ def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> 
     status, body = pair.lead.call("/models/load", {"model_id": WRONG_KEY}, TIMEOUT_S)
     assert status >= 400
     assert "does not accept the key" in body["error"]["message"]
+    assert pair.shares() == []
+
+
+@pytest.fixture
+def gateway(pair: Pair, tmp_path: Path, free_ports: Callable[[int], list[int]]) -> Iterator[str]:
+    """The URL of a gateway over both nodes, whose catalogue has a model that spans them."""
+    (port,) = free_ports(1)
+    (tmp_path / "models.toml").write_text(
+        f'[[models]]\nid = "shared"\nsource = "{pair.model}"\nnodes = ["beast", "second"]\n'
+    )
+    (tmp_path / "cortex.toml").write_text(
+        f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nmodels = "models.toml"\n'
+        f'state = "{tmp_path}/state"\nopen = true\n'
+        f'[[neurons]]\nname = "beast"\nendpoint = "{pair.lead.url}"\n'
+        f'[[neurons]]\nname = "second"\nendpoint = "{pair.peer.url}"\nkey_env = "PEER_KEY"\n'
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cortex.gateway", "--config", str(tmp_path / "cortex.toml")],
+        stdin=subprocess.DEVNULL,
+        stderr=(tmp_path / "log").open("wb"),
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "PEER_KEY": PEER_KEY},
+    )
+    yield f"http://127.0.0.1:{port}"
+    process.kill()
+    process.wait(10)
+
+
+def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: str) -> None:
+    def get(path: str) -> Any:
+        with urllib.request.urlopen(gateway + path, timeout=TIMEOUT_S) as response:
+            return json.load(response)
+
+    def both_are_up() -> bool:
+        try:
+            return all(node["up"] for node in get("/fleet/status")["nodes"])
+        except OSError:
+            return False
+
+    until(both_are_up, "the nodes are not up")
+    through = replace(pair.lead, url=gateway)
+    status, body = through.call("/fleet/models/shared/load", {"dry_run": True}, TIMEOUT_S)
+    assert "and a part on second" in json.dumps(body), body
+    assert text_of(through, "shared") == text_of(pair.lead, BESIDE)
+    nodes = {node["name"]: node for node in get("/fleet/status")["nodes"]}
+    (held,) = [model for model in nodes["beast"]["models"] if model["id"] == "shared"]
+    assert (held["state"], held["nodes"]) == ("ready", ["beast", "second"])
+    until(
+        lambda: (
+            [(share["model_id"], share["state"]) for share in get("/fleet/status")["nodes"][1]["shares"]]
+            == [("shared", "ready")]
+        ),
+        "the part is not shown",
+    )
+    status, body = through.call("/fleet/models/shared/unload", {}, TIMEOUT_S)
+    assert status == 200, body
     assert pair.shares() == []
 
 

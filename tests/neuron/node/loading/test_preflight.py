@@ -67,6 +67,7 @@ def test_ceiling_excludes_a_device_and_is_named():
             readings,
             count=1,
             allowed=(),
+            excluded={},
             reserve=lambda _: MemoryReserve(0),
             ceiling=lambda device: ceiling.get(device.index),
             left=lambda device: left.get(device.index),

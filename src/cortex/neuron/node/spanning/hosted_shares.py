@@ -77,7 +77,7 @@ class HostedShares:
             async for message in connection:
                 match decode_from_lead(message):
                     case LoadShare() as order if share is None:
-                        share = _Share(order, connection, self._place)
+                        share = _Share(order, connection, self._place, self._stale(order))
                         self._shares[share] = connection
                     case LoadShare():
                         break
@@ -97,6 +97,12 @@ class HostedShares:
                 await asyncio.shield(ending)
             await connection.close()
 
+    def _stale(self, order: LoadShare) -> list[_Share]:
+        """Parts of the same model that its lead no longer has. Their memory is about to be free."""
+        return [
+            share for share in self._shares if share.model_id == order.request.model_id and share.lead == _lead(order)
+        ]
+
     async def close(self) -> None:
         """Ends all shares; their leads see that their connections end."""
         for share, connection in list(self._shares.items()):
@@ -111,8 +117,11 @@ class HostedShares:
 class _Share:
     """One share, and the sink of its group."""
 
-    def __init__(self, order: LoadShare, connection: Connection, place: Place) -> None:
+    def __init__(self, order: LoadShare, connection: Connection, place: Place, stale: list[_Share]) -> None:
+        """`stale`: shares that end first."""
         self.model_id = order.request.model_id
+        self.lead = _lead(order)
+        self._stale = stale
         self._order = order
         self._connection = connection
         self._place = place
@@ -127,7 +136,7 @@ class _Share:
         resident = self._resident
         return ModelShare(
             model_id=self.model_id,
-            lead=self._order.request.nodes[0] if self._order.request.nodes else "",
+            lead=self.lead,
             state="loading" if resident is None else "ready",
             devices=self._group.device_indices if self._group is not None else (),
             num_bytes=resident.measured_bytes if resident is not None else 0,
@@ -163,6 +172,8 @@ class _Share:
             request = msgspec.structs.replace(request, source=None)  # its files may be elsewhere than on the lead
         answer: ShareMessage
         try:
+            for share in self._stale:
+                await share.end()
             model = replace(self._place.library.adopt(request), replicas=1, nodes=request.nodes)
             path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
             facts = await asyncio.to_thread(_inspect, model, path)
@@ -233,6 +244,10 @@ class _Share:
         self._is_lost = True
         log.warning("%s: the part that this node held is lost: %s", self.model_id, reason)
         run_once(self._connection.send(encode(ShareLost(reason))), f"report the loss of {self.model_id}")
+
+
+def _lead(order: LoadShare) -> str:
+    return order.request.nodes[0] if order.request.nodes else ""
 
 
 def _inspect(model: KnownModel, path: Path) -> ModelFacts:

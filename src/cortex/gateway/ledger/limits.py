@@ -14,9 +14,7 @@ import msgspec
 
 from cortex.gateway.ledger.keys import KeySection
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
-
-DEFAULT_COMPLETION_TOKENS = 1024
-"""Reserved for each choice of a request that sets no limit of its own."""
+from cortex.wire.sampling import DEFAULT_COMPLETION_TOKENS
 
 MINUTE_S = 60
 MAX_SKEW_MINUTES = 5

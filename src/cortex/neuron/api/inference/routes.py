@@ -57,7 +57,7 @@ class Inference:
                 check_content_type(http.headers.get("content-type"))
                 body = await bodies.body_of(http)
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
-                packed = await self.parser.parse(name, body, strip_billing=strip_billing)
+                packed = await self.parser.parse(name, body, bodies.client_of(http), strip_billing=strip_billing)
                 self.backend.model(packed.head.model)
                 watch.model = packed.head.model
                 try:

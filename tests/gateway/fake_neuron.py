@@ -90,7 +90,7 @@ class FakeNeuron:
     pull: PullStatus | None = None
     """The latest download; a test ends it by replacing it."""
     costs: dict[str, Usage] = field(default_factory=dict)
-    """Usage of requests whose clients disconnected, by request id."""
+    """Usage of requests whose clients disconnected, by the id that the client chose."""
     tls: ssl.SSLContext | None = None
     """Speaks HTTPS with it."""
     reason: str | None = None
@@ -244,7 +244,8 @@ class FakeNeuron:
         return _json(DeletedFiles(model_id=wanted.model_id, freed_bytes=1234))
 
     async def _usage(self, request: web.Request) -> web.Response:
-        cost = self.costs.get(request.match_info["id"])
+        attempts = {seen.headers.get("x-cortex-attempt-id"): seen.headers["x-request-id"] for seen in self.seen}
+        cost = self.costs.get(attempts.get(request.match_info["id"], ""))
         if cost is None:
             return _json({"error": {"message": "unknown", "code": "route_not_found"}}, 404)
         return _json(cost)

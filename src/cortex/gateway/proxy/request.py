@@ -41,13 +41,14 @@ from cortex.tasks import run_once
 from cortex.telemetry import UNTRACED, Span
 from cortex.wire import errors, failure_report, openai_chat, usage_report
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.headers import ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
+from cortex.wire.headers import ATTEMPT_ID, ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
 from cortex.wire.openai_responses import kept
 from cortex.wire.openai_responses.kept import KeptResponse
 from cortex.wire.raw_fields import replace_model
 from cortex.wire.requests import GenerateRequest
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
+_ATTEMPT_HEADER = ATTEMPT_ID.encode()
 _NODE_HEADER = NODE.encode()
 _NO_DETAILS_HEADER = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
 _USAGE_HEADER = usage_report.HEADER.encode()
@@ -194,11 +195,13 @@ class ProxyRequest:
             return
         else:
             target, body, self._translation = CHAT.path, *self._translated()
+        self._accounting.sent(lease)
         headers: Headers = (
             *node.headers,
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._accounting.stream else b"application/json"),
             (b"x-request-id", self.id),
+            (_ATTEMPT_HEADER, self._accounting.attempt_id),
             (_PRINCIPAL_HEADER, _header_value(self.admitted.reservation.principal)),
         )
         if self.keeper is not None and self.keeper.kept is not None:
@@ -208,7 +211,6 @@ class ProxyRequest:
         self._attempt = self.span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
             headers = (*headers, (b"traceparent", traceparent))
-        self._accounting.sent(lease)
         node_header = ((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else ()
         silence_s = services.config.idle_timeout_s
         self._relay.send(node.pool, b"POST", target, headers, body, self._translation, node_header, silence_s)

@@ -18,7 +18,6 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
-from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
@@ -63,7 +62,8 @@ class Inference:
                 try:
                     return await self._respond(http, DIALECTS[name], packed, watch)
                 except (asyncio.CancelledError, ConnectionError):
-                    self.usage_records.add(request_id.get(), watch.usage())
+                    if attempt_id := http.headers.get(our_headers.ATTEMPT_ID, ""):
+                        self.usage_records.add(attempt_id, watch.usage())
                     raise
 
         return handle

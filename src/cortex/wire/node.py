@@ -229,6 +229,8 @@ class LoadRequest(NodeValue, frozen=True):
     """Whether the text of control tokens in messages becomes these tokens."""
     kv_dtype: KVDtype | None = None
     """The dtype of the KV cache; as the node is configured when absent."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company."""
 
 
 class SleepOption(NodeValue, frozen=True, kw_only=True):

@@ -262,5 +262,6 @@ class ModelJobs:
                 context_tokens=spec.context,
                 control_tokens_in_messages=spec.control_tokens_in_messages,
                 kv_dtype=spec.kv_dtype,
+                deterministic=spec.deterministic,
             ),
         )

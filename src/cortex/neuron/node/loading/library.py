@@ -43,6 +43,7 @@ class KnownModel:
     control_tokens_in_messages: bool = False
     replicas: int = 1
     kv_dtype: KVDtype = "auto"
+    deterministic: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -120,6 +121,7 @@ class Library:
             context_tokens=request.context_tokens or known.context_tokens,
             control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
             kv_dtype=request.kv_dtype or known.kv_dtype,
+            deterministic=request.deterministic or known.deterministic,
         )
 
     def forget(self, model_id: str) -> None:
@@ -212,6 +214,7 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             replicas=entry.replicas,
             control_tokens_in_messages=entry.control_tokens_in_messages,
             kv_dtype=entry.kv_dtype,
+            deterministic=entry.deterministic,
         )
     for default in config.default_models:
         configured = next((entry for entry in config.models if entry.id == default.model_id), None)
@@ -228,4 +231,5 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             control_tokens_in_messages=default.control_tokens_in_messages
             or (configured is not None and configured.control_tokens_in_messages),
             kv_dtype=configured.kv_dtype if configured and default.kv_dtype == "auto" else default.kv_dtype,
+            deterministic=default.deterministic or (configured is not None and configured.deterministic),
         )

@@ -111,7 +111,7 @@ class Runner:
         self._threads = StepThreads() if self.device.type == "cpu" and not is_uniform else None
         self._graphs: StepGraphs | None = None
         # The ranks of a divided model would have to capture the same graphs at the same time.
-        if capture is None and self.device.type == "cuda" and model.parameters.group.shard.is_whole:
+        if capture is None and self.device.type == "cuda" and not model.architecture.is_divided:
             capture = CudaCapture()
         if capture is not None:
             sizes = GraphSizes(max_rows) if uniform_tokens is None else GraphSizes(uniform_tokens, sizes=())
@@ -202,7 +202,7 @@ class Runner:
         return drawn
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        """The residual stream after the last layer, of every token of the step."""
+        """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
         if self._uniform_tokens is None:
             return self.model(self._batch(plan, inputs))
         tokens = self._tokens(inputs)

@@ -35,11 +35,11 @@ def block_tokens(device: torch.device) -> int:
 
 
 class Part(NamedTuple):
-    """Consecutive tokens of one row in a block: `count` from position `start`, at `first` in the step."""
+    """Consecutive tokens of one row in a block: `num_tokens` from position `start`, at `first` in the step."""
 
     row: int
     start: int
-    count: int
+    num_tokens: int
     first: int
 
 
@@ -68,15 +68,15 @@ def batches(
     """
     make = _padded if has_kernels(tokens) else _single
     for block in cut(rows, size):
-        yield make(block, size, inputs, tokens, page_table, upload), sum(part.count for part in block)
+        yield make(block, size, inputs, tokens, page_table, upload), sum(part.num_tokens for part in block)
 
 
 def _padded(
     block: Sequence[Part], size: int, inputs: StepInputs, tokens: Tensor, page_table: Tensor, upload: Upload
 ) -> Batch:
-    begin, end = block[0].first, block[-1].first + block[-1].count
+    begin, end = block[0].first, block[-1].first + block[-1].num_tokens
     padding = size - (end - begin)
-    counts = [*(part.count for part in block), *[1] * padding]
+    counts = [*(part.num_tokens for part in block), *[1] * padding]
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
     numbers = [*(part.row for part in block), *[len(page_table) - 1] * padding]
     starts = [*(part.start for part in block), *[0] * padding]
@@ -101,7 +101,7 @@ def _single(
     block: Sequence[Part], size: int, inputs: StepInputs, tokens: Tensor, page_table: Tensor, upload: Upload
 ) -> Batch:
     (part,) = block
-    assert size == part.count == 1
+    assert size == part.num_tokens == 1
     here = slice(part.first, part.first + 1)
     return Batch(
         tokens=tokens[here],

@@ -28,6 +28,7 @@ from cortex.wire.node import (
     DiskUse,
     FilesRequest,
     Health,
+    HubRepository,
     LoadRequest,
     ModelLoad,
     ModelState,
@@ -89,6 +90,8 @@ class FakeNeuron:
     pull_requests: list[FilesRequest] = field(default_factory=list)
     pull: PullStatus | None = None
     """The latest download; a test ends it by replacing it."""
+    hub: dict[str, HubRepository] = field(default_factory=dict)
+    """What the hub offers, by source."""
     costs: dict[str, Usage] = field(default_factory=dict)
     """Usage of requests whose clients disconnected, by request id."""
     tls: ssl.SSLContext | None = None
@@ -165,6 +168,7 @@ class FakeNeuron:
         app.router.add_get("/files/pulls/{id:.+}", self._pull_status)
         app.router.add_post("/files/cancel", self._cancel_pull)
         app.router.add_post("/files/delete", self._delete_files)
+        app.router.add_get("/hub/{source:.+}", self._hub)
         app.router.add_post("/devices/{index}/recycle", self._recycle)
         app.router.add_get("/requests/{id:.+}/usage", self._usage)
         app.router.add_get("/v1/models", self._foreign_models)
@@ -242,6 +246,12 @@ class FakeNeuron:
         if self.states.get(wanted.model_id) is ModelState.READY:
             return _json({"error": {"message": f"{wanted.model_id} is in memory", "code": "model_in_use"}}, 409)
         return _json(DeletedFiles(model_id=wanted.model_id, freed_bytes=1234))
+
+    async def _hub(self, request: web.Request) -> web.Response:
+        found = self.hub.get(request.match_info["source"])
+        if found is None:
+            return _json({"error": {"message": "the hub has no such repository", "code": "model_not_found"}}, 404)
+        return _json(found)
 
     async def _usage(self, request: web.Request) -> web.Response:
         cost = self.costs.get(request.match_info["id"])

@@ -272,6 +272,24 @@ class DeletedFiles(NodeValue, frozen=True):
     freed_bytes: int
 
 
+class HubVariant(NodeValue, frozen=True):
+    """One form of a model in a repository of the hub."""
+
+    quant: str | None
+    """Its quantisation, as a pull names it; None: the repository's safetensors."""
+    num_bytes: int
+    """What a pull of it downloads."""
+    num_files: int
+
+
+class HubRepository(NodeValue, frozen=True):
+    """`GET /hub/{source}`: what a repository of the hub offers, before anything is downloaded."""
+
+    repository: str
+    commit: str
+    variants: tuple[HubVariant, ...]
+
+
 class Recycled(NodeValue, frozen=True):
     """`POST /devices/{index}/recycle`: whether the device's worker was replaced; not while models are on it."""
 

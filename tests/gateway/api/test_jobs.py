@@ -9,7 +9,7 @@ from fake_neuron import GB, Client, until
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import ModelState, PullStatus
+from cortex.wire.node import HubRepository, HubVariant, ModelState, PullStatus
 
 READY = ModelState.READY
 
@@ -182,10 +182,40 @@ async def test_files_are_deleted_on_one_node_and_disk_use_is_shown(neurons, star
     assert fleet["nodes"][0]["disk"]["free_bytes"] == 500
 
 
+async def test_hub_offer_has_sizes_and_where_each_would_fit(neurons, start_gateway):
+    offer = HubRepository(
+        repository="org/new",
+        commit="c0ffee",
+        variants=(
+            HubVariant(quant="Q4_K_M", num_bytes=9 * GB, num_files=1),
+            HubVariant(quant=None, num_bytes=30 * GB, num_files=4),
+        ),
+    )
+    beast = await neurons("beast", sizes={"b": 20 * GB}, states={"b": READY}, free_disk_bytes=20 * GB)
+    attic = await neurons("attic", hub={"org/new@v2": offer})
+    client = await start_gateway(beast, attic)
+    status, body = await client.get("/fleet/hub/org/new@v2:Q4_K_M?node=attic")
+    assert (status, body["repository"], body["asked"]) == (200, "org/new", "attic")
+    small, large = body["variants"]
+    assert (small["quant"], small["bytes"], large["quant"], large["num_files"]) == ("Q4_K_M", 9 * GB, None, 4)
+    verdicts = [{place["node"]: place["verdict"] for place in each["nodes"]} for each in (small, large)]
+    assert verdicts[0] == {"attic": "fits", "beast": "fits_after_eviction"}
+    assert verdicts[1] == {"attic": "too_small", "beast": "too_small"}
+    assert {place["node"]: place["fits_on_disk"] for place in small["nodes"]} == {"attic": False, "beast": True}
+    status, body = await client.get("/fleet/hub/org/none?node=attic")
+    assert (status, body["error"]["message"]) == (404, "attic: the hub has no such repository")
+    await attic.stop()
+    status, body = await client.get("/fleet/hub/org/new?node=attic")
+    assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
+    for wrong, status in (("none", 404), ("org/new?node=x", 400)):
+        assert (await client.get(f"/fleet/hub/{wrong}"))[0] == status
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
         ("POST", "/fleet/pull"),
+        ("GET", "/fleet/hub/org/new"),
         ("GET", "/fleet/jobs"),
         ("DELETE", "/fleet/nodes/beast/files/a"),
         ("POST", "/fleet/nodes/beast/drain"),

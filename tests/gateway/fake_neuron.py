@@ -75,6 +75,7 @@ class FakeNeuron:
     load_gate: asyncio.Event | None = None
     """Loads wait for it."""
     unload_gate: asyncio.Event | None = None
+    can_sleep: bool = True
     parks: bool = False
     """Whether it has host memory for sleeping models."""
     load_faults: list[tuple[int, str, str]] = field(default_factory=list)
@@ -145,7 +146,14 @@ class FakeNeuron:
 
     def discovery(self) -> Discovery:
         device = Device(index=0, kind="cuda", name="Fake 3090", total_bytes=self.total_bytes)
-        return Discovery(host=self.name, os="linux", version="0.1.0", devices=(device,), dialects=self.dialects)
+        return Discovery(
+            host=self.name,
+            os="linux",
+            version="0.1.0",
+            devices=(device,),
+            dialects=self.dialects,
+            can_sleep=self.can_sleep,
+        )
 
     @web.middleware
     async def _check_key(self, request: web.Request, handler: Any) -> web.StreamResponse:

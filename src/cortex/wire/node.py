@@ -73,6 +73,8 @@ class Discovery(NodeValue, frozen=True):
     """Why no GPU is used although one may be there, such as a driver/library mismatch."""
     max_devices_per_model: Annotated[int, Meta(ge=1)] = 1
     """The most devices that one model may span on this node."""
+    can_sleep: bool = True
+    """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
     harnesses: tuple[str, ...] = ("torch",)
     dialects: tuple[Dialect, ...] = (
         "openai_chat",

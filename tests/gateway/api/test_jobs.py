@@ -117,6 +117,23 @@ async def test_pin_whose_load_fails_is_not_kept(neurons, start_gateway):
     assert client.gateway.dispatcher.pins == frozenset()
 
 
+async def test_status_says_who_pins_a_model_and_whether_a_node_lets_models_sleep(neurons, start_gateway):
+    sizes = {"a": GB, "b": GB, "c": GB}
+    beast = await neurons("beast", sizes=sizes, states=dict.fromkeys(sizes, READY))
+    attic = await neurons("attic", sizes=sizes, states=dict.fromkeys(sizes, READY), can_sleep=False)
+    catalogue = Catalogue(models=(ModelSpec(id="a", pinned_on=("beast",)), ModelSpec(id="b")))
+    client = await start_gateway(beast, attic, catalogue=catalogue)
+    await client.post("/fleet/models/b/pin", {"node": "attic"})
+    _, fleet = await client.get("/fleet/status")
+    pins = {(node["name"], model["id"]): model["pinned_by"] for node in fleet["nodes"] for model in node["models"]}
+    assert {place: by for place, by in pins.items() if by} == {
+        ("beast", "a"): "catalogue",
+        ("attic", "b"): "operator",
+    }
+    assert all(model["pinned"] is bool(model["pinned_by"]) for node in fleet["nodes"] for model in node["models"])
+    assert {node["name"]: node["can_sleep"] for node in fleet["nodes"]} == {"beast": True, "attic": False}
+
+
 async def test_pin_and_drain_survive_a_restart(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB})
     other = await neurons("other", sizes={"b": GB}, states={"b": READY})

@@ -30,7 +30,7 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
+from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_sleep, sleep_budget_bytes
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
@@ -84,7 +84,7 @@ class Node:
         limits = config.limits
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
-        self.discovery = _discovery(inventory)
+        self.discovery = _discovery(inventory, config.limits.sleep_mb)
         self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve)
         self._config = config
         self._policy = parts.policy
@@ -372,7 +372,7 @@ def _model_event(status: ModelStatus) -> NodeEvent:
     return NodeEvent(kind="model", at_s=time.time(), model=status)
 
 
-def _discovery(inventory: Inventory) -> Discovery:
+def _discovery(inventory: Inventory, sleep_mb: int | None) -> Discovery:
     return Discovery(
         host=socket.gethostname(),
         os=f"{platform.system()} {platform.release()}",
@@ -383,5 +383,6 @@ def _discovery(inventory: Inventory) -> Discovery:
         cuda_version=inventory.cuda_version,
         driver_problem=inventory.driver_problem,
         max_devices_per_model=len(inventory.devices),
+        can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=HARNESSES,
     )

@@ -128,6 +128,7 @@ def _node_status(node: Node, pinned: set[str]) -> dict[str, Any]:
         "missed_polls": node.missed_polls,
         "can_sleep": node.can_sleep,
         "dialects": node.dialects,
+        "ceiling_bytes": node.ceiling_bytes,
         "devices": [msgspec.to_builtins(device) for device in node.devices],
         "models": [
             msgspec.to_builtins(held.status)

@@ -97,7 +97,7 @@ class Engine:
         """Builds what runs requests. The memory for sequences must be allocated."""
         memory, limits = self._loaded.memory, self._limits
         checkpoints = None
-        if memory.states is not None:
+        if self.model.architecture.is_recurrent:
             # Slots: one for each row, one for padding rows, then the checkpoints.
             spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)

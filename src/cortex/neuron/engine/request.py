@@ -125,6 +125,20 @@ class RankSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StageSpec:
+    """The layers of one rank of a model that is divided by layers."""
+
+    first_layer: int
+    num_layers: int
+    memory_bytes: int | None = None
+    """Limit for the weights and KV of this stage; None: as for a whole model."""
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSpec:
     """What to load and how. `path` is local: a directory with safetensors, or one GGUF file."""
 
@@ -146,6 +160,13 @@ class LoadSpec:
     """The rank to load of a model that is divided among several devices; None: the whole model."""
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
+    stages: tuple[StageSpec, ...] = ()
+    """Of a model that is divided by layers: those of each rank. Empty: the ranks divide every layer."""
+
+    @property
+    def stage(self) -> StageSpec | None:
+        """The layers of the rank that this spec loads, if the model is divided by layers."""
+        return self.stages[self.rank.rank] if self.rank is not None and self.stages else None
 
 
 @dataclass(frozen=True, slots=True)

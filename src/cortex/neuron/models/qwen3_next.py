@@ -16,7 +16,7 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 
 
 class Qwen3Next(Llama):
-    """The input projections of the delta nets are stored key head by key head."""
+    """The input projections of the delta nets are stored key head by key head, but part by part in GGUF."""
 
     zero_centred_norm = True
     stored_by_key_head: ClassVar[bool] = True
@@ -40,7 +40,7 @@ class Qwen3Next(Llama):
             value_dim=count_in(self.raw, "linear_value_head_dim"),
             conv_taps=count_in(self.raw, "linear_conv_kernel_dim"),
             norm_eps=self.config.norm_eps,
-            stored_by_key_head=self.stored_by_key_head,
+            stored_by_key_head=self.stored_by_key_head and not self.raw.get("linear_inputs_by_part"),
         )
 
     def _layer_type(self, index: int) -> str:

@@ -66,8 +66,13 @@ class WeightStorage:
 
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     """All parameters of a model; of a divided one, those of this rank."""
+    total = sum(layer_bytes(architecture, storage))
+    return total + end_bytes(architecture, storage) if architecture.has_ends else total
+
+
+def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    """The parameters outside the layers: embedding, last norm and head."""
     config, prefix = architecture.config, architecture.prefix
-    norm_bytes = config.hidden * (_FLOAT32_BYTES if architecture.zero_centred_norm else storage.item_bytes)
     vocab = len(architecture.shard.part(config.vocab))
     if config.tied:  # the head multiplies by the embedding
         ends = storage.linear_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
@@ -75,9 +80,14 @@ def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
         embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
         ends = storage.matrix_bytes(vocab, config.hidden) if embedding is None else embedding
         ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
-    total = ends + norm_bytes
-    for index, layer in enumerate(architecture.layers):
-        name = f"{prefix}.layers.{index}"
+    return ends + _norm_bytes(architecture, storage)
+
+
+def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]:
+    """The parameters of each layer."""
+    totals = []
+    for name, layer in architecture.named_layers():
+        total = 2 * _norm_bytes(architecture, storage)
         if isinstance(layer.mixer, AttentionConfig):
             total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
         else:
@@ -86,8 +96,12 @@ def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
             total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
         else:
             total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        total += 2 * norm_bytes
-    return total
+        totals.append(total)
+    return totals
+
+
+def _norm_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    return architecture.config.hidden * (_FLOAT32_BYTES if architecture.zero_centred_norm else storage.item_bytes)
 
 
 def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:

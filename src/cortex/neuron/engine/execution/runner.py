@@ -106,7 +106,7 @@ class Runner:
         self._threads = StepThreads() if self.device.type == "cpu" else None
         self._graphs: StepGraphs | None = None
         # The ranks of a divided model would have to capture the same graphs at the same time.
-        if capture is None and self.device.type == "cuda" and model.parameters.group.shard.is_whole:
+        if capture is None and self.device.type == "cuda" and not model.architecture.is_divided:
             capture = CudaCapture()
         if capture is not None:
             self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens, capture)
@@ -183,7 +183,7 @@ class Runner:
     ) -> Drawn | None:
         """Runs any step, one launch per operation. Adds the scores of prompts to `scores`."""
         batch = self._batch(plan, inputs)
-        hidden = self.model(batch)
+        hidden = self._hidden(batch, plan, inputs)
         scores += score_prompts(self.model, hidden, plan, inputs, self._upload)
         if not draws:
             return None
@@ -193,6 +193,11 @@ class Runner:
         drawn = self._draw(logits, rows, batch.positions[index], draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
         return drawn
+
+    def _hidden(self, batch: Batch, plan: StepPlan, inputs: StepInputs) -> Tensor:
+        """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
+        del plan, inputs
+        return self.model(batch)
 
     def _draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None

@@ -35,6 +35,7 @@ from cortex.wire.node import (
     ModelStatus,
     Progress,
     PullStatus,
+    SamplingDefaults,
     UnloadRequest,
 )
 
@@ -81,6 +82,7 @@ class FakeNeuron:
     load_faults: list[tuple[int, str, str]] = field(default_factory=list)
     """(status, code, message) for the next loads, in order."""
     loads: dict[str, ModelLoad] = field(default_factory=dict)
+    sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
     answer: Answer | None = None
     silent: bool = False
     """Accept control requests and never respond."""
@@ -127,6 +129,7 @@ class FakeNeuron:
             context_tokens=32768,
             max_output_tokens=8192,
             capabilities=Capabilities(tools=True, reasoning=True),
+            sampling=self.sampling.get(model, SamplingDefaults()),
             load=self.loads.get(model, ModelLoad()),
             reason=self.reason if state is ModelState.FAILED else None,
             state_age_s=1000.0,

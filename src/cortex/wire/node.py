@@ -126,6 +126,21 @@ class Capabilities(NodeValue, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class SamplingDefaults(NodeValue, frozen=True):
+    """How a model samples where a request says nothing; None: not said here."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+
+    def over(self, other: SamplingDefaults) -> SamplingDefaults:
+        """These values, and those of `other` where there are none."""
+        ours = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(other, **ours)
+
+
 class ModelStatus(NodeValue, frozen=True):
     """One model on one node."""
 
@@ -154,6 +169,8 @@ class ModelStatus(NodeValue, frozen=True):
     """Context that the loaded model accepts: the model's limit, or less if memory is the limit."""
     max_output_tokens: int | None = None
     capabilities: Capabilities = Capabilities()
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How it samples where a request says nothing: the operator's values, then those of its files."""
     progress: Progress | None = None
     load: ModelLoad = ModelLoad()
     reason: str | None = None
@@ -235,6 +252,8 @@ class LoadRequest(NodeValue, frozen=True):
     """Whether the text of control tokens in messages becomes these tokens."""
     kv_dtype: KVDtype | None = None
     """The dtype of the KV cache; as the node is configured when absent."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How the model samples where a request says nothing; as the node is configured where absent."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
 

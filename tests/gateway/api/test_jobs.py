@@ -9,7 +9,8 @@ from fake_neuron import GB, Client, until
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import HubRepository, HubVariant, ModelState, PullStatus
+from cortex.settings import SamplingSection
+from cortex.wire.node import HubRepository, HubVariant, ModelState, PullStatus, SamplingDefaults
 
 READY = ModelState.READY
 
@@ -132,6 +133,18 @@ async def test_status_says_who_pins_a_model_and_whether_a_node_lets_models_sleep
     }
     assert all(model["pinned"] is bool(model["pinned_by"]) for node in fleet["nodes"] for model in node["models"])
     assert {node["name"]: node["can_sleep"] for node in fleet["nodes"]} == {"beast": True, "attic": False}
+
+
+async def test_sampling_of_the_catalogue_reaches_the_node_and_is_shown(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB})
+    catalogue = Catalogue(models=(ModelSpec(id="a", sampling=SamplingSection(temperature=0.2)),))
+    client = await start_gateway(beast, catalogue=catalogue)
+    assert (await client.get("/v1/models/a"))[1]["sampling"] == {"temperature": 0.2}
+    await client.post("/fleet/models/a/load")
+    assert beast.load_requests[0].sampling == SamplingDefaults(temperature=0.2)
+    beast.sampling["a"] = SamplingDefaults(temperature=0.2, top_k=40)
+    while (await client.get("/v1/models/a"))[1]["sampling"] != {"temperature": 0.2, "top_k": 40}:
+        await asyncio.sleep(0.02)
 
 
 async def test_pin_and_drain_survive_a_restart(neurons, start_gateway):

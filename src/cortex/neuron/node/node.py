@@ -37,7 +37,7 @@ from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_slee
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
-from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.text.model import TextModel, TextSurvey, survey_text
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.tokenizer_process.client import TokenizerClient
@@ -48,7 +48,6 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
-    Capabilities,
     Discovery,
     Health,
     LoadRequest,
@@ -76,7 +75,7 @@ class Parts:
     find_local: FindLocal = find_local
     open_text: Callable[[Path], TextSource] | None = None
     """None: a tokenizer process for each model."""
-    capabilities_of: Callable[[Path], Capabilities] = capabilities_of
+    survey_text: Callable[[Path], TextSurvey] = survey_text
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
@@ -108,7 +107,7 @@ class Node:
             fetch=parts.fetch,
             find_local=parts.find_local,
             texts=self._texts,
-            capabilities_of=parts.capabilities_of,
+            survey_text=parts.survey_text,
         )
         self._controllers: dict[str, ModelController] = {}
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)

@@ -89,6 +89,8 @@ function facts(model) {
   ].filter(Boolean);
 }
 
+const sampling = (values) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
+
 /** One size per quantisation: the largest that a node reports. */
 function sizesOf(model) {
   const byQuant = new Map();
@@ -101,6 +103,7 @@ function Detail({ model, operator, reload }) {
   return html`
     <div class="model-detail">
       <p class="dim">Context ${count(model.limit.context)} tokens, of them at most ${count(model.limit.output)} of output. ${model.sizes.map((size) => `${size.quant ?? "Unquantised"}: ${bytes(size.bytes)} on ${size.nodes.join(", ")}`).join(". ")}</p>
+      ${Object.keys(model.sampling).length > 0 && html`<p class="dim">Samples with ${sampling(model.sampling)} where a request says nothing.</p>`}
       ${model.locations.filter((place) => place.reason).map((place) => html`<p key=${place.node} class="problem">${place.node}: ${place.reason}</p>`)}
       ${error && html`<${Problem} error=${error} />`}
       ${value && html`<${Explanation} decision=${value} />`}

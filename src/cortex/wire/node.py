@@ -208,6 +208,8 @@ class PullStatus(NodeValue, frozen=True):
     progress: Progress | None = None
     reason: str | None = None
     """Why it failed."""
+    code: str | None = None
+    """The error code of the failure."""
 
 
 class DiskUse(NodeValue, frozen=True):

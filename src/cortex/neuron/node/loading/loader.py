@@ -27,17 +27,28 @@ from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.tokenizer_process.client import UNREADABLE
-from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
+from cortex.neuron.weights import errors as weight_errors
+from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected
-from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
+from cortex.wire.errors import (
+    CortexError,
+    DiskFull,
+    HubUnavailable,
+    InsufficientCapacity,
+    LoadFailed,
+    SourceNotFound,
+)
 from cortex.wire.node import Device
+from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
 
-
-class HubUnavailable(LoadFailed):
-    """The hub cannot be reached and the cache does not hold the model. A later load may succeed."""
+_DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
+    weight_errors.HubUnreachable: HubUnavailable,
+    weight_errors.NotOnHub: SourceNotFound,
+    weight_errors.DiskFull: DiskFull,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +139,9 @@ class ModelLoader:
             with contextlib.suppress(Cancelled, CheckpointError):
                 await download  # the thread checks the event often
             raise
-        except HubUnreachable as error:
-            raise HubUnavailable(f"{model.id}: {error}") from error
         except (CheckpointError, OSError) as error:
-            raise LoadFailed(f"{model.id}: {error}") from error
+            kind = next((kind for cause, kind in _DOWNLOAD_ERRORS.items() if isinstance(error, cause)), LoadFailed)
+            raise kind(f"{model.id}: {error}") from error
 
     # Preflight
 
@@ -141,8 +151,8 @@ class ModelLoader:
         if model.num_devices > allowed:
             replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
             raise LoadFailed(
-                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use {allowed} "
-                f"{'device' if allowed == 1 else 'devices'} of this node; lower it, or choose a model that fits fewer "
+                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use "
+                f"{plural(allowed, 'device')} of this node; lower it, or choose a model that fits fewer "
                 "devices"
             )
         for index in model.devices:

@@ -256,6 +256,8 @@ class LoadRequest(NodeValue, frozen=True):
     """The dtype of the KV cache; as the node is configured when absent."""
     sampling: SamplingDefaults = SamplingDefaults()
     """How the model samples where a request says nothing; as the node is configured where absent."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
 

@@ -266,6 +266,7 @@ class ModelJobs:
                 control_tokens_in_messages=spec.control_tokens_in_messages,
                 kv_dtype=spec.kv_dtype,
                 sampling=msgspec.convert(spec.sampling.given, SamplingDefaults),
+                deterministic=spec.deterministic,
                 max_bytes=job.max_bytes,
             ),
         )

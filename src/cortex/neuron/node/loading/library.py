@@ -48,6 +48,7 @@ class KnownModel:
     kv_dtype: KVDtype = "auto"
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """The operator's."""
+    deterministic: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -127,6 +128,7 @@ class Library:
             control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
             kv_dtype=request.kv_dtype or known.kv_dtype,
             sampling=request.sampling.over(known.sampling),
+            deterministic=request.deterministic or known.deterministic,
             memory_bytes=smallest(known.memory_bytes, max_bytes),
         )
 
@@ -221,6 +223,7 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             control_tokens_in_messages=entry.control_tokens_in_messages,
             kv_dtype=entry.kv_dtype,
             sampling=_sampling(entry.sampling.given),
+            deterministic=entry.deterministic,
         )
     for default in config.default_models:
         configured = next((entry for entry in config.models if entry.id == default.model_id), None)
@@ -238,6 +241,7 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             or (configured is not None and configured.control_tokens_in_messages),
             kv_dtype=configured.kv_dtype if configured and default.kv_dtype == "auto" else default.kv_dtype,
             sampling=_sampling((configured.sampling.given if configured else {}) | default.sampling.given),
+            deterministic=default.deterministic or (configured is not None and configured.deterministic),
         )
 
 

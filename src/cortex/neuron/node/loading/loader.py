@@ -155,6 +155,11 @@ class ModelLoader:
                 f"{plural(allowed, 'device')} of this node; lower it, or choose a model that fits fewer "
                 "devices"
             )
+        if model.deterministic and model.tensor_parallel > 1:
+            raise LoadFailed(
+                f"{model.id} asks for deterministic = true and tensor_parallel = {model.tensor_parallel}, but how the "
+                "devices add up their parts depends on the size of a step; leave one of them out"
+            )
         for index in model.devices:
             if index not in (device.index for device in self._devices):
                 have = ", ".join(str(device.index) for device in self._devices)
@@ -218,6 +223,7 @@ class ModelLoader:
             quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,
             kv_dtype=model.kv_dtype,
+            deterministic=model.deterministic,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             memory_bytes=smallest(*ceilings),

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
-from cortex.settings import Listen, Section
+from cortex.settings import Listen, SamplingSection, Section
 from cortex.telemetry import TelemetrySection
 from cortex.wire.node import KVDtype
 
@@ -138,6 +138,9 @@ class ModelEntry(Section, frozen=True):
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
     default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
+    absent."""
 
 
 class DefaultModel(Section, frozen=True):
@@ -170,6 +173,8 @@ class DefaultModel(Section, frozen=True):
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     control_tokens_in_messages: bool = False
     """Read control tokens in the text of messages as such; see `models`."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing; see `models`."""
 
 
 class DeviceEntry(Section, frozen=True):

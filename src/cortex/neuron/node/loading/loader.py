@@ -25,6 +25,7 @@ from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Lib
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.node.texts import Texts
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
@@ -38,7 +39,7 @@ from cortex.wire.errors import (
     LoadFailed,
     SourceNotFound,
 )
-from cortex.wire.node import Capabilities, Device
+from cortex.wire.node import Device
 from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Survey:
 
     facts: ModelFacts
     """Of the whole model, or of one rank of a divided one."""
-    capabilities: Capabilities
+    text: TextSurvey
     requested_quant: str | None
 
 
@@ -74,7 +75,7 @@ class ModelLoader:
         fetch: Fetch,
         find_local: FindLocal,
         texts: Texts,
-        capabilities_of: Callable[[Path], Capabilities],
+        survey_text: Callable[[Path], TextSurvey],
     ) -> None:
         self._config = config
         self._library = library
@@ -85,7 +86,7 @@ class ModelLoader:
         self._fetch = fetch
         self._find_local = find_local
         self._texts = texts
-        self._capabilities_of = capabilities_of
+        self._survey_text = survey_text
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._unreadable: set[str] = set()
@@ -201,7 +202,7 @@ class ModelLoader:
                 "hub), or omit `quant`"
             )
         try:
-            return Survey(facts, self._capabilities_of(path), model.quant)
+            return Survey(facts, self._survey_text(path), model.quant)
         except UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
 

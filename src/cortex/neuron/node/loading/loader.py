@@ -26,18 +26,30 @@ from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.texts import Texts
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.tokenizer_process.client import UNREADABLE
-from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
+from cortex.neuron.weights import errors as weight_errors
+from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost
-from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
-from cortex.wire.node import Capabilities, Device
+from cortex.wire.errors import (
+    CortexError,
+    DiskFull,
+    HubUnavailable,
+    InsufficientCapacity,
+    LoadFailed,
+    SourceNotFound,
+)
+from cortex.wire.node import Device
+from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
 
-
-class HubUnavailable(LoadFailed):
-    """The hub cannot be reached and the cache does not hold the model. A later load may succeed."""
+_DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
+    weight_errors.HubUnreachable: HubUnavailable,
+    weight_errors.NotOnHub: SourceNotFound,
+    weight_errors.DiskFull: DiskFull,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class Survey:
 
     facts: ModelFacts
     """Of the whole model, or of one rank of a divided one."""
-    capabilities: Capabilities
+    text: TextSurvey
     requested_quant: str | None
 
 
@@ -64,7 +76,7 @@ class ModelLoader:
         fetch: Fetch,
         find_local: FindLocal,
         texts: Texts,
-        capabilities_of: Callable[[Path], Capabilities],
+        survey_text: Callable[[Path], TextSurvey],
         lead: Lead,
     ) -> None:
         self._config = config
@@ -77,7 +89,7 @@ class ModelLoader:
         self._fetch = fetch
         self._find_local = find_local
         self._texts = texts
-        self._capabilities_of = capabilities_of
+        self._survey_text = survey_text
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._unreadable: set[str] = set()
@@ -142,10 +154,9 @@ class ModelLoader:
             with contextlib.suppress(Cancelled, CheckpointError):
                 await download  # the thread checks the event often
             raise
-        except HubUnreachable as error:
-            raise HubUnavailable(f"{model.id}: {error}") from error
         except (CheckpointError, OSError) as error:
-            raise LoadFailed(f"{model.id}: {error}") from error
+            kind = next((kind for cause, kind in _DOWNLOAD_ERRORS.items() if isinstance(error, cause)), LoadFailed)
+            raise kind(f"{model.id}: {error}") from error
 
     # Preflight
 
@@ -156,9 +167,14 @@ class ModelLoader:
         if model.num_devices > allowed:
             replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
             raise LoadFailed(
-                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use {allowed} "
-                f"{'device' if allowed == 1 else 'devices'} of this node; lower it, or choose a model that fits fewer "
+                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use "
+                f"{plural(allowed, 'device')} of this node; lower it, or choose a model that fits fewer "
                 "devices"
+            )
+        if model.deterministic and model.tensor_parallel > 1:
+            raise LoadFailed(
+                f"{model.id} asks for deterministic = true and tensor_parallel = {model.tensor_parallel}, but how the "
+                "devices add up their parts depends on the size of a step; leave one of them out"
             )
         for index in model.devices:
             if index not in (device.index for device in self._devices):
@@ -202,7 +218,7 @@ class ModelLoader:
                 "hub), or omit `quant`"
             )
         try:
-            return Survey(facts, self._capabilities_of(path), model.quant)
+            return Survey(facts, self._survey_text(path), model.quant)
         except UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
 
@@ -223,6 +239,7 @@ class ModelLoader:
             quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,
             kv_dtype=model.kv_dtype,
+            deterministic=model.deterministic,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             memory_bytes=smallest(*ceilings),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from cortex.cli.client import GatewayClient
-from cortex.wire.node import ModelStatus, NodeValue
+from cortex.wire.node import ModelShare, ModelStatus, NodeValue
 
 
 class DeviceView(NodeValue, frozen=True, kw_only=True):
@@ -17,6 +17,8 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     total_bytes: int
     free_bytes: int
     foreign_bytes: int = 0
+    ceiling_bytes: int | None = None
+    """The most that models may hold there."""
 
 
 class HeldModel(ModelStatus, frozen=True, kw_only=True):
@@ -24,6 +26,7 @@ class HeldModel(ModelStatus, frozen=True, kw_only=True):
 
     in_flight: int = 0
     pinned: bool = False
+    pinned_by: Literal["operator", "catalogue"] | None = None
 
 
 class NodeView(NodeValue, frozen=True, kw_only=True):
@@ -33,9 +36,13 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     draining: bool = False
     drained: bool = False
     problem: str | None = None
+    ceiling_bytes: int | None = None
+    """The most that models may hold over all devices."""
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
     cold_models: tuple[str, ...] = ()
+    shares: tuple[ModelShare, ...] = ()
+    """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes on disk, by model."""
 

@@ -16,14 +16,16 @@ from cortex.neuron.api import app, responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.log_context import common_fields
+from cortex.neuron.api.peer_connections import PeerConnector
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
-from cortex.neuron.node.node import Node
+from cortex.neuron.node.node import Node, Parts
 from cortex.settings import Listen, SettingsError, stamp
 from cortex.tasks import Supervisor
 from cortex.telemetry import Tracer, logs, open_tracer
 from cortex.tls import CHECK_FILES_S, ServerCertificate
 from cortex.wire.errors import CortexError, HeadersTooLarge, MalformedHTTP
+from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +177,8 @@ async def serve(
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        node = await Node.start(config)
+        connector = PeerConnector(path.parent if path is not None else Path.cwd())
+        node = await Node.start(config, Parts(connect_peer=connector.connect))
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:
@@ -215,7 +218,7 @@ async def _serve_node(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        log.info("shutting down: draining %d requests, up to %.0f s", drain_gate.num_requests, config.drain_s)
+        log.info("shutting down: draining %s, up to %.0f s", plural(drain_gate.num_requests, "request"), config.drain_s)
         drain_gate.close()
         await node.close()
         await drain_gate.drained(_FLUSH_S)

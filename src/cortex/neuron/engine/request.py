@@ -111,6 +111,20 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a model find each other if they are on several hosts. The leader's worker listens there."""
+
+    host: str
+    """An address of the leader's host that the others reach."""
+    store_port: int
+    step_port: int
+    secret: str
+    """Of this load: a connection without it is closed."""
+    own_host: str
+    """The address at which the host of this rank is reached by the others."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankSpec:
     """One rank of a model that is divided among several devices."""
 
@@ -122,6 +136,22 @@ class RankSpec:
     backend: Literal["nccl", "gloo"] = "gloo"
     device_locks: tuple[str, ...] = ()
     """A file for each device of the group, in the same order for all models. The leader locks them for each step."""
+    meeting: Meeting | None = None
+    """None: all ranks are on this host, and find each other in `directory`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """The layers of one rank of a model that is divided by layers."""
+
+    first_layer: int
+    num_layers: int
+    memory_bytes: int | None = None
+    """Limit for the weights and KV of this stage; None: as for a whole model."""
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +165,8 @@ class LoadSpec:
     context_tokens: int | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """In which numbers keys and values are kept; `auto`: in those that the model computes in."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company, at the price of speed."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""
@@ -146,6 +178,13 @@ class LoadSpec:
     """The rank to load of a model that is divided among several devices; None: the whole model."""
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
+    stages: tuple[StageSpec, ...] = ()
+    """Of a model that is divided by layers: those of each rank. Empty: the ranks divide every layer."""
+
+    @property
+    def stage(self) -> StageSpec | None:
+        """The layers of the rank that this spec loads, if the model is divided by layers."""
+        return self.stages[self.rank.rank] if self.rank is not None and self.stages else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import platform
 import socket
 import time
@@ -25,16 +26,21 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.files import fetch, find_local
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
+from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
+from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_sleep, sleep_budget_bytes
+from cortex.neuron.node.spanning.hosted_shares import HostedShares, Place
+from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
-from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.text.model import TextModel, TextSurvey, survey_text
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.tokenizer_process.client import TokenizerClient
@@ -45,7 +51,6 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
-    Capabilities,
     Discovery,
     Health,
     LoadRequest,
@@ -55,6 +60,8 @@ from cortex.wire.node import (
     UnloadRequest,
 )
 from cortex.wire.packed_request import PackedRequest
+
+log = logging.getLogger(__name__)
 
 _SAMPLE_S = 1.0
 _SCAN_EVERY_SAMPLES = 30
@@ -71,10 +78,11 @@ class Parts:
     find_local: FindLocal = find_local
     open_text: Callable[[Path], TextSource] | None = None
     """None: a tokenizer process for each model."""
-    capabilities_of: Callable[[Path], Capabilities] = capabilities_of
+    survey_text: Callable[[Path], TextSurvey] = survey_text
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
+    connect_peer: ConnectPeer = unconnected
 
 
 class Node:
@@ -84,25 +92,29 @@ class Node:
         limits = config.limits
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
-        self.discovery = _discovery(inventory)
-        self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve)
+        ceilings = Ceilings.of(config)
+        self.discovery = _discovery(inventory, config.limits.sleep_mb)
+        self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve, ceilings)
         self._config = config
         self._policy = parts.policy
         self._started_s = time.monotonic()
         self._library = Library(config)
         open_text = parts.open_text or partial(TokenizerClient, memory_bytes=config.text.memory_mb << 20)
         self._texts = Texts(open_text, config.text, limits.max_queue)
+        room = DeviceRoom(self.devices, forecast, MemoryCeilings(ceilings, self._holdings), parts.read_devices)
         self._loader = ModelLoader(
             config,
             self._library,
             self.devices,
             forecast,
-            read_devices=parts.read_devices,
+            room,
             fetch=parts.fetch,
             find_local=parts.find_local,
             texts=self._texts,
-            capabilities_of=parts.capabilities_of,
+            survey_text=parts.survey_text,
+            lead=Lead(config, self.devices, parts.connect_peer),
         )
+        self.shares = HostedShares(Place(self._library, self._loader, room, self.devices))
         self._controllers: dict[str, ModelController] = {}
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._sleep_budget = SleepBudget(
@@ -129,6 +141,7 @@ class Node:
         parts = parts or Parts()
         inventory = divided(await asyncio.to_thread(parts.discover), config.cpu_devices)
         node = cls(config, inventory, parts)
+        _warn_of_unknown_devices(config, inventory)
         node._run_in_background(node.devices.warm(), "import the engine")
         await node._scan_cache()
         node._regular = [
@@ -141,15 +154,18 @@ class Node:
 
     def health(self) -> Health:
         failing = self._tasks.failing
+        limits = self._config.limits
         return Health(
             status="draining" if self._closing else "degraded" if failing else "ok",
             uptime_s=round(time.monotonic() - self._started_s, 3),
             devices=self.devices.health(),
             models=self.models(),
+            ceiling_bytes=None if limits.memory_mb is None else limits.memory_mb << 20,
             activation=self._startup_models.status(),
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
+            shares=self.shares.statuses(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -261,6 +277,10 @@ class Node:
         self._reject_when_closing()
         return self._controller(model_id).serving_instance().submit(request)
 
+    async def host_share(self, connection: Connection) -> None:
+        """Holds a part of a model that another node leads, for as long as its connection lasts."""
+        await self.shares.serve(connection)
+
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which frees all of its memory. False while models are on it."""
         return await self.devices.supervisors[device].recycle()
@@ -287,6 +307,7 @@ class Node:
             instance.end(_shutting_down())
         for controller in controllers:
             controller.close()
+        await self.shares.close()
         await self.devices.close()
         await self._texts.close()
         await self.files.close()
@@ -320,12 +341,29 @@ class Node:
         controller = self._controllers.get(model_id)
         return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
 
+    def _holdings(self) -> list[Holding]:
+        """What models hold of the devices. A sleeping one may hold a part still."""
+        shares = [
+            Holding(share.model_id, share.devices, share.num_bytes) for share in self.shares.statuses() if share.devices
+        ]
+        return shares + [
+            Holding(
+                controller.model_id,
+                instance.host.device_indices,
+                instance.resident.process_bytes
+                if controller.life.state is ModelState.ASLEEP
+                else instance.resident.measured_bytes,
+            )
+            for controller in self._controllers.values()
+            if (instance := controller.instance) is not None
+        ]
+
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
         surveys = self._loader.surveys
         return [
             (model_id, surveys[model_id].facts.path if model_id in surveys else None)
-            for model_id in self._controllers
-            if self._is_in_memory(model_id)
+            for model_id in (*self._controllers, *(share.model_id for share in self.shares.statuses()))
+            if self._is_in_memory(model_id) or self.shares.has(model_id)
         ]
 
     def _sleeping_models(self) -> list[SleepingModel]:
@@ -364,6 +402,16 @@ class Node:
         await self.files.scan()
 
 
+def _warn_of_unknown_devices(config: NeuronConfig, inventory: Inventory) -> None:
+    indices = [device.index for device in inventory.devices]
+    for entry in config.devices:
+        if entry.index not in indices:
+            have = ", ".join(map(str, indices)) or "none"
+            log.warning(
+                "[[devices]] limits device %d, but this node has %s: the entry has no effect", entry.index, have
+            )
+
+
 def _shutting_down() -> ShuttingDown:
     return ShuttingDown("the node is shutting down; try another node, or this one later", retry_after_s=10)
 
@@ -372,7 +420,7 @@ def _model_event(status: ModelStatus) -> NodeEvent:
     return NodeEvent(kind="model", at_s=time.time(), model=status)
 
 
-def _discovery(inventory: Inventory) -> Discovery:
+def _discovery(inventory: Inventory, sleep_mb: int | None) -> Discovery:
     return Discovery(
         host=socket.gethostname(),
         os=f"{platform.system()} {platform.release()}",
@@ -383,5 +431,6 @@ def _discovery(inventory: Inventory) -> Discovery:
         cuda_version=inventory.cuda_version,
         driver_problem=inventory.driver_problem,
         max_devices_per_model=len(inventory.devices),
+        can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=HARNESSES,
     )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from rank_threads import QueueLink, RankThreads, run, tokens_of
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled
-from cortex.neuron.engine.parallel.ranks import Follower, load_engine
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StepOutput
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.parallel.ranks import load_engine
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 
 SIZES = {
     "vocab_size": 97,
@@ -46,77 +49,17 @@ def path(tmp_path_factory):
     return folder
 
 
-class QueueLink:
-    """Plans through a queue, in one process."""
-
-    def __init__(self) -> None:
-        self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-
-    def turn(self):
-        return contextlib.nullcontext()
-
-    def announce(self, plan: StepPlan) -> None:
-        self.plans.put(plan)
-
-
-class Pair:
-    """A leader on the calling thread and a follower on its own."""
-
-    def __init__(self, path, directory) -> None:
-        self.link = QueueLink()
-        self.follower: Follower | None = None
-        self.error: Exception | None = None
-        self._path, self._directory = str(path), str(directory)
-        self._thread = threading.Thread(target=self._follow)
-        self._thread.start()
-        self.leader = load_engine(self._spec(0), "cpu", lambda *_: None, lambda: False, self.link)
-
-    def _spec(self, rank: int) -> LoadSpec:
-        # The ranks are offered different amounts of memory: they must agree on one plan.
-        memory_bytes = (1 << 10) * (200 + 20 * rank)
-        place = RankSpec(rank, 2, self._directory)
-        return LoadSpec(self._path, dtype="float32", max_num_seqs=4, memory_bytes=memory_bytes, rank=place)
-
-    def _follow(self) -> None:
-        engine = load_engine(self._spec(1), "cpu", lambda *_: None, lambda: False)
-        assert isinstance(engine, Follower)
-        self.follower = engine
-        try:
-            while (plan := self.link.plans.get()) is not None:
-                engine.follow(plan)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            self.error = error
-        engine.close()
-
-    def end_follower(self) -> None:
-        """The follower closes its engine, as a dying process closes its sockets."""
-        self.link.plans.put(None)
-        self._thread.join()
-
-    def close(self) -> None:
-        self.end_follower()
-        self.leader.close()
+def specs(path) -> list[LoadSpec]:
+    """The ranks are offered different amounts of memory: they must agree on one plan."""
+    whole = LoadSpec(str(path), dtype="float32", max_num_seqs=4)
+    return [replace(whole, memory_bytes=(200 + 20 * rank) << 10) for rank in range(2)]
 
 
 @pytest.fixture
-def pair(path, tmp_path) -> Iterator[Pair]:
-    pair = Pair(path, tmp_path)
+def pair(path, tmp_path) -> Iterator[RankThreads]:
+    pair = RankThreads(specs(path), tmp_path)
     yield pair
     pair.close()
-
-
-def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    return outputs
-
-
-def tokens_of(outputs: list[StepOutput]) -> list[int]:
-    return [token for output in outputs for token in output.tokens]
 
 
 def requests() -> list[EngineRequest]:
@@ -147,6 +90,37 @@ def test_divided_model_draws_the_same_tokens_as_one_device(pair, path) -> None:
     pair.leader.check_integrity()
 
 
+def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect(tmp_path) -> None:
+    """Such a step would wait for the devices that the leader has locked."""
+    is_locked = threading.Event()
+    steps_begun: list[bool] = []
+
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        is_locked.set()
+        time.sleep(0.2)  # the other rank waits to be told to connect
+        yield
+        is_locked.clear()
+
+    def join(rank: int) -> TorchGroup:
+        return TorchGroup.join(
+            RankSpec(rank, 2, str(tmp_path)),
+            torch.device("cpu"),
+            poll=lambda: steps_begun.append(is_locked.is_set()),
+            follow=lambda: None,
+            turn=turn() if rank == 0 else None,
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        second = threads.submit(join, 1)
+        time.sleep(0.1)
+        first = threads.submit(join, 0)
+        for group in (first.result(60), second.result(60)):
+            group.close()
+    assert steps_begun
+    assert not any(steps_begun)
+
+
 def test_leader_sleeps_and_wakes_after_and_before_the_others(pair) -> None:
     before = tokens_of(run(pair.leader, requests()[0])["greedy"])
     pair.leader.sleep()
@@ -157,8 +131,8 @@ def test_leader_sleeps_and_wakes_after_and_before_the_others(pair) -> None:
 
 
 def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path) -> None:
-    pair = Pair(path, tmp_path)
-    pair.end_follower()
+    pair = RankThreads(specs(path), tmp_path)
+    pair.end_followers()
     pair.leader.submit(requests()[0])
     with pytest.raises(GroupBroken):
         pair.leader.step()

@@ -22,7 +22,7 @@ def device(index, total):
     return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
 
 
-def choose(readings, allowed=(), kept=0, count=1):
+def choose(readings, allowed=(), kept=0, count=1, excluded=None):
     devices = [device(0, 24), device(1, 24), device(2, 6)]
     return choose_devices(
         "big",
@@ -31,6 +31,7 @@ def choose(readings, allowed=(), kept=0, count=1):
         {index: DeviceReading(24 * GIGABYTE, free * GIGABYTE) for index, free in readings.items()},
         count=count,
         allowed=allowed,
+        excluded=excluded or {},
         reserve=lambda _: MemoryReserve(kept * GIGABYTE),
     )
 
@@ -41,11 +42,45 @@ def test_chooses_the_device_with_the_most_free_memory():
     assert choose({0: 10, 1: 10, 2: 6}) == (0,)
 
 
+def test_leaves_out_a_device_and_says_why():
+    assert choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}) == (0,)
+    with pytest.raises(InsufficientCapacity, match=r"device 1 .*: it has a part of other"):
+        choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}, count=2)
+
+
 def test_chooses_as_many_devices_as_the_model_is_divided_among():
     assert choose({0: 20, 1: 10, 2: 6}, count=2) == (0, 1)
     with pytest.raises(InsufficientCapacity, match=r"at least 8\.00 GB on each of 2 devices, but device 1") as rejected:
         choose({0: 20, 1: 7, 2: 6}, count=2)
     assert [row["device"] for row in rejected.value.details["devices"]] == [1, 2]
+
+
+def test_ceiling_excludes_a_device_and_is_named():
+    devices = [device(0, 24), device(1, 24)]
+    readings = {index: DeviceReading(24 * GIGABYTE, 24 * GIGABYTE) for index in (0, 1)}
+
+    def chosen(ceiling, left):
+        return choose_devices(
+            "big",
+            8 * GIGABYTE,
+            devices,
+            readings,
+            count=1,
+            allowed=(),
+            excluded={},
+            reserve=lambda _: MemoryReserve(0),
+            ceiling=lambda device: ceiling.get(device.index),
+            left=lambda device: left.get(device.index),
+        )
+
+    assert chosen({0: 7 * GIGABYTE}, {0: 7 * GIGABYTE}) == (1,)
+    assert chosen({0: 20 * GIGABYTE}, {0: 10 * GIGABYTE, 1: 9 * GIGABYTE}) == (0,)
+    with pytest.raises(InsufficientCapacity) as rejected:
+        chosen({0: 7 * GIGABYTE, 1: 20 * GIGABYTE}, {0: 7 * GIGABYTE, 1: 3 * GIGABYTE})
+    assert [row["reason"] for row in rejected.value.details["devices"]] == [
+        "models may take 7.00 GB of it (memory_mb)",
+        "other models take the rest of memory_mb; unload something, or raise it",
+    ]
 
 
 def test_rejection_lists_every_device_with_its_numbers_and_reason():

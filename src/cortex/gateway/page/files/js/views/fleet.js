@@ -11,6 +11,7 @@ const STATES = {
   ready: "good", loading: "busy", downloading: "busy", unloading: "busy", asleep: "quiet", recovering: "warn", failed: "bad",
   unreachable: "bad",
 };
+const PINNED = { operator: "Kept loaded by an operator", catalogue: "Kept loaded by models.toml" };
 const ON_DEVICE = new Set(["loading", "ready", "unloading", "recovering"]);
 const SHOWN_MODELS = 6;
 const FILTER_FROM = 5;
@@ -92,6 +93,7 @@ function NodeCard({ name, onOrder }) {
           <//>`}
       </header>
       ${here.problem && html`<p class="problem">${here.problem}</p>`}
+      ${here.ceiling_bytes != null && html`<p class="dim">Models may take ${bytes(here.ceiling_bytes)} of this node (memory_mb).</p>`}
       ${here.devices.map((device) => html`<${Device} key=${device.index} device=${device} index=${here.devices.length > 1 ? `${device.index} · ` : ""} models=${here.models} up=${here.up} />`)}
       ${asleep.length > 0 && html`
         <div class="host"><span class="dim">Asleep in host memory</span>
@@ -133,6 +135,7 @@ function Device({ device, index, models, up }) {
         <span class="dim facts">
           ${device.temperature_c != null && html`<span class=${device.temperature_c >= 85 ? "bad-text" : ""}>${Math.round(device.temperature_c)} °C</span>`}
           ${device.utilisation != null && html`<span title="Utilisation">${percent(device.utilisation)} busy</span>`}
+          ${device.ceiling_bytes != null && html`<span title="Models may take this much of the device (memory_mb)">models ≤ ${bytes(device.ceiling_bytes)}</span>`}
           <span>${bytes(used)} / ${bytes(device.total_bytes)}</span>
         </span>
       </div>
@@ -157,7 +160,11 @@ function segments(device, models) {
   }
   if (device.foreign_bytes) parts.push({ key: "\nother", kind: "foreign", size: device.foreign_bytes, label: "Other programs" });
   const taken = sum(parts, (part) => part.size);
-  parts.push({ key: "\nfree", kind: "free", size: Math.max(0, device.total_bytes - taken), label: "Free" });
+  const free = Math.max(0, device.total_bytes - taken);
+  const held = taken - (device.foreign_bytes ?? 0);
+  const usable = device.ceiling_bytes == null ? free : Math.min(free, Math.max(0, device.ceiling_bytes - held));
+  parts.push({ key: "\nfree", kind: "free", size: usable, label: "Free" });
+  if (free > usable) parts.push({ key: "\nbeyond", kind: "free beyond", size: free - usable, label: "Free, but over the ceiling of models (memory_mb)" });
   return parts;
 }
 
@@ -169,7 +176,7 @@ function ModelRow({ here, model, onOrder }) {
       <div class="model-head">
         <span class="swatch hue-${hue(model.id)}" aria-hidden="true"></span>
         <span class="name" title=${model.id}>${model.id}</span>
-        ${model.pinned && html`<${Badge} title="Kept loaded by an operator">pinned<//>`}
+        ${model.pinned && html`<${Badge} title=${PINNED[model.pinned_by]}>pinned<//>`}
         <${Badge} kind=${STATES[model.state]}>${model.state}<//>
         <span class="grow"></span>
         <span class="dim size">${bytes(model.state === "asleep" ? model.host_bytes : (model.measured_bytes ?? model.estimate_bytes))}</span>
@@ -177,8 +184,8 @@ function ModelRow({ here, model, onOrder }) {
           <${Menu} label=${`Actions for ${model.id} on ${here.name}`}>
             ${(model.state === "asleep" || model.state === "failed") && html`<${MenuItem} onClick=${() => order("load")}>${model.state === "asleep" ? "Wake…" : "Load again…"}<//>`}
             ${active && !model.pinned && html`<${MenuItem} onClick=${() => order("pin")}>Pin…<//>`}
-            ${model.pinned && html`<${MenuItem} onClick=${() => order("unpin")}>Unpin…<//>`}
-            ${active && html`<${MenuItem} onClick=${() => order("sleep")}>Sleep…<//>`}
+            ${model.pinned_by === "operator" && html`<${MenuItem} onClick=${() => order("unpin")}>Unpin…<//>`}
+            ${active && here.can_sleep && html`<${MenuItem} onClick=${() => order("sleep")}>Sleep…<//>`}
             <${MenuItem} danger onClick=${() => order("unload")}>${model.state === "failed" ? "Clear…" : "Unload…"}<//>
           <//>`}
       </div>

@@ -28,10 +28,9 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.quantised.experts import PackedExperts
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.packing import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.moe import MoE
-from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
+from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters, QuantisedMatrix
 from cortex.neuron.models.sizes import kv_bytes_per_token, state_bytes
 from shapes import SHAPES
 from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, table_row
@@ -181,12 +180,12 @@ class Bench:
         return {"tok/s": self.workloads.requests_tokens_per_s(count)}
 
 
-def _num_bytes(matrix: torch.Tensor | PackedMatrix) -> int:
-    return sum(tensor.nbytes for tensor in matrix.tensors) if isinstance(matrix, PackedMatrix) else matrix.nbytes
+def _num_bytes(matrix: torch.Tensor | QuantisedMatrix) -> int:
+    return matrix.nbytes if isinstance(matrix, torch.Tensor) else sum(tensor.nbytes for tensor in matrix.tensors)
 
 
-def _num_weights(matrix: torch.Tensor | PackedMatrix) -> int:
-    return matrix.outputs * matrix.inputs if isinstance(matrix, PackedMatrix) else matrix.numel()
+def _num_weights(matrix: torch.Tensor | QuantisedMatrix) -> int:
+    return matrix.numel() if isinstance(matrix, torch.Tensor) else matrix.outputs * matrix.inputs
 
 
 def timed(function: Callable[[], object], repeats: int = 20) -> float:

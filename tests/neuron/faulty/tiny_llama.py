@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
 
-def write_llama(folder, seed, vocab=1000):
-    hidden, inner, layers, kv = 64, 128, 2, 32
+def write_llama(folder, seed, vocab=1000, kv_heads=2):
+    hidden, inner, layers, kv = 64, 128, 2, 16 * kv_heads
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -36,7 +36,9 @@ def write_llama(folder, seed, vocab=1000):
         }
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab, "rope_theta": 10_000.0}))
+    (folder / "config.json").write_text(
+        json.dumps({**CONFIG, "vocab_size": vocab, "rope_theta": 10_000.0, "num_key_value_heads": kv_heads})
+    )
     return str(folder)
 
 

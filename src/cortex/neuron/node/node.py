@@ -162,8 +162,11 @@ class Node:
         model = controller.model if controller is not None else known
         survey = self._loader.surveys.get(model_id)
         footprint = self._loader.footprint(model, survey.facts) if survey is not None else None
+        stage_layers = self._loader.stage_layers(model, survey.facts) if survey is not None else ()
         num_in_preparation = self._texts.num_jobs(model_id)
-        return describe(model, controller, survey, footprint, num_in_preparation, self.files.disk_bytes(model))
+        return describe(
+            model, controller, survey, footprint, stage_layers, num_in_preparation, self.files.disk_bytes(model)
+        )
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' counters by model id, as of their latest reports; models in memory only."""

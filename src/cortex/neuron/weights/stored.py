@@ -204,8 +204,8 @@ class StoredTensor:
     def _check_divisible(self) -> None:
         if self.beside is not None:
             raise Unsupported(
-                f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided; use one "
-                "device, a GGUF, or the unquantised model with `quant`"
+                f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided; use "
+                "`pipeline_parallel`, one device, a GGUF, or the unquantised model with `quant`"
             )
 
     def _check_inside(self, stop: int, dimension: int) -> None:

@@ -19,9 +19,10 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
+from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices, choose
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
-from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect
+from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
@@ -89,14 +90,15 @@ class ModelLoader:
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
-        self._reject_unsupported(model)
+        check_devices(model, self._devices)
         path = await self.find_local(model) or await self.download(model, callbacks.on_progress)
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
-        async with self._room_for(model, survey.facts) as devices:
-            host = self._host([device.index for device in devices], model.replicas, self._locked)
+        async with self._room_for(model, survey.facts) as chosen:
+            host = self._host(chosen.indices, model.replicas, self._locked)
             instance = Instance(model.id, host, self._config.limits, callbacks)
-            await self._load_weights(instance, self._spec(model, survey.facts, devices), path)
+            instance.stage_layers = tuple(stage.num_layers for stage in chosen.stages) * model.replicas
+            await self._load_weights(instance, self._spec(model, survey.facts, chosen), path)
             return instance
 
     async def wake(self, instance: Instance) -> None:
@@ -140,20 +142,6 @@ class ModelLoader:
             raise LoadFailed(f"{model.id}: {error}") from error
 
     # Preflight
-
-    def _reject_unsupported(self, model: KnownModel) -> None:
-        """Raises LoadFailed for options that this node cannot satisfy."""
-        allowed = len(set(model.devices)) if model.devices else len(self._devices)
-        if model.num_devices > allowed:
-            replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
-            raise LoadFailed(
-                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use {allowed} "
-                f"device{'' if allowed == 1 else 's'} of this node; lower it, or choose a model that fits fewer devices"
-            )
-        for index in model.devices:
-            if index not in self._device_locks:
-                have = ", ".join(str(device.index) for device in self._devices)
-                raise LoadFailed(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
 
     async def survey(self, model: KnownModel, path: Path) -> Survey:
         """Reads the model's headers and chat template on a thread, once. Raises LoadFailed."""
@@ -200,21 +188,30 @@ class ModelLoader:
         """The model's memory on those of this node's devices that it may use."""
         return self._forecast.footprint(model, facts, self._devices)
 
+    def stage_layers(self, model: KnownModel, facts: ModelFacts) -> tuple[int, ...]:
+        """How many layers each device would hold if all were empty; empty for a model that is not divided by layers,
+        or that does not fit."""
+        if model.pipeline_parallel == 1:
+            return ()
+        return tuple(stage.num_layers for stage in self._forecast.empty_stages(model, facts, self._devices) or ())
+
     # Room on the devices
 
     @contextlib.asynccontextmanager
-    async def _room_for(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[tuple[Device, ...]]:
+    async def _room_for(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[ChosenDevices]:
         """The devices with room for the model, as many as it needs; no other load runs there meanwhile.
         Raises InsufficientCapacity."""
         without_load = tuple(device for device in self._devices if not self._device_locks[device.index].locked())
         try:
-            indices = await self._choose(model, facts, without_load)
+            chosen = await self._choose(model, facts, without_load)
         except InsufficientCapacity:
-            indices = await self._choose(model, facts, self._devices)
-        async with self._locked(indices):
-            devices = tuple(device for device in self._devices if device.index in indices)
-            await self._choose(model, facts, devices)  # the load before this one may have taken the memory
-            yield devices
+            chosen = await self._choose(model, facts, self._devices)
+        async with self._locked(chosen.indices):
+            # The load before this one may have taken the memory.
+            yield await self._choose(model, facts, self._those(chosen))
+
+    def _those(self, chosen: ChosenDevices) -> tuple[Device, ...]:
+        return tuple(device for device in self._devices if device.index in chosen.indices)
 
     @contextlib.asynccontextmanager
     async def _locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
@@ -224,20 +221,12 @@ class ModelLoader:
                 await locked.enter_async_context(self._device_locks[index])
             yield
 
-    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> tuple[int, ...]:
+    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> ChosenDevices:
         """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
         while True:
             readings = await asyncio.to_thread(self._read_devices, self._devices)
             try:
-                return choose_devices(
-                    model.id,
-                    self._forecast.least_bytes(model, facts, self._devices[0]),
-                    candidates,
-                    readings,
-                    count=model.num_devices,
-                    allowed=model.devices,
-                    reserve=self._forecast.reserve,
-                )
+                return choose(model, facts, candidates, readings, self._forecast)
             except InsufficientCapacity:
                 if not any(map(_is_settling, self._supervisors.values())):
                     raise
@@ -245,9 +234,9 @@ class ModelLoader:
 
     # Worker and weights
 
-    def _spec(self, model: KnownModel, facts: ModelFacts, devices: tuple[Device, ...]) -> LoadSpec:
-        """What each of `devices` loads, of which the one with the least to give decides."""
-        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in devices]
+    def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
+        """What each of the devices loads, of which the one with the least to give decides."""
+        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in self._those(chosen)]
         limits = self._config.limits
         return LoadSpec(
             path=str(facts.path),
@@ -260,6 +249,7 @@ class ModelLoader:
             memory_bytes=min((ceiling for ceiling in ceilings if ceiling is not None), default=None),
             min_free_bytes=limits.min_free_vram_mb << 20,
             num_host_shares=sum(each.kind == "cpu" for each in self._devices) or 1,
+            stages=chosen.stages,
         )
 
     async def _load_weights(self, instance: Instance, spec: LoadSpec, path: Path) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS, Layout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
@@ -65,19 +64,17 @@ class ModelFacts:
     def context_tokens(self) -> int:
         return self.architecture.config.context_tokens
 
-    def sizes(
+    def storage(
         self,
         item_bytes: int,
-        context_tokens: int | None,
         *,
         has_four_bits: bool = False,
         is_packed: bool = False,
         kv_item_bytes: int | None = None,
-    ) -> ModelSizes:
-        """What the model's parts take if it computes in numbers of `item_bytes`. `is_packed`: as on a GPU."""
+    ) -> WeightStorage:
+        """How the weights are kept if the model computes in numbers of `item_bytes`. `is_packed`: as on a GPU."""
         packing = self.packing if is_packed else {}
-        storage = WeightStorage(item_bytes, self.formats, has_four_bits, packing, kv_item_bytes)
-        return ModelSizes.of(self.architecture, storage, context_tokens)
+        return WeightStorage(item_bytes, self.formats, has_four_bits, packing, kv_item_bytes)
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:
@@ -183,30 +180,36 @@ def choose_devices(
         else:
             fitting.append((have_bytes, -device.index))
             continue
-        table.append(
-            {
-                "device": device.index,
-                "name": device.name,
-                "need_bytes": need_bytes,
-                "have_bytes": have_bytes,
-                "kept_free_bytes": kept.bytes_of(free_bytes),
-                "total_bytes": device.total_bytes,
-                "reason": reason,
-            }
-        )
+        table.append(device_row(device, reading, kept, need_bytes, reason))
     if len(fitting) >= count:
         return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
     rows = "; ".join(
-        f"device {row['device']} ({row['name']}) has {_gigabytes(row['have_bytes'])} of "
-        f"{_gigabytes(row['total_bytes'])} to give, beside {_gigabytes(row['kept_free_bytes'])} kept free: "
+        f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} of "
+        f"{gigabytes(row['total_bytes'])} to give, beside {gigabytes(row['kept_free_bytes'])} kept free: "
         f"{row['reason']}"
         for row in table
     )
     each = "" if count == 1 else f" on each of {count} devices"
     raise InsufficientCapacity(
-        f"{model_id} needs at least {_gigabytes(need_bytes)}{each}, but {rows}", details={"devices": table}
+        f"{model_id} needs at least {gigabytes(need_bytes)}{each}, but {rows}", details={"devices": table}
     )
 
 
-def _gigabytes(num_bytes: int) -> str:
+def device_row(
+    device: Device, reading: DeviceReading | None, kept: MemoryReserve, need_bytes: int, reason: str
+) -> dict[str, Any]:
+    """Why a device does not fit, for the details of an error."""
+    free_bytes = reading.free_bytes if reading is not None else 0
+    return {
+        "device": device.index,
+        "name": device.name,
+        "need_bytes": need_bytes,
+        "have_bytes": max(0, kept.usable_bytes(free_bytes)),
+        "kept_free_bytes": kept.bytes_of(free_bytes),
+        "total_bytes": device.total_bytes,
+        "reason": reason,
+    }
+
+
+def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"

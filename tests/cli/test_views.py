@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cortex.cli.commands.status import render
-from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
+from cortex.cli.fleet_view import DeviceView, FleetView, HeldModel, NodeView
 from cortex.cli.load_view import LoadView, describe
 from cortex.cli.output import bar, duration, size
 from cortex.wire.node import ModelState, ModelStatus, Progress
@@ -51,6 +51,15 @@ def test_model_asleep_is_shown_with_its_host_memory() -> None:
     assert "asleep" in shown
     assert "15.0 GiB in RAM" in shown
     assert "24" not in shown
+
+
+def test_ceilings_of_node_and_device_are_shown() -> None:
+    card = DeviceView(index=0, name="card", total_bytes=24 << 30, free_bytes=20 << 30, ceiling_bytes=12 << 30)
+    node = NodeView(name="beast", kind="neuron", up=True, ceiling_bytes=20 << 30, devices=(card,))
+    out = io.StringIO()
+    Console(file=out, width=120).print(render(FleetView(version="1", nodes=(node,))))
+    assert "models take at most 12.0 GiB" in out.getvalue()
+    assert "models take at most 20.0 GiB of this node" in out.getvalue()
 
 
 def test_prints_one_line_per_step_without_a_terminal() -> None:

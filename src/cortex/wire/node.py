@@ -94,6 +94,8 @@ class DeviceHealth(NodeValue, frozen=True):
     """Memory that every load leaves free: the operator's reserve, activations, buffers of libraries."""
     kept_free_share: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Share of the free memory that a load leaves free in addition."""
+    ceiling_bytes: int | None = None
+    """The most that models may hold there, as configured; absent: no ceiling."""
 
 
 class Progress(NodeValue, frozen=True):
@@ -133,7 +135,7 @@ class ModelStatus(NodeValue, frozen=True):
     stage_layers: tuple[int, ...] = ()
     """Number of layers on each of `devices`, if it is divided by layers; before a load, on the empty devices."""
     device_bytes: tuple[int, ...] = ()
-    """The part of `measured_bytes` on each of `devices`, if it is divided; empty: equal parts."""
+    """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None
@@ -208,6 +210,8 @@ class Health(NodeValue, frozen=True):
     uptime_s: float
     devices: tuple[DeviceHealth, ...]
     models: tuple[ModelStatus, ...]
+    ceiling_bytes: int | None = None
+    """The most that models may hold over all devices, as configured; absent: no ceiling."""
     activation: Activation = Activation()
     failing_tasks: tuple[str, ...] = ()
     """Background tasks of the node that fail again and again; its log has the reasons."""
@@ -236,6 +240,8 @@ class LoadRequest(NodeValue, frozen=True):
     """Whether the text of control tokens in messages becomes these tokens."""
     kv_dtype: KVDtype | None = None
     """The dtype of the KV cache; as the node is configured when absent."""
+    max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel > 1 and self.pipeline_parallel > 1:

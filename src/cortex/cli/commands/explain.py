@@ -49,13 +49,17 @@ def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
     reason = f": {node['reason']}" if node["reason"] else ""
     out.print(Text.assemble((node["node"], "bold"), "  ", verdict, reason), soft_wrap=True)
     if node["devices"]:
-        rows = table("  DEVICE", ">TOTAL", ">KEPT FREE", ">HAVE", ">NEED")
+        memory = {"TOTAL": "total_bytes", "KEPT FREE": "kept_free_bytes", "HAVE": "have_bytes", "NEED": "need_bytes"}
+        if any(device.get("ceiling_bytes") is not None for device in node["devices"]):
+            memory = {"TOTAL": "total_bytes", "CEILING": "ceiling_bytes"} | memory
+        rows = table("  DEVICE", *(f">{title}" for title in memory))
         for device in node["devices"]:
-            memory = ("total_bytes", "kept_free_bytes", "have_bytes", "need_bytes")
-            rows.add_row(f"  {_device(device)}", *(_bytes(device.get(name)) for name in memory))
+            rows.add_row(f"  {_device(device)}", *(_bytes(device.get(name)) for name in memory.values()))
         out.print(rows)
     elif node["need_bytes"] is not None:
         out.print(f"  needs {_bytes(node['need_bytes'])}")
+    if node.get("ceiling_bytes") is not None:
+        out.print(f"  models take at most {_bytes(node['ceiling_bytes'])} of the node")
     for occupant in node["occupants"]:
         leaves = "can be evicted" if occupant["may_leave"] else occupant["reason"]
         holds = f"  {occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}"

@@ -37,7 +37,7 @@ def describe(
         devices=instance.host.device_indices if instance is not None else model.devices,
         num_devices=model.num_devices,
         stage_layers=instance.stage_layers if instance is not None else stage_layers,
-        device_bytes=resident.part_bytes if resident is not None else (),
+        device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,

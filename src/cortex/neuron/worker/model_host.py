@@ -44,6 +44,12 @@ class Resident:
     part_bytes: tuple[int, ...] = ()
     """`measured_bytes` by device, in order, for a model on several."""
 
+    def device_bytes(self, num_devices: int) -> tuple[int, ...]:
+        """`measured_bytes` on each of the model's devices; equal parts while a replica of it is being loaded again."""
+        if len(self.part_bytes) == num_devices:
+            return self.part_bytes
+        return (self.measured_bytes // num_devices,) * num_devices
+
 
 class ModelSink(Protocol):
     """Receives the events of one model. Called on the loop; must not raise, must not block."""

@@ -78,16 +78,16 @@ def test_every_stage_has_the_memory_for_weights_and_a_few_contexts() -> None:
 def test_operators_limit_is_divided_among_the_stages() -> None:
     found = chosen([24, 24], memory_bytes=16 * GIB)
     assert sum(stage.memory_bytes for stage in found.stages) <= 16 * GIB
-    with pytest.raises(LoadFailed, match=r"memory_mb allows 10\.74 GB"):
+    with pytest.raises(LoadFailed, match=r"may take 10\.74 GB \(memory_mb\)"):
         chosen([24, 24], memory_bytes=10 * GIB)
 
 
 @pytest.mark.parametrize(
     ("free_gib", "total_gib", "reason"),
     [
-        ([7, 7], [7, 7], "too small even when empty"),
+        ([7, 7], [7, 7], "too small even when empty, or under memory_mb"),
         ([8, 6], [24, 24], "too little is free; unload something"),
-        ([3, 24], [3, 24], "too small even when empty"),  # the first holds embedding and head
+        ([3, 24], [3, 24], "too small even when empty, or under memory_mb"),  # the first holds embedding and head
     ],
 )
 def test_rejects_a_model_that_no_division_fits_with_the_memory_of_each_device(free_gib, total_gib, reason) -> None:
@@ -95,6 +95,16 @@ def test_rejects_a_model_that_no_division_fits_with_the_memory_of_each_device(fr
         chosen(free_gib, total_gib)
     assert "for its 32 layers on 2 devices" in caught.value.message
     assert [row["reason"] for row in caught.value.details["devices"]] == [reason] * 2
+
+
+def test_ceilings_of_devices_decide_like_their_free_memory() -> None:
+    devices = [Device(index=index, kind="cuda", name="card", total_bytes=24 * GIB) for index in range(2)]
+    readings = {index: DeviceReading(24 * GIB, 24 * GIB) for index in range(2)}
+    model = KnownModel("m", "/m", pipeline_parallel=2)
+    left = {0: None, 1: 9 * GIB}
+    found = choose(model, FACTS, devices, readings, FORECAST, lambda device: left[device.index])
+    assert layers(found)[0] > layers(found)[1]
+    assert found.stages[1].memory_bytes <= 9 * GIB
 
 
 def test_rejects_more_stages_than_layers_by_name() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, device_row, gigabytes
+from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, device_row, gigabytes, usable_now
+from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
+
+DeviceLimit = Callable[[Device], int | None]
+"""Bytes of a device; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,8 @@ def _check_stages(model: KnownModel, facts: ModelFacts, device: Device, forecast
     need_bytes = forecast.smallest_bytes(model, facts, device)
     if model.memory_bytes is not None and model.memory_bytes < need_bytes:
         raise LoadFailed(
-            f"{model.id} needs {gigabytes(need_bytes)}, but memory_mb allows {gigabytes(model.memory_bytes)}; raise "
-            "it, or choose a smaller or more strongly quantised model"
+            f"{model.id} needs {gigabytes(need_bytes)}, but may take {gigabytes(model.memory_bytes)} (memory_mb); "
+            "raise it, or choose a smaller or more strongly quantised model"
         )
 
 
@@ -63,12 +67,14 @@ def choose(
     devices: Sequence[Device],
     readings: Mapping[int, DeviceReading],
     forecast: Forecast,
+    left: DeviceLimit = lambda _: None,
 ) -> ChosenDevices:
-    """The devices with room for the model, as many as it takes. Raises InsufficientCapacity or LoadFailed."""
+    """The devices with room for the model, as many as it takes. `left`: what other models leave of the operator's
+    ceilings. Raises InsufficientCapacity or LoadFailed."""
     if not devices:
         raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
     if model.pipeline_parallel > 1:
-        return choose_stages(model, facts, devices, readings, forecast)
+        return _choose_stages(model, facts, devices, readings, forecast, left)
     indices = choose_devices(
         model.id,
         forecast.least_bytes(model, facts, devices[0]),
@@ -77,16 +83,19 @@ def choose(
         count=model.num_devices,
         allowed=model.devices,
         reserve=forecast.reserve,
+        ceiling=lambda device: forecast.share_bytes(model, device),
+        left=left,
     )
     return ChosenDevices(indices)
 
 
-def choose_stages(
+def _choose_stages(
     model: KnownModel,
     facts: ModelFacts,
     devices: Sequence[Device],
     readings: Mapping[int, DeviceReading],
     forecast: Forecast,
+    left: DeviceLimit,
 ) -> ChosenDevices:
     """The devices with the most free memory, as many as the model takes, and the layers of each. Replicas have the same
     stages: for each stage, the device with the least free memory among the replicas decides.
@@ -94,22 +103,28 @@ def choose_stages(
     Raises LoadFailed, or InsufficientCapacity with the needed bytes and the available bytes of every device.
     """
     _check_stages(model, facts, devices[0], forecast)
-    free_bytes: dict[int, int] = {}
-    for device in devices:
-        reading = readings.get(device.index)
-        if reading is not None and (not model.devices or device.index in model.devices):
-            free_bytes[device.index] = max(0, forecast.reserve(device).usable_bytes(reading.free_bytes))
+    allowed = [
+        device
+        for device in devices
+        if device.index in readings and (not model.devices or device.index in model.devices)
+    ]
+    ceilings = {device.index: left(device) for device in allowed}
+    free_bytes = {
+        device.index: usable_now(readings[device.index], forecast.reserve(device), ceilings[device.index])
+        for device in allowed
+    }
     emptiest = sorted(free_bytes, key=lambda index: (-free_bytes[index], index))[: model.num_devices]
     chosen = tuple(sorted(emptiest))
-    size = model.pipeline_parallel
     stages = None
     if len(chosen) == model.num_devices:
-        parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
-        capacities = [min(free_bytes[index] for index in column) for column in zip(*parts, strict=True)]
-        stages = forecast.stages(model, facts, devices[0], capacities)
+        size = model.pipeline_parallel
+        columns = [[chosen[start + stage] for start in range(0, len(chosen), size)] for stage in range(size)]
+        capacities = [min(free_bytes[index] for index in column) for column in columns]
+        limits = [smallest(*(ceilings[index] for index in column)) for column in columns]
+        stages = forecast.stages(model, facts, devices[0], capacities, limits)
     if stages is not None:
         return ChosenDevices(chosen, stages)
-    raise _no_room(model, facts, devices, readings, forecast, chosen)
+    raise _no_room(model, facts, devices, readings, forecast, left, chosen)
 
 
 def _no_room(
@@ -118,9 +133,11 @@ def _no_room(
     devices: Sequence[Device],
     readings: Mapping[int, DeviceReading],
     forecast: Forecast,
+    left: DeviceLimit,
     chosen: tuple[int, ...],
 ) -> InsufficientCapacity:
     least_bytes = forecast.least_bytes(model, facts, devices[0])
+    share_bytes = -(-least_bytes // model.pipeline_parallel)
     fits_when_empty = forecast.empty_stages(model, facts, devices) is not None
     table: list[dict[str, Any]] = []
     for device in devices:
@@ -129,13 +146,14 @@ def _no_room(
         elif device.index not in readings:
             reason = "the device does not respond"
         elif not fits_when_empty:
-            reason = "too small even when empty"
+            reason = "too small even when empty, or under memory_mb"
         elif device.index in chosen:
             reason = "too little is free; unload something"
         else:
             reason = "has less than the others"
-        need_bytes = -(-least_bytes // model.pipeline_parallel)
-        table.append(device_row(device, readings.get(device.index), forecast.reserve(device), need_bytes, reason))
+        reading, kept = readings.get(device.index), forecast.reserve(device)
+        ceiling_bytes = forecast.share_bytes(model, device)
+        table.append(device_row(device, reading, kept, share_bytes, reason, ceiling_bytes, left(device)))
     rows = "; ".join(
         f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} to give: {row['reason']}"
         for row in table

@@ -17,6 +17,7 @@ from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
+from cortex.neuron.node.memory_ceilings import Ceilings, smallest
 from cortex.wire.node import Device
 
 _MIN_KV_TOKENS = 256
@@ -54,27 +55,41 @@ class Forecast:
         num_pages = max(MIN_PAGES, -(-kv_tokens // PAGE_TOKENS) + 1)
         return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + self._penalty_bytes(sizes)
 
+    def share_bytes(self, model: KnownModel, device: Device) -> int | None:
+        """What the operator's ceilings let the model take of the device while no other model is loaded."""
+        return Ceilings.of(self.config).share_bytes(device.index, model.num_devices)
+
     def smallest_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """Weights and the smallest cache: a lower limit (`memory_mb`) can never be met."""
         sizes = self._sizes(model, facts, device, has_four_bits=False)
         return sizes.weight_bytes + MIN_SLOTS * sizes.slot_bytes + MIN_PAGES * sizes.page_bytes
 
-    def ceiling_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
-        """The most it may take of the device: the operator's limit, or on a GPU its weights and a few full contexts."""
-        if model.memory_bytes is not None:
-            return model.memory_bytes // facts.num_ranks
-        if device.kind == "cpu":
-            return None
+    def _limit_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
+        """The most that it should take of all devices together."""
+        if model.memory_bytes is not None or device.kind == "cpu":
+            return model.memory_bytes
         return self._sizes(model, facts, device).ceiling_bytes
+
+    def ceiling_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
+        """The most it may take of the device: the operator's limits, on a GPU its weights and a few full contexts."""
+        allowed = self.share_bytes(model, device)
+        if model.memory_bytes is not None:
+            return smallest(allowed, model.memory_bytes // facts.num_ranks)
+        if device.kind == "cpu":
+            return allowed
+        return smallest(allowed, self._sizes(model, facts, device).ceiling_bytes)
 
     def expected_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """What it will take of the otherwise empty device; `least_bytes` if it does not fit at all."""
-        return self._expected_bytes(model, facts, device, self.reserve(device).usable_bytes(device.total_bytes))
+        usable_bytes = self.reserve(device).usable_bytes(device.total_bytes)
+        ceiling_bytes = self.ceiling_bytes(model, facts, device)
+        return self._expected_bytes(model, facts, device, usable_bytes, ceiling_bytes)
 
-    def _expected_bytes(self, model: KnownModel, facts: ModelFacts, device: Device, usable_bytes: int) -> int:
+    def _expected_bytes(
+        self, model: KnownModel, facts: ModelFacts, device: Device, usable_bytes: int, ceiling_bytes: int | None
+    ) -> int:
         sizes = self._sizes(model, facts, device)
         have_bytes = usable_bytes - self._penalty_bytes(sizes)
-        ceiling_bytes = self.ceiling_bytes(model, facts, device)
         if ceiling_bytes is not None:
             have_bytes = min(have_bytes, ceiling_bytes)
         plan = plan_memory(sizes, have_bytes, max_rows=self.config.limits.max_num_seqs, device_kind=device.kind)
@@ -87,10 +102,14 @@ class Forecast:
         kind."""
         allowed = [device for device in devices if not model.devices or device.index in model.devices] or devices
         if model.pipeline_parallel > 1:
-            usable_bytes = sum(sorted(map(self._usable_when_empty, allowed), reverse=True)[: model.pipeline_parallel])
+            usable = sorted((self._usable_when_empty(model, device) for device in allowed), reverse=True)
+            usable_bytes = sum(usable[: model.pipeline_parallel])
             return Footprint(
                 model.replicas * self.least_bytes(model, facts, allowed[0]),
-                model.replicas * self._expected_bytes(model, facts, allowed[0], usable_bytes),
+                model.replicas
+                * self._expected_bytes(
+                    model, facts, allowed[0], usable_bytes, self._limit_bytes(model, facts, allowed[0])
+                ),
             )
         return Footprint(
             model.num_devices * min(self.least_bytes(model, facts, device) for device in allowed),
@@ -98,33 +117,38 @@ class Forecast:
         )
 
     def stages(
-        self, model: KnownModel, facts: ModelFacts, device: Device, capacities: Sequence[int]
+        self,
+        model: KnownModel,
+        facts: ModelFacts,
+        device: Device,
+        capacities: Sequence[int],
+        ceilings: Sequence[int | None],
     ) -> tuple[StageSpec, ...] | None:
         """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
-        they cannot hold the model."""
+        they cannot hold the model. `ceilings`: the operator's, for each of them."""
         storage = self._storage(model, facts, device)
         plans = divide_model(
             facts.architecture,
             storage,
             capacities,
             context_tokens=model.context_tokens,
-            limit_bytes=self.ceiling_bytes(model, facts, device),
+            limit_bytes=self._limit_bytes(model, facts, device),
             max_rows=self.config.limits.max_num_seqs,
             device_kind=device.kind,
         )
         if plans is None:
             return None
-        if model.memory_bytes is not None:
-            total_bytes = sum(plan.num_bytes for plan in plans)
-            limits: list[int | None] = [model.memory_bytes * plan.num_bytes // total_bytes for plan in plans]
-        elif device.kind == "cpu":
-            limits = [None] * len(plans)
-        else:
-            parts = [facts.architecture.staged(plan.layers) for plan in plans]
-            limits = [ModelSizes.of(part, storage, model.context_tokens).ceiling_bytes for part in parts]
-        return tuple(
-            StageSpec(plan.layers.start, len(plan.layers), limit) for plan, limit in zip(plans, limits, strict=True)
-        )
+        total_bytes = sum(plan.num_bytes for plan in plans)
+        stages = []
+        for plan, ceiling_bytes in zip(plans, ceilings, strict=True):
+            limit_bytes: int | None = None
+            if model.memory_bytes is not None:
+                limit_bytes = model.memory_bytes * plan.num_bytes // total_bytes
+            elif device.kind != "cpu":
+                part = facts.architecture.staged(plan.layers)
+                limit_bytes = ModelSizes.of(part, storage, model.context_tokens).ceiling_bytes
+            stages.append(StageSpec(plan.layers.start, len(plan.layers), smallest(limit_bytes, ceiling_bytes)))
+        return tuple(stages)
 
     def empty_stages(
         self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]
@@ -133,10 +157,13 @@ class Forecast:
         allowed = [device for device in devices if not model.devices or device.index in model.devices]
         largest = sorted(allowed, key=lambda device: (-device.total_bytes, device.index))[: model.pipeline_parallel]
         in_order = sorted(largest, key=lambda device: device.index)
-        return self.stages(model, facts, devices[0], [*map(self._usable_when_empty, in_order)])
+        capacities = [self._usable_when_empty(model, device) for device in in_order]
+        return self.stages(model, facts, devices[0], capacities, [None] * len(capacities))
 
-    def _usable_when_empty(self, device: Device) -> int:
-        return self.reserve(device).usable_bytes(device.total_bytes)
+    def _usable_when_empty(self, model: KnownModel, device: Device) -> int:
+        usable_bytes = self.reserve(device).usable_bytes(device.total_bytes)
+        ceiling_bytes = self.share_bytes(model, device)
+        return usable_bytes if ceiling_bytes is None else min(usable_bytes, ceiling_bytes)
 
     def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device, *, has_four_bits: bool = True) -> ModelSizes:
         storage = self._storage(model, facts, device, has_four_bits=has_four_bits)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
@@ -116,6 +117,7 @@ class Library:
             stages = max(request.pipeline_parallel, known.pipeline_parallel)
             shares = max(request.tensor_parallel, known.tensor_parallel)
             divided = replace(known, pipeline_parallel=stages, tensor_parallel=1 if stages > 1 else shares)
+        max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
         return replace(
             divided,
             source=source,
@@ -125,6 +127,7 @@ class Library:
             context_tokens=request.context_tokens or known.context_tokens,
             control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
             kv_dtype=request.kv_dtype or known.kv_dtype,
+            memory_bytes=smallest(known.memory_bytes, max_bytes),
         )
 
     def forget(self, model_id: str) -> None:

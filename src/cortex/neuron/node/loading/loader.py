@@ -11,31 +11,29 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.node.devices import NodeDevices, ReadDevices
+from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
-from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices, choose
+from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices
+from cortex.neuron.node.loading.device_room import SETTLE_INTERVAL_S, DeviceRoom, is_settling
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.model_host import LoadRejected, ModelHost
+from cortex.neuron.worker.model_host import LoadRejected
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
-from cortex.wire.node import Capabilities, Device
+from cortex.wire.node import Capabilities
 
 log = logging.getLogger(__name__)
-
-_SETTLE_S = 2.0
-"""A device may report memory as used for this long after it was freed."""
-_SETTLE_INTERVAL_S = 0.2
 
 
 class HubUnavailable(LoadFailed):
@@ -53,10 +51,7 @@ class Survey:
 
 
 class ModelLoader:
-    """Loads and wakes all models of the node. Belongs to the daemon's loop.
-
-    Loads onto one device run one after another, so that each sees the memory that the previous one left free.
-    """
+    """Loads and wakes all models of the node. Belongs to the daemon's loop."""
 
     def __init__(
         self,
@@ -64,8 +59,8 @@ class ModelLoader:
         library: Library,
         devices: NodeDevices,
         forecast: Forecast,
+        room: DeviceRoom,
         *,
-        read_devices: ReadDevices,
         fetch: Fetch,
         find_local: FindLocal,
         texts: Texts,
@@ -74,15 +69,13 @@ class ModelLoader:
         self._config = config
         self._library = library
         self._devices = devices.all
-        self._supervisors = devices.supervisors
         self._host = devices.host
         self._forecast = forecast
-        self._read_devices = read_devices
+        self._room = room
         self._fetch = fetch
         self._find_local = find_local
         self._texts = texts
         self._capabilities_of = capabilities_of
-        self._device_locks = {device.index: asyncio.Lock() for device in devices.all}
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._unreadable: set[str] = set()
@@ -94,8 +87,8 @@ class ModelLoader:
         path = await self.find_local(model) or await self.download(model, callbacks.on_progress)
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
-        async with self._room_for(model, survey.facts) as chosen:
-            host = self._host(chosen.indices, model.replicas, self._locked)
+        async with self._room.for_load(model, survey.facts) as chosen:
+            host = self._host(chosen.indices, model.replicas, self._room.locked)
             instance = Instance(model.id, host, self._config.limits, callbacks)
             instance.stage_layers = tuple(stage.num_layers for stage in chosen.stages) * model.replicas
             await self._load_weights(instance, self._spec(model, survey.facts, chosen), path)
@@ -104,14 +97,14 @@ class ModelLoader:
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
         before), Damaged or WorkerLost (nothing of it is left)."""
-        async with self._locked(instance.host.device_indices):
+        async with self._room.for_wake(instance):
             while True:
                 try:
                     return await instance.wake()
                 except LoadRejected as error:
-                    if error.kind is not FaultKind.OUT_OF_MEMORY or not _is_settling(instance.host):
+                    if error.kind is not FaultKind.OUT_OF_MEMORY or not is_settling(instance.host):
                         raise _load_error(instance.model_id, error) from error
-                await asyncio.sleep(_SETTLE_INTERVAL_S)
+                await asyncio.sleep(SETTLE_INTERVAL_S)
 
     # Files
 
@@ -195,48 +188,14 @@ class ModelLoader:
             return ()
         return tuple(stage.num_layers for stage in self._forecast.empty_stages(model, facts, self._devices) or ())
 
-    # Room on the devices
-
-    @contextlib.asynccontextmanager
-    async def _room_for(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[ChosenDevices]:
-        """The devices with room for the model, as many as it needs; no other load runs there meanwhile.
-        Raises InsufficientCapacity."""
-        without_load = tuple(device for device in self._devices if not self._device_locks[device.index].locked())
-        try:
-            chosen = await self._choose(model, facts, without_load)
-        except InsufficientCapacity:
-            chosen = await self._choose(model, facts, self._devices)
-        async with self._locked(chosen.indices):
-            # The load before this one may have taken the memory.
-            yield await self._choose(model, facts, self._those(chosen))
-
-    def _those(self, chosen: ChosenDevices) -> tuple[Device, ...]:
-        return tuple(device for device in self._devices if device.index in chosen.indices)
-
-    @contextlib.asynccontextmanager
-    async def _locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
-        """No other load runs on these devices. Loads that need several of them wait in the same order."""
-        async with contextlib.AsyncExitStack() as locked:
-            for index in sorted(indices):
-                await locked.enter_async_context(self._device_locks[index])
-            yield
-
-    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> ChosenDevices:
-        """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
-        while True:
-            readings = await asyncio.to_thread(self._read_devices, self._devices)
-            try:
-                return choose(model, facts, candidates, readings, self._forecast)
-            except InsufficientCapacity:
-                if not any(map(_is_settling, self._supervisors.values())):
-                    raise
-            await asyncio.sleep(_SETTLE_INTERVAL_S)
-
     # Worker and weights
 
     def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
-        """What each of the devices loads, of which the one with the least to give decides."""
-        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in self._those(chosen)]
+        """What each of the devices loads, of which the one with the least to give decides; a stage has limits of its
+        own."""
+        devices = [device for device in self._devices if device.index in chosen.indices]
+        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in devices]
+        ceilings += [self._room.left_bytes(model, device) for device in devices]
         limits = self._config.limits
         return LoadSpec(
             path=str(facts.path),
@@ -246,7 +205,7 @@ class ModelLoader:
             kv_dtype=model.kv_dtype,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
-            memory_bytes=min((ceiling for ceiling in ceilings if ceiling is not None), default=None),
+            memory_bytes=smallest(*ceilings),
             min_free_bytes=limits.min_free_vram_mb << 20,
             num_host_shares=sum(each.kind == "cpu" for each in self._devices) or 1,
             stages=chosen.stages,
@@ -277,8 +236,3 @@ class ModelLoader:
 def _load_error(model_id: str, error: LoadRejected) -> CortexError:
     kind = InsufficientCapacity if error.kind is FaultKind.OUT_OF_MEMORY else LoadFailed
     return kind(f"{model_id}: {error}")
-
-
-def _is_settling(host: ModelHost) -> bool:
-    """Whether memory was freed there just now, so that a reading of it may be too low."""
-    return asyncio.get_running_loop().time() - host.freed_at_s <= _SETTLE_S

@@ -156,9 +156,12 @@ def choose_devices(
     count: int,
     allowed: Sequence[int],
     reserve: Callable[[Device], MemoryReserve],
+    ceiling: Callable[[Device], int | None] = lambda _: None,
+    left: Callable[[Device], int | None] = lambda _: None,
 ) -> tuple[int, ...]:
     """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
-    `allowed` ones, if any are given.
+    `allowed` ones, if any are given. `ceiling`: the most that the model may ever take of a device; `left`: what other
+    models leave of that.
 
     Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
     """
@@ -167,20 +170,24 @@ def choose_devices(
     for device in devices:
         reading = readings.get(device.index)
         kept = reserve(device)
-        free_bytes = reading.free_bytes if reading is not None else 0
-        have_bytes = max(0, kept.usable_bytes(free_bytes))
+        ceiling_bytes, left_bytes = ceiling(device), left(device)
+        have_bytes = usable_now(reading, kept, left_bytes)
         if allowed and device.index not in allowed:
             reason = "not among the requested devices"
         elif reading is None:
             reason = "the device does not respond"
         elif need_bytes > kept.usable_bytes(device.total_bytes):
             reason = "too small even when empty"
+        elif ceiling_bytes is not None and need_bytes > ceiling_bytes:
+            reason = f"models may take {gigabytes(ceiling_bytes)} of it (memory_mb)"
+        elif left_bytes is not None and need_bytes > left_bytes:
+            reason = "other models take the rest of memory_mb; unload something, or raise it"
         elif need_bytes > have_bytes:
             reason = "too little is free; unload something"
         else:
             fitting.append((have_bytes, -device.index))
             continue
-        table.append(device_row(device, reading, kept, need_bytes, reason))
+        table.append(device_row(device, reading, kept, need_bytes, reason, ceiling_bytes, left_bytes))
     if len(fitting) >= count:
         return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
     rows = "; ".join(
@@ -195,17 +202,29 @@ def choose_devices(
     )
 
 
+def usable_now(reading: DeviceReading | None, kept: MemoryReserve, left_bytes: int | None) -> int:
+    """What a load may take of a device. `left_bytes`: what other models leave of the operator's ceiling."""
+    have_bytes = 0 if reading is None else max(0, kept.usable_bytes(reading.free_bytes))
+    return have_bytes if left_bytes is None else min(have_bytes, left_bytes)
+
+
 def device_row(
-    device: Device, reading: DeviceReading | None, kept: MemoryReserve, need_bytes: int, reason: str
+    device: Device,
+    reading: DeviceReading | None,
+    kept: MemoryReserve,
+    need_bytes: int,
+    reason: str,
+    ceiling_bytes: int | None,
+    left_bytes: int | None,
 ) -> dict[str, Any]:
     """Why a device does not fit, for the details of an error."""
-    free_bytes = reading.free_bytes if reading is not None else 0
     return {
         "device": device.index,
         "name": device.name,
         "need_bytes": need_bytes,
-        "have_bytes": max(0, kept.usable_bytes(free_bytes)),
-        "kept_free_bytes": kept.bytes_of(free_bytes),
+        "have_bytes": usable_now(reading, kept, left_bytes),
+        "kept_free_bytes": kept.bytes_of(reading.free_bytes if reading is not None else 0),
+        "ceiling_bytes": ceiling_bytes,
         "total_bytes": device.total_bytes,
         "reason": reason,
     }

@@ -10,8 +10,9 @@ from rich.console import Console
 from cortex.cli.commands.status import render
 from cortex.cli.fleet_view import DeviceView, FleetView, HeldModel, NodeView
 from cortex.cli.load_view import LoadView, describe
-from cortex.cli.output import bar, duration, size
+from cortex.cli.output import bar, console, duration, size, table
 from cortex.wire.node import ModelState, ModelStatus, Progress
+from cortex.wire.words import plural
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,19 @@ def test_prints_one_line_per_step_without_a_terminal() -> None:
         view.update(ModelStatus(id="m", state=ModelState.READY))
         view.update(ModelStatus(id="another", state=ModelState.READY))
     assert out.getvalue().splitlines() == ["m: loading (read)", "m: ready"]
+
+
+def test_piped_table_has_no_trailing_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = table("NAME", "NOTE")
+    rows.add_row("a", "a long note")
+    rows.add_row("b", "")
+    console().print(rows)
+    assert capsys.readouterr().out.splitlines() == ["NAME  NOTE", "a     a long note", "b"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes"), (1200, "1,200 nodes"), (0.5, "0.5 nodes")]
+)
+def test_count_agrees_with_its_noun(count: float, text: str) -> None:
+    assert plural(count, "node") == text
+    assert plural(1, "request waits", "requests wait") == "1 request waits"

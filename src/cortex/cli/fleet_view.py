@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,6 +26,7 @@ class HeldModel(ModelStatus, frozen=True, kw_only=True):
 
     in_flight: int = 0
     pinned: bool = False
+    pinned_by: Literal["operator", "catalogue"] | None = None
 
 
 class NodeView(NodeValue, frozen=True, kw_only=True):

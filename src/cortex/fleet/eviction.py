@@ -12,11 +12,11 @@ from enum import StrEnum
 import msgspec
 
 from cortex.wire.node import ModelState
+from cortex.wire.words import plural
 
 from .catalogue import ModelSpec
 from .rules import EvictionRules
 from .topology import ON_DEVICE, Fleet, ModelOnNode, Node, Residency
-from .units import plural
 
 WHOLE_NODE = -1
 """The key of a shortfall that an unload on any device of the node relieves: one of the node's memory ceiling."""

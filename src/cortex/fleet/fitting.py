@@ -8,6 +8,7 @@ from itertools import combinations
 import msgspec
 
 from cortex.wire.node import ModelState
+from cortex.wire.words import plural
 
 from .catalogue import MEBIBYTE, ModelSpec
 from .decision import Assessment, DeviceRow, Origin, Verdict
@@ -15,7 +16,7 @@ from .eviction import Occupant, Protection, occupies, protection
 from .memory import DeviceLedger, Need, ledger
 from .rooms import Room, free_devices, harm, rooms, smallest_share
 from .topology import Fleet, Node
-from .units import gib, plural
+from .units import gib
 
 
 class _Finding(msgspec.Struct, frozen=True):

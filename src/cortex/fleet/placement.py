@@ -9,7 +9,7 @@ import msgspec
 
 from cortex.wire.node import ModelState
 
-from .catalogue import ModelSpec
+from .catalogue import MEBIBYTE, Catalogue, ModelSpec
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .eviction import occupies
 from .fitting import fit, need_and_have
@@ -50,6 +50,14 @@ def place(
     assessments.sort(key=partial(_preference, rules=fleet.placement))
     action = _action(assessments[0]) if assessments else "reject"
     return Decision(model_id=model_id, at=now, origin=origin, action=action, assessments=tuple(assessments))
+
+
+def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decision:
+    """Where the operator could load a model that no node has yet, of which only the size is known."""
+    spec = ModelSpec(id=model_id, vram_mb=max(1, -(-num_bytes // MEBIBYTE)))
+    others = tuple(known for known in fleet.catalogue.models if known.id != model_id)
+    catalogue = Catalogue(models=(*others, spec))
+    return place(model_id, msgspec.structs.replace(fleet, catalogue=catalogue), now, origin="operator")
 
 
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:

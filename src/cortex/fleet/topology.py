@@ -132,6 +132,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     has_lifecycle: bool = True
     """Whether it loads and unloads models on request; foreign servers do not."""
     max_devices_per_model: int = 1
+    can_sleep: bool = True
+    """Whether models that it unloads may sleep."""
     harnesses: tuple[str, ...] = ("torch",)
     dialects: tuple[Dialect, ...] = ("openai_chat",)
     healthy: bool = False
@@ -209,6 +211,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         ceiling_bytes=_smaller(before.ceilings.node_bytes, health.ceiling_bytes),
         residencies={status.id: Residency(status=status, seen_at=now) for status in health.models},
         max_devices_per_model=discovery.max_devices_per_model,
+        can_sleep=discovery.can_sleep,
         harnesses=discovery.harnesses,
         dialects=discovery.dialects,
         healthy=True,

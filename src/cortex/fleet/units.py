@@ -1,4 +1,4 @@
-"""Bytes and counts for people to read."""
+"""Bytes for people to read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,3 @@ def gib(num_bytes: int | None) -> str:
     if 0 < num_bytes < 1024**3:
         return f"{num_bytes / 1024**2:.0f} MiB"
     return f"{num_bytes / 1024**3:.1f} GiB"
-
-
-def plural(count: int, noun: str, several: str | None = None) -> str:
-    """`1 node`, `2 nodes`; `several` where an `s` is not enough."""
-    return f"{count:,} {noun if count == 1 else several or f'{noun}s'}"

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
-from cortex.settings import Listen, Section
+from cortex.settings import Listen, SamplingSection, Section
 from cortex.telemetry import TelemetrySection
 from cortex.wire.node import KVDtype
 
@@ -123,6 +123,9 @@ class ModelEntry(Section, frozen=True):
     kv_dtype: KVDtype = "auto"
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
+    deterministic: bool = False
+    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
+    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     tensor_parallel: Count = 1
@@ -138,6 +141,9 @@ class ModelEntry(Section, frozen=True):
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
     default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
+    absent."""
 
 
 class DefaultModel(Section, frozen=True):
@@ -166,10 +172,15 @@ class DefaultModel(Section, frozen=True):
     kv_dtype: KVDtype = "auto"
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
+    deterministic: bool = False
+    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
+    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     control_tokens_in_messages: bool = False
     """Read control tokens in the text of messages as such; see `models`."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing; see `models`."""
 
 
 class DeviceEntry(Section, frozen=True):

@@ -73,6 +73,8 @@ class Discovery(NodeValue, frozen=True):
     """Why no GPU is used although one may be there, such as a driver/library mismatch."""
     max_devices_per_model: Annotated[int, Meta(ge=1)] = 1
     """The most devices that one model may span on this node."""
+    can_sleep: bool = True
+    """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
     harnesses: tuple[str, ...] = ("torch",)
     dialects: tuple[Dialect, ...] = (
         "openai_chat",
@@ -124,6 +126,21 @@ class Capabilities(NodeValue, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class SamplingDefaults(NodeValue, frozen=True):
+    """How a model samples where a request says nothing; None: not said here."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+
+    def over(self, other: SamplingDefaults) -> SamplingDefaults:
+        """These values, and those of `other` where there are none."""
+        ours = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(other, **ours)
+
+
 class ModelStatus(NodeValue, frozen=True):
     """One model on one node."""
 
@@ -156,6 +173,8 @@ class ModelStatus(NodeValue, frozen=True):
     """Context that the loaded model accepts: the model's limit, or less if memory is the limit."""
     max_output_tokens: int | None = None
     capabilities: Capabilities = Capabilities()
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How it samples where a request says nothing: the operator's values, then those of its files."""
     progress: Progress | None = None
     load: ModelLoad = ModelLoad()
     reason: str | None = None
@@ -193,6 +212,8 @@ class PullStatus(NodeValue, frozen=True):
     progress: Progress | None = None
     reason: str | None = None
     """Why it failed."""
+    code: str | None = None
+    """The error code of the failure."""
 
 
 class DiskUse(NodeValue, frozen=True):
@@ -240,6 +261,10 @@ class LoadRequest(NodeValue, frozen=True):
     """Whether the text of control tokens in messages becomes these tokens."""
     kv_dtype: KVDtype | None = None
     """The dtype of the KV cache; as the node is configured when absent."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How the model samples where a request says nothing; as the node is configured where absent."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
 
@@ -287,6 +312,24 @@ class FilesRequest(NodeValue, frozen=True):
 class DeletedFiles(NodeValue, frozen=True):
     model_id: str
     freed_bytes: int
+
+
+class HubVariant(NodeValue, frozen=True):
+    """One form of a model in a repository of the hub."""
+
+    quant: str | None
+    """Its quantisation, as a pull names it; None: the repository's safetensors."""
+    num_bytes: int
+    """What a pull of it downloads."""
+    num_files: int
+
+
+class HubRepository(NodeValue, frozen=True):
+    """`GET /hub/{source}`: what a repository of the hub offers, before anything is downloaded."""
+
+    repository: str
+    commit: str
+    variants: tuple[HubVariant, ...]
 
 
 class Recycled(NodeValue, frozen=True):

@@ -36,6 +36,7 @@ from cortex.wire.node import (
     ModelStatus,
     NodeEvent,
     PullStatus,
+    SamplingDefaults,
     UnloadRequest,
 )
 from cortex.wire.packed_request import PackedRequest, unpack
@@ -136,6 +137,7 @@ class ScriptedNode:
     script: Script = field(default_factory=Script)
     state: ModelState = ModelState.READY
     context_tokens: int = 2000
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     load_s: float = 0.0
     load_error: CortexError | None = None
     submit_error: Exception | None = None
@@ -162,6 +164,7 @@ class ScriptedNode:
                 id="org/tiny",
                 state=self.state,
                 context_tokens=self.context_tokens,
+                sampling=self.sampling,
                 measured_bytes=6,
                 host_bytes=5 if self.state is ModelState.ASLEEP else 0,
                 load=ModelLoad(running=2, waiting=3, kv_used_fraction=0.25),

@@ -38,9 +38,14 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
         out.print(f"no decision about {model} yet", markup=False)
     for decision in decisions:
         when = f"{datetime.fromtimestamp(decision['at']):%Y-%m-%d %H:%M:%S}  " if history else ""
-        out.print(Text.assemble((when, "dim"), (decision["outcome"], "bold")), soft_wrap=True)
-        for node in decision["nodes"]:
-            _show_node(out, node, is_chosen=node["node"] == decision["node"])
+        show_decision(out, decision, when)
+
+
+def show_decision(out: Console, decision: dict[str, Any], when: str = "") -> None:
+    """The outcome, then every node."""
+    out.print(Text.assemble((when, "dim"), (decision["outcome"], "bold")), soft_wrap=True)
+    for node in decision["nodes"]:
+        _show_node(out, node, is_chosen=node["node"] == decision["node"])
 
 
 def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:

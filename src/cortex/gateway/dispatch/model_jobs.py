@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Protocol
 
+import msgspec
+
 from cortex.fleet.decision import Decision
 from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
-from cortex.wire.node import Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
+from cortex.wire.node import Health, LoadRequest, ModelState, ModelStatus, SamplingDefaults, UnloadRequest
 
 Cause = Literal["evicted", "ttl", "operator"]
 Watched = Literal["load", "unload"]
@@ -263,6 +265,8 @@ class ModelJobs:
                 context_tokens=spec.context,
                 control_tokens_in_messages=spec.control_tokens_in_messages,
                 kv_dtype=spec.kv_dtype,
+                sampling=msgspec.convert(spec.sampling.given, SamplingDefaults),
+                deterministic=spec.deterministic,
                 max_bytes=job.max_bytes,
             ),
         )

@@ -13,6 +13,7 @@ from cortex.wire.node import (
     Discovery,
     FilesRequest,
     Health,
+    HubRepository,
     LoadRequest,
     ModelStatus,
     NodeEvent,
@@ -31,7 +32,7 @@ class GenerationStream(Protocol):
 
 
 class Files(Protocol):
-    """Downloads without a load, and deletion."""
+    """Downloads without a load, deletion, and what the hub offers."""
 
     def pull(self, request: FilesRequest) -> PullStatus: ...
 
@@ -40,6 +41,8 @@ class Files(Protocol):
     async def cancel(self, model_id: str) -> PullStatus: ...
 
     async def delete(self, request: FilesRequest) -> DeletedFiles: ...
+
+    async def offer(self, source: str) -> HubRepository: ...
 
 
 class Backend(Protocol):

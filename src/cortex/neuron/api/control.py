@@ -47,6 +47,7 @@ class Control:
             web.get("/files/pulls/{id:.+}", self.pull_status),
             web.post("/files/cancel", self.cancel_pull),
             web.post("/files/delete", self.delete_files),
+            web.get("/hub/{source:.+}", self.offer),
             web.get("/models/{id:.+}/endpoint", self.endpoint),
             web.get("/models/{id:.+}", self.model),
         ]
@@ -118,6 +119,10 @@ class Control:
     async def delete_files(self, request: web.Request) -> web.Response:
         """Deletes a model's files from the cache, never while the model is in memory."""
         return responses.json(await self.backend.files.delete(_decode(await body_of(request), FilesRequest)))
+
+    async def offer(self, request: web.Request) -> web.Response:
+        """What a repository of the hub offers: its quantisations and their sizes. Nothing is downloaded."""
+        return responses.json(await self.backend.files.offer(request.match_info["source"]))
 
     async def recycle(self, request: web.Request) -> web.Response:
         """Replaces the worker of a device without models. The gateway asks for it after many loads."""

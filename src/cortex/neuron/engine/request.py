@@ -149,6 +149,8 @@ class LoadSpec:
     context_tokens: int | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """In which numbers keys and values are kept; `auto`: in those that the model computes in."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company, at the price of speed."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""

@@ -33,11 +33,11 @@ from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_c
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
-from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
+from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_sleep, sleep_budget_bytes
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
-from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.text.model import TextModel, TextSurvey, survey_text
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.tokenizer_process.client import TokenizerClient
@@ -48,7 +48,6 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
-    Capabilities,
     Discovery,
     Health,
     LoadRequest,
@@ -76,7 +75,7 @@ class Parts:
     find_local: FindLocal = find_local
     open_text: Callable[[Path], TextSource] | None = None
     """None: a tokenizer process for each model."""
-    capabilities_of: Callable[[Path], Capabilities] = capabilities_of
+    survey_text: Callable[[Path], TextSurvey] = survey_text
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
@@ -90,7 +89,7 @@ class Node:
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
         ceilings = Ceilings.of(config)
-        self.discovery = _discovery(inventory)
+        self.discovery = _discovery(inventory, config.limits.sleep_mb)
         self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve, ceilings)
         self._config = config
         self._policy = parts.policy
@@ -108,7 +107,7 @@ class Node:
             fetch=parts.fetch,
             find_local=parts.find_local,
             texts=self._texts,
-            capabilities_of=parts.capabilities_of,
+            survey_text=parts.survey_text,
         )
         self._controllers: dict[str, ModelController] = {}
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
@@ -408,7 +407,7 @@ def _model_event(status: ModelStatus) -> NodeEvent:
     return NodeEvent(kind="model", at_s=time.time(), model=status)
 
 
-def _discovery(inventory: Inventory) -> Discovery:
+def _discovery(inventory: Inventory, sleep_mb: int | None) -> Discovery:
     return Discovery(
         host=socket.gethostname(),
         os=f"{platform.system()} {platform.release()}",
@@ -419,5 +418,6 @@ def _discovery(inventory: Inventory) -> Discovery:
         cuda_version=inventory.cuda_version,
         driver_problem=inventory.driver_problem,
         max_devices_per_model=len(inventory.devices),
+        can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=HARNESSES,
     )

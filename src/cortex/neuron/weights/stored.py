@@ -37,21 +37,17 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnOrder:
-    """How the rows of a matrix are put together from the columns that the file has."""
+class Order:
+    """Which rows or columns of a matrix in the file make up a matrix, and in which order. The file is read whole."""
 
     width: int
-    """Columns of a row in the file."""
+    """Rows or columns in the file."""
     runs: tuple[range, ...]
-    """Runs of the file's columns, in the order of the matrix."""
+    """Runs of them, in the order of the matrix."""
 
-    def part(self, columns: range) -> ColumnOrder:
-        """The order of some of the matrix's columns."""
-        return ColumnOrder(self.width, tuple(_runs_between(self.runs, columns.start, columns.stop)))
-
-    @property
-    def num_columns(self) -> int:
-        return sum(map(len, self.runs))
+    def part(self, span: range) -> Order:
+        """The order of some of the matrix's rows or columns."""
+        return Order(self.width, tuple(_runs_between(self.runs, span.start, span.stop)))
 
     def keeps_groups(self, size: int) -> bool:
         """Whether groups of `size` adjacent columns stay together."""
@@ -108,7 +104,9 @@ class StoredTensor:
     """For a part of a larger tensor, whose first byte is at `offset`; None: the bytes are contiguous."""
     beside: Beside | None = None
     """For a matrix whose scales are tensors of their own; None: the format is complete in itself."""
-    columns: ColumnOrder | None = None
+    rows: Order | None = None
+    """For a matrix that can be read only whole, and of which other rows are needed; None: all rows, as in the file."""
+    columns: Order | None = None
     """For a matrix whose columns have another order in the file; None: the same order."""
     adjustment: Adjustment | None = None
     name: str = ""
@@ -155,9 +153,12 @@ class StoredTensor:
     def with_rows(self, runs: tuple[range, ...]) -> StoredTensor:
         """The tensor of these rows. Raises TensorMissing if it has no such rows, Unsupported if they are not whole
         groups."""
-        self._check_divisible()
         self._check_inside(max((run.stop for run in runs), default=0), dimension=0)
         shape = (sum(map(len, runs)), *self.shape[1:])
+        if self.beside is not None and self.beside.is_transposed:
+            whole_rows = self.rows or Order(self.num_rows, (range(self.num_rows),))
+            parts = tuple(part for run in runs for part in whole_rows.part(run).runs)
+            return replace(self, shape=shape, rows=replace(whole_rows, runs=parts))
         num_bytes = self.num_bytes // self.num_rows * shape[0]
         if len(self.shape) == 1 and self.group_rows > 1:  # one group
             self._check_block(runs[0], self.num_rows, "elements")
@@ -173,7 +174,11 @@ class StoredTensor:
     def with_columns(self, columns: range) -> StoredTensor:
         """The tensor of these columns of a matrix. Raises TensorMissing if it has no such columns, Unsupported if they
         cut a quantised block."""
-        self._check_divisible()
+        if self.beside is not None:
+            raise Unsupported(
+                f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided by columns; "
+                "use `pipeline_parallel`, one device, a GGUF, or the unquantised model with `quant`"
+            )
         self._check_inside(columns.stop, dimension=1)
         rows, width = self.shape
         if self.columns is not None:  # whole rows are read: the columns lie apart in the file
@@ -183,6 +188,14 @@ class StoredTensor:
         selection = replace(whole, skip_bytes=whole.skip_bytes + row_bytes * columns.start // width)
         num_bytes = rows * (row_bytes * len(columns) // width)
         return replace(self, shape=(rows, len(columns)), num_bytes=num_bytes, selection=selection)
+
+    def rows_in_file(self, first_row: int, num_rows: int) -> tuple[range, ...]:
+        """Where some rows of a matrix without interleaved rows are in the file."""
+        if self.rows is not None:
+            return self.rows.part(range(first_row, first_row + num_rows)).runs
+        if self.selection is not None:
+            return tuple(self.selection.groups_between(first_row, first_row + num_rows))
+        return (range(first_row, first_row + num_rows),)
 
     @property
     def is_blocked(self) -> bool:
@@ -200,13 +213,6 @@ class StoredTensor:
 
     def _whole_selection(self) -> Selection:
         return self.selection or Selection((range(self.num_groups),), self.group_bytes)
-
-    def _check_divisible(self) -> None:
-        if self.beside is not None:
-            raise Unsupported(
-                f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided; use "
-                "`pipeline_parallel`, one device, a GGUF, or the unquantised model with `quant`"
-            )
 
     def _check_inside(self, stop: int, dimension: int) -> None:
         if len(self.shape) <= dimension or (dimension == 1 and len(self.shape) > 2) or stop > self.shape[dimension]:

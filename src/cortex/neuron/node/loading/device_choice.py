@@ -14,6 +14,7 @@ from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node import Device
+from cortex.wire.words import plural
 
 DeviceLimit = Callable[[Device], int | None]
 """Bytes of a device; None: no limit."""
@@ -43,7 +44,7 @@ def _check_stages(model: KnownModel, facts: ModelFacts, device: Device, forecast
 
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
-    """Raises LoadFailed for devices that this node does not have."""
+    """Raises LoadFailed for a division that this node cannot make, or devices that it does not have."""
     allowed = len(set(model.devices)) if model.devices else len(devices)
     if model.num_devices > allowed:
         replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
@@ -51,8 +52,13 @@ def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
         if model.pipeline_parallel > 1:
             division = f"pipeline_parallel = {model.pipeline_parallel}"
         raise LoadFailed(
-            f"{model.id} asks for {division}{replicas}, but may use {allowed} device{'' if allowed == 1 else 's'} of "
-            "this node; lower it, or choose a model that fits fewer devices"
+            f"{model.id} asks for {division}{replicas}, but may use {plural(allowed, 'device')} of this node; lower "
+            "it, or choose a model that fits fewer devices"
+        )
+    if model.deterministic and model.tensor_parallel > 1:
+        raise LoadFailed(
+            f"{model.id} asks for deterministic = true and tensor_parallel = {model.tensor_parallel}, but how the "
+            "devices add up their parts depends on the size of a step; leave one of them out"
         )
     indices = [device.index for device in devices]
     for index in model.devices:

@@ -26,18 +26,28 @@ from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Lib
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.node.texts import Texts
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.tokenizer_process.client import UNREADABLE
-from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
+from cortex.neuron.weights import errors as weight_errors
+from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected
-from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
-from cortex.wire.node import Capabilities
+from cortex.wire.errors import (
+    CortexError,
+    DiskFull,
+    HubUnavailable,
+    InsufficientCapacity,
+    LoadFailed,
+    SourceNotFound,
+)
 
 log = logging.getLogger(__name__)
 
-
-class HubUnavailable(LoadFailed):
-    """The hub cannot be reached and the cache does not hold the model. A later load may succeed."""
+_DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
+    weight_errors.HubUnreachable: HubUnavailable,
+    weight_errors.NotOnHub: SourceNotFound,
+    weight_errors.DiskFull: DiskFull,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class Survey:
 
     facts: ModelFacts
     """Of the whole model, or of one rank of a divided one."""
-    capabilities: Capabilities
+    text: TextSurvey
     requested_quant: str | None
 
 
@@ -64,7 +74,7 @@ class ModelLoader:
         fetch: Fetch,
         find_local: FindLocal,
         texts: Texts,
-        capabilities_of: Callable[[Path], Capabilities],
+        survey_text: Callable[[Path], TextSurvey],
     ) -> None:
         self._config = config
         self._library = library
@@ -75,7 +85,7 @@ class ModelLoader:
         self._fetch = fetch
         self._find_local = find_local
         self._texts = texts
-        self._capabilities_of = capabilities_of
+        self._survey_text = survey_text
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._unreadable: set[str] = set()
@@ -129,10 +139,9 @@ class ModelLoader:
             with contextlib.suppress(Cancelled, CheckpointError):
                 await download  # the thread checks the event often
             raise
-        except HubUnreachable as error:
-            raise HubUnavailable(f"{model.id}: {error}") from error
         except (CheckpointError, OSError) as error:
-            raise LoadFailed(f"{model.id}: {error}") from error
+            kind = next((kind for cause, kind in _DOWNLOAD_ERRORS.items() if isinstance(error, cause)), LoadFailed)
+            raise kind(f"{model.id}: {error}") from error
 
     # Preflight
 
@@ -173,7 +182,7 @@ class ModelLoader:
                 "hub), or omit `quant`"
             )
         try:
-            return Survey(facts, self._capabilities_of(path), model.quant)
+            return Survey(facts, self._survey_text(path), model.quant)
         except UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
 
@@ -203,6 +212,7 @@ class ModelLoader:
             quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,
             kv_dtype=model.kv_dtype,
+            deterministic=model.deterministic,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             memory_bytes=smallest(*ceilings),

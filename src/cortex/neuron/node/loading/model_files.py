@@ -16,11 +16,21 @@ from pathlib import Path
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
-from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub
 from cortex.neuron.weights.hub import disk
+from cortex.neuron.weights.hub.offer import OfferRequest
 from cortex.neuron.weights.hub.source import HubSource, parse_source
-from cortex.wire.errors import CortexError, LoadFailed, ModelInUse, ModelNotFound, shorten
-from cortex.wire.node import DeletedFiles, DiskUse, FilesRequest, LoadRequest, PullState, PullStatus
+from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
+from cortex.wire.node import (
+    DeletedFiles,
+    DiskUse,
+    FilesRequest,
+    HubRepository,
+    HubVariant,
+    LoadRequest,
+    PullState,
+    PullStatus,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +49,7 @@ class _Pull:
     task: asyncio.Task[None] | None = None
     state: PullState = "running"
     reason: str | None = None
+    code: str | None = None
 
     def status(self) -> PullStatus:
         return PullStatus(
@@ -47,6 +58,7 @@ class _Pull:
             state=self.state,
             progress=self.progress.snapshot(),
             reason=self.reason,
+            code=self.code,
         )
 
 
@@ -131,6 +143,24 @@ class ModelFiles:
         log.info("%s: files deleted, %d MiB are free again", model.id, num_bytes >> 20)
         return DeletedFiles(model_id=model.id, freed_bytes=num_bytes)
 
+    async def offer(self, source: str) -> HubRepository:
+        """What a repository of the hub offers. Raises ModelNotFound, or HubUnavailable."""
+        try:
+            request = OfferRequest(source)
+            try:
+                offer = await asyncio.to_thread(request.read)
+            except asyncio.CancelledError:
+                request.abort()
+                raise
+        except (NotOnHub, FilesMissing) as error:
+            raise ModelNotFound(str(error), param="model") from error
+        except HubError as error:
+            raise HubUnavailable(str(error)) from error
+        variants = tuple(
+            HubVariant(quant=each.quant, num_bytes=each.num_bytes, num_files=each.num_files) for each in offer.variants
+        )
+        return HubRepository(repository=offer.repository, commit=offer.commit, variants=variants)
+
     def disk_bytes(self, model: KnownModel) -> int | None:
         """The bytes of the model's repository in the cache; None for a model outside the cache."""
         source = _hub_source(model.source)
@@ -183,14 +213,16 @@ class ModelFiles:
         return source.repository if source is not None else None
 
     async def _run(self, pull: _Pull, model: KnownModel) -> None:
-        state, reason = await self._download(pull, model)
+        state, reason, code = await self._download(pull, model)
         await self.scan()
         is_used = any(user == model.id for user, _ in self._in_use())
         if state != "done" and not is_used and not self.disk_bytes(model):
             self._library.forget(model.id)  # nothing of it is here: it may not even exist
-        pull.state, pull.reason = state, reason
+        pull.state, pull.reason, pull.code = state, reason, code
 
-    async def _download(self, pull: _Pull, model: KnownModel) -> tuple[PullState, str | None]:
+    async def _download(self, pull: _Pull, model: KnownModel) -> tuple[PullState, str | None, str | None]:
+        """How it ended, why it failed, and the code of that."""
+
         def progressed(stage: str, done_bytes: int, total_bytes: int) -> None:
             pull.progress = pull.progress.advanced(stage, done_bytes, total_bytes, time.monotonic())
 
@@ -198,15 +230,15 @@ class ModelFiles:
             path = await self._loader.download(model, progressed)
             await self._loader.survey(model, path)
         except asyncio.CancelledError:
-            return "cancelled", "the download was cancelled; what it has is kept"
+            return "cancelled", "the download was cancelled; what it has is kept", None
         except CortexError as error:
             log.warning("%s", error.message)
-            return "failed", error.message
+            return "failed", error.message, error.code
         except Exception as problem:
             log.exception("%s: unexpected error in a download", model.id)
-            return "failed", f"{type(problem).__name__}: {problem}; see the node's log"
+            return "failed", f"{type(problem).__name__}: {problem}; see the node's log", None
         log.info("%s: files are complete", model.id)
-        return "done", None
+        return "done", None, None
 
 
 def _hub_source(text: str) -> HubSource | None:

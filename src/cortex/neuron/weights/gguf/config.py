@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cortex.neuron.weights.delta_heads import DeltaHeads
 from cortex.neuron.weights.errors import Malformed, Unsupported
-from cortex.neuron.weights.gguf.delta import DeltaHeads
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.rope import rope_scaling
 
@@ -184,7 +184,6 @@ def _gated_delta(keys: _Keys) -> dict[str, Any]:
         "linear_value_head_dim": inner // value_heads,
         "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
         "full_attention_interval": keys.count("full_attention_interval", 4),
-        "linear_inputs_by_part": True,
     }
 
 

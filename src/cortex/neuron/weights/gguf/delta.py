@@ -8,63 +8,15 @@ and so on. Rows are reordered by reading them in another order; columns, in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
-from cortex.neuron.weights.errors import Malformed, Unsupported
-from cortex.neuron.weights.stored import Adjustment, ColumnOrder, StoredTensor
-
-Runs = tuple[range, ...]
+from cortex.neuron.weights.delta_heads import DeltaHeads, Runs, check_rows, joint_gates, joint_inputs, misshapen
+from cortex.neuron.weights.errors import Unsupported
+from cortex.neuron.weights.stored import Adjustment, Order, StoredTensor
 
 _GROUP: Final = 32
 """Columns that a quantised matrix keeps together in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaHeads:
-    """The sizes of a gated delta net."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    is_tiled: bool
-    """Whether the file has the value heads in an order of its own."""
-
-    @property
-    def key_size(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def shared(self) -> int:
-        """Value heads of each key head."""
-        return self.value_heads // self.key_heads
-
-    def value_runs(self, width: int, start: int = 0) -> Runs:
-        """Where the value heads are in the file, `width` rows each, from row `start` on."""
-        heads = range(self.value_heads)
-        if self.is_tiled:
-            heads_in_file = [head % self.shared * self.key_heads + head // self.shared for head in heads]
-        else:
-            heads_in_file = list(heads)
-        return tuple(range(start + head * width, start + (head + 1) * width) for head in heads_in_file)
-
-    def channel_runs(self) -> Runs:
-        """Where the channels of the convolution are: queries, keys, values."""
-        return (range(2 * self.key_size), *self.value_runs(self.value_dim, 2 * self.key_size))
-
-    def by_key_head(self, sizes: tuple[int, ...], parts: range) -> Runs:
-        """Where some parts are in rows that are grouped by key head, with `sizes` rows of each part in every group."""
-        starts = [sum(sizes[:part]) for part in range(len(sizes))]
-        return tuple(
-            range(head * sum(sizes) + starts[part], head * sum(sizes) + starts[part] + sizes[part])
-            for part in parts
-            for head in range(self.key_heads)
-        )
 
 
 def delta_tensors(part: str, stored: StoredTensor, heads: DeltaHeads) -> Mapping[str, StoredTensor] | None:
@@ -82,25 +34,6 @@ def _channels(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor
 
 def _gate(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
     return {"in_proj_z.weight": _rows(stored, heads.value_runs(heads.value_dim))}
-
-
-def _joint_inputs(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
-    values = heads.shared * heads.value_dim
-    sizes = (heads.key_dim, heads.key_dim, values, values)
-    _check_rows(stored, 2 * heads.key_size + 2 * heads.value_size)
-    return {
-        "in_proj_qkv.weight": stored.with_rows(heads.by_key_head(sizes, range(3))),
-        "in_proj_z.weight": stored.with_rows(heads.by_key_head(sizes, range(3, 4))),
-    }
-
-
-def _joint_gates(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
-    sizes = (heads.shared, heads.shared)
-    _check_rows(stored, 2 * heads.value_heads)
-    return {
-        "in_proj_b.weight": stored.with_rows(heads.by_key_head(sizes, range(1))),
-        "in_proj_a.weight": stored.with_rows(heads.by_key_head(sizes, range(1, 2))),
-    }
 
 
 def _per_head(name: str, adjustment: Adjustment | None = None) -> _Build:
@@ -122,8 +55,8 @@ def _norm(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
 
 def _output(stored: StoredTensor, heads: DeltaHeads) -> dict[str, StoredTensor]:
     if len(stored.shape) != 2 or stored.shape[1] != heads.value_size:
-        raise _misshapen(stored, f"{heads.value_size} columns")
-    order = ColumnOrder(heads.value_size, _merged(heads.value_runs(heads.value_dim)))
+        raise misshapen(stored, f"{heads.value_size} columns")
+    order = Order(heads.value_size, _merged(heads.value_runs(heads.value_dim)))
     if len(order.runs) == 1:
         return {"out_proj.weight": stored}
     if stored.is_blocked and not order.keeps_groups(_GROUP):
@@ -138,8 +71,8 @@ _Build = Callable[[StoredTensor, DeltaHeads], dict[str, StoredTensor]]
 _TENSORS: Final[Mapping[str, _Build]] = {
     "attn_qkv.weight": _channels,
     "attn_gate.weight": _gate,
-    "ssm_in.weight": _joint_inputs,
-    "ssm_ba.weight": _joint_gates,
+    "ssm_in.weight": joint_inputs,
+    "ssm_ba.weight": joint_gates,
     "ssm_beta.weight": _per_head("in_proj_b.weight"),
     "ssm_alpha.weight": _per_head("in_proj_a.weight"),
     "ssm_a": _per_head("A_log", Adjustment.NEGATIVE_EXPONENTIAL),
@@ -152,7 +85,7 @@ _TENSORS: Final[Mapping[str, _Build]] = {
 
 def _rows(stored: StoredTensor, runs: Runs) -> StoredTensor:
     """The tensor with its rows in this order, which has all of them."""
-    _check_rows(stored, sum(map(len, runs)))
+    check_rows(stored, sum(map(len, runs)))
     runs = _merged(runs)
     return stored if len(runs) == 1 else stored.with_rows(runs)
 
@@ -165,15 +98,3 @@ def _merged(runs: Runs) -> Runs:
         else:
             merged.append(run)
     return tuple(merged)
-
-
-def _check_rows(stored: StoredTensor, count: int) -> None:
-    if stored.num_rows != count or (len(stored.shape) == 1 and stored.is_blocked):
-        raise _misshapen(stored, f"{count} rows")
-
-
-def _misshapen(stored: StoredTensor, need: str) -> Malformed:
-    return Malformed(
-        f"{stored.file.path}: {stored.name} has the shape {stored.shape} in {stored.format}, the gated delta nets need "
-        f"{need}; convert the model again"
-    )

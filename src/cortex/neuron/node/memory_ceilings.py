@@ -75,6 +75,10 @@ class MemoryCeilings:
         )
 
 
+def equal_parts(num_bytes: int, count: int) -> tuple[int, ...]:
+    return (num_bytes // count,) * count
+
+
 def smallest(*limits: int | None) -> int | None:
     """The lowest of the limits that are set."""
     return min((limit for limit in limits if limit is not None), default=None)

@@ -102,7 +102,7 @@ def test_ceilings_of_devices_decide_like_their_free_memory() -> None:
     readings = {index: DeviceReading(24 * GIB, 24 * GIB) for index in range(2)}
     model = KnownModel("m", "/m", pipeline_parallel=2)
     left = {0: None, 1: 9 * GIB}
-    found = choose(model, FACTS, devices, readings, FORECAST, lambda device: left[device.index])
+    found = choose(model, FACTS, devices, readings, FORECAST, left=lambda device: left[device.index])
     assert layers(found)[0] > layers(found)[1]
     assert found.stages[1].memory_bytes <= 9 * GIB
 

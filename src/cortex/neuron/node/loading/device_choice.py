@@ -22,10 +22,14 @@ DeviceLimit = Callable[[Device], int | None]
 
 @dataclass(frozen=True, slots=True)
 class ChosenDevices:
-    indices: tuple[int, ...]
-    """In order."""
+    devices: tuple[Device, ...]
+    """By index."""
     stages: tuple[StageSpec, ...] = ()
     """Of each replica, if the model is divided by layers."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(device.index for device in self.devices)
 
 
 def _check_stages(model: KnownModel, facts: ModelFacts, device: Device, forecast: Forecast) -> None:
@@ -45,6 +49,11 @@ def _check_stages(model: KnownModel, facts: ModelFacts, device: Device, forecast
 
 def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
     """Raises LoadFailed for a division that this node cannot make, or devices that it does not have."""
+    if model.nodes and model.pipeline_parallel > 1:
+        raise LoadFailed(
+            f"{model.id} asks for pipeline_parallel = {model.pipeline_parallel} and `nodes`, but layers are divided "
+            "among the devices of one node; use tensor_parallel with `nodes`"
+        )
     allowed = len(set(model.devices)) if model.devices else len(devices)
     if model.num_devices > allowed:
         replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
@@ -73,14 +82,17 @@ def choose(
     devices: Sequence[Device],
     readings: Mapping[int, DeviceReading],
     forecast: Forecast,
+    *,
+    excluded: Mapping[int, str] | None = None,
     left: DeviceLimit = lambda _: None,
 ) -> ChosenDevices:
-    """The devices with room for the model, as many as it takes. `left`: what other models leave of the operator's
-    ceilings. Raises InsufficientCapacity or LoadFailed."""
+    """The devices with room for the model, as many as it takes. `excluded`: devices that it cannot use, and why;
+    `left`: what other models leave of the operator's ceilings. Raises InsufficientCapacity or LoadFailed."""
+    excluded = excluded or {}
     if not devices:
         raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
     if model.pipeline_parallel > 1:
-        return _choose_stages(model, facts, devices, readings, forecast, left)
+        return _choose_stages(model, facts, devices, readings, forecast, excluded, left)
     indices = choose_devices(
         model.id,
         forecast.least_bytes(model, facts, devices[0]),
@@ -88,11 +100,12 @@ def choose(
         readings,
         count=model.num_devices,
         allowed=model.devices,
+        excluded=excluded,
         reserve=forecast.reserve,
         ceiling=lambda device: forecast.share_bytes(model, device),
         left=left,
     )
-    return ChosenDevices(indices)
+    return ChosenDevices(tuple(device for device in devices if device.index in indices))
 
 
 def _choose_stages(
@@ -101,6 +114,7 @@ def _choose_stages(
     devices: Sequence[Device],
     readings: Mapping[int, DeviceReading],
     forecast: Forecast,
+    excluded: Mapping[int, str],
     left: DeviceLimit,
 ) -> ChosenDevices:
     """The devices with the most free memory, as many as the model takes, and the layers of each. Replicas have the same
@@ -112,7 +126,9 @@ def _choose_stages(
     allowed = [
         device
         for device in devices
-        if device.index in readings and (not model.devices or device.index in model.devices)
+        if device.index in readings
+        and device.index not in excluded
+        and (not model.devices or device.index in model.devices)
     ]
     ceilings = {device.index: left(device) for device in allowed}
     free_bytes = {
@@ -129,8 +145,8 @@ def _choose_stages(
         limits = [smallest(*(ceilings[index] for index in column)) for column in columns]
         stages = forecast.stages(model, facts, devices[0], capacities, limits)
     if stages is not None:
-        return ChosenDevices(chosen, stages)
-    raise _no_room(model, facts, devices, readings, forecast, left, chosen)
+        return ChosenDevices(tuple(device for device in allowed if device.index in chosen), stages)
+    raise _no_room(model, facts, devices, readings, forecast, excluded, left, chosen)
 
 
 def _no_room(
@@ -139,6 +155,7 @@ def _no_room(
     devices: Sequence[Device],
     readings: Mapping[int, DeviceReading],
     forecast: Forecast,
+    excluded: Mapping[int, str],
     left: DeviceLimit,
     chosen: tuple[int, ...],
 ) -> InsufficientCapacity:
@@ -149,6 +166,8 @@ def _no_room(
     for device in devices:
         if model.devices and device.index not in model.devices:
             reason = "not among the requested devices"
+        elif device.index in excluded:
+            reason = excluded[device.index]
         elif device.index not in readings:
             reason = "the device does not respond"
         elif not fits_when_empty:

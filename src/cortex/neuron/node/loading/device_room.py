@@ -34,6 +34,7 @@ class DeviceRoom:
     ) -> None:
         self._devices = devices.all
         self._supervisors = devices.supervisors
+        self._claims = devices.claims
         self._forecast = forecast
         self._ceilings = ceilings
         self._read_devices = read_devices
@@ -55,8 +56,8 @@ class DeviceRoom:
         except InsufficientCapacity:
             chosen = await self._choose(model, facts, self._devices)
         async with self.locked(chosen.indices):
-            devices = tuple(device for device in self._devices if device.index in chosen.indices)
-            yield await self._choose(model, facts, devices)  # the load before this one may have taken the memory
+            # The load before this one may have taken the memory.
+            yield await self._choose(model, facts, chosen.devices)
 
     @contextlib.asynccontextmanager
     async def locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
@@ -99,7 +100,13 @@ class DeviceRoom:
             readings = await asyncio.to_thread(self._read_devices, self._devices)
             try:
                 return choose(
-                    model, facts, candidates, readings, self._forecast, lambda device: self.left_bytes(model, device)
+                    model,
+                    facts,
+                    candidates,
+                    readings,
+                    self._forecast,
+                    excluded=self._claims.conflicts(spans=bool(model.nodes)) if model.is_divided else {},
+                    left=lambda device: self.left_bytes(model, device),
                 )
             except InsufficientCapacity:
                 if not any(map(is_settling, self._supervisors.values())):

@@ -25,13 +25,14 @@ from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.memory_ceilings import smallest
+from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.model_host import LoadRejected
+from cortex.neuron.worker.model_host import LoadRejected, ModelHost
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -75,11 +76,13 @@ class ModelLoader:
         find_local: FindLocal,
         texts: Texts,
         survey_text: Callable[[Path], TextSurvey],
+        lead: Lead,
     ) -> None:
         self._config = config
         self._library = library
         self._devices = devices.all
-        self._host = devices.host
+        self._hosts = devices
+        self._lead = lead
         self._forecast = forecast
         self._room = room
         self._fetch = fetch
@@ -93,16 +96,29 @@ class ModelLoader:
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
+        self._lead.reject_unsupported(model)
         check_devices(model, self._devices)
         path = await self.find_local(model) or await self.download(model, callbacks.on_progress)
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
         async with self._room.for_load(model, survey.facts) as chosen:
-            host = self._host(chosen.indices, model.replicas, self._room.locked)
+            host = await self._host(model, survey.facts, chosen.indices)
             instance = Instance(model.id, host, self._config.limits, callbacks)
             instance.stage_layers = tuple(stage.num_layers for stage in chosen.stages) * model.replicas
-            await self._load_weights(instance, self._spec(model, survey.facts, chosen), path)
+            await self._load_weights(instance, self.spec(model, survey.facts, chosen), path)
             return instance
+
+    async def _host(self, model: KnownModel, facts: ModelFacts, indices: tuple[int, ...]) -> ModelHost:
+        """Where the model goes that takes these devices here. Raises LoadFailed or WorkerLost."""
+        if not model.nodes:
+            return self._hosts.host(model.id, indices, model.replicas, self._room.locked)
+        claim = self._hosts.claims.new(model.id, indices, spans=True)
+        claim.take()  # now: a peer that leads a model itself must not wait here for devices that wait for it
+        try:
+            return await self._lead.host(model, facts.digest, indices, claim)
+        except BaseException:
+            claim.release()
+            raise
 
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
@@ -199,12 +215,11 @@ class ModelLoader:
 
     # Worker and weights
 
-    def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
-        """What each of the devices loads, of which the one with the least to give decides; a stage has limits of its
+    def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
+        """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its
         own."""
-        devices = [device for device in self._devices if device.index in chosen.indices]
-        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in devices]
-        ceilings += [self._room.left_bytes(model, device) for device in devices]
+        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in chosen.devices]
+        ceilings += [self._room.left_bytes(model, device) for device in chosen.devices]
         limits = self._config.limits
         return LoadSpec(
             path=str(facts.path),

@@ -149,6 +149,8 @@ class ModelStatus(NodeValue, frozen=True):
     devices: tuple[int, ...] = ()
     num_devices: Annotated[int, Meta(ge=1)] = 1
     """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
+    nodes: tuple[str, ...] = ()
+    """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None
@@ -221,6 +223,18 @@ class DiskUse(NodeValue, frozen=True):
     """What the cache takes."""
 
 
+class ModelShare(NodeValue, frozen=True):
+    """A part of a model that spans nodes, on a node that does not serve it."""
+
+    model_id: str
+    lead: str
+    """The node that serves the model, under the name that it has for itself."""
+    state: Literal["loading", "ready"]
+    devices: tuple[int, ...] = ()
+    num_bytes: int = 0
+    """Device memory of the part; 0 while it is being loaded."""
+
+
 class Health(NodeValue, frozen=True):
     status: Literal["ok", "degraded", "draining"]
     """`degraded`: the node serves, but tasks in `failing_tasks` keep failing."""
@@ -235,6 +249,8 @@ class Health(NodeValue, frozen=True):
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load: those in progress, and the latest that ended."""
     disk: DiskUse | None = None
+    shares: tuple[ModelShare, ...] = ()
+    """Parts of models that other nodes serve."""
 
 
 class LoadRequest(NodeValue, frozen=True):
@@ -254,6 +270,9 @@ class LoadRequest(NodeValue, frozen=True):
     """Whether the text of control tokens in messages becomes these tokens."""
     kv_dtype: KVDtype | None = None
     """The dtype of the KV cache; as the node is configured when absent."""
+    nodes: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
+    """The nodes that the model spans, this one first. The others are `peers` of this node; each takes an equal number
+    of the `tensor_parallel` devices. Empty: as the node is configured."""
     sampling: SamplingDefaults = SamplingDefaults()
     """How the model samples where a request says nothing; as the node is configured where absent."""
     deterministic: bool = False

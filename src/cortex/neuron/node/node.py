@@ -34,6 +34,9 @@ from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
 from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_sleep, sleep_budget_bytes
+from cortex.neuron.node.spanning.hosted_shares import HostedShares, Place
+from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
@@ -79,6 +82,7 @@ class Parts:
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
+    connect_peer: ConnectPeer = unconnected
 
 
 class Node:
@@ -108,7 +112,9 @@ class Node:
             find_local=parts.find_local,
             texts=self._texts,
             survey_text=parts.survey_text,
+            lead=Lead(config, self.devices, parts.connect_peer),
         )
+        self.shares = HostedShares(Place(self._library, self._loader, room, self.devices))
         self._controllers: dict[str, ModelController] = {}
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._sleep_budget = SleepBudget(
@@ -159,6 +165,7 @@ class Node:
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
+            shares=self.shares.statuses(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -270,6 +277,10 @@ class Node:
         self._reject_when_closing()
         return self._controller(model_id).serving_instance().submit(request)
 
+    async def host_share(self, connection: Connection) -> None:
+        """Holds a part of a model that another node leads, for as long as its connection lasts."""
+        await self.shares.serve(connection)
+
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which frees all of its memory. False while models are on it."""
         return await self.devices.supervisors[device].recycle()
@@ -296,6 +307,7 @@ class Node:
             instance.end(_shutting_down())
         for controller in controllers:
             controller.close()
+        await self.shares.close()
         await self.devices.close()
         await self._texts.close()
         await self.files.close()
@@ -331,7 +343,10 @@ class Node:
 
     def _holdings(self) -> list[Holding]:
         """What models hold of the devices. A sleeping one may hold a part still."""
-        return [
+        shares = [
+            Holding(share.model_id, share.devices, share.num_bytes) for share in self.shares.statuses() if share.devices
+        ]
+        return shares + [
             Holding(
                 controller.model_id,
                 instance.host.device_indices,
@@ -347,8 +362,8 @@ class Node:
         surveys = self._loader.surveys
         return [
             (model_id, surveys[model_id].facts.path if model_id in surveys else None)
-            for model_id in self._controllers
-            if self._is_in_memory(model_id)
+            for model_id in (*self._controllers, *(share.model_id for share in self.shares.statuses()))
+            if self._is_in_memory(model_id) or self.shares.has(model_id)
         ]
 
     def _sleeping_models(self) -> list[SleepingModel]:

@@ -35,6 +35,7 @@ def describe(
         state=life.state if life is not None else ModelState.COLD,
         devices=instance.host.device_indices if instance is not None else model.devices,
         num_devices=model.num_devices,
+        nodes=model.nodes,
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,

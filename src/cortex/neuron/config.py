@@ -60,6 +60,11 @@ class Limits(Section, frozen=True):
 
     renamed: ClassVar = {"parked_mb": "sleep_mb"}
 
+    max_connections: Count = 4096
+    """Client connections open at once; a further one is rejected with 503. Each request of a gateway takes one."""
+    max_connections_per_client: Count = 2048
+    """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. It also bounds the
+    requests of one gateway."""
     prefill_chunk_tokens: Count | None = None
     """Maximum prompt tokens in one step; a smaller value keeps running streams smoother. Absent: by device."""
     max_prompt_tokens: Count | None = None

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
 
-def write_llama(folder, seed, vocab=1000, num_layers=2):
-    hidden, inner, kv = 64, 128, 32
+def write_llama(folder, seed, vocab=1000, num_layers=2, kv_heads=2):
+    hidden, inner, kv = 64, 128, 16 * kv_heads
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -37,6 +37,7 @@ def write_llama(folder, seed, vocab=1000, num_layers=2):
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     changes = {"vocab_size": vocab, "num_hidden_layers": num_layers, "rope_theta": 10_000.0}
+    changes["num_key_value_heads"] = kv_heads
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return str(folder)
 

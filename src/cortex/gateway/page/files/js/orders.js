@@ -91,7 +91,7 @@ function LoadQuestion({ model, setModel, place, setPlace }) {
 export function Explanation({ decision }) {
   return html`
     <div class="explanation">
-      <p class="outcome"><strong><${Prose} text=${decision.outcome} /></strong></p>
+      <p class="outcome"><strong><${Prose} text=${sentence(decision)} /></strong></p>
       ${decision.victims.length > 0 && html`
         <div class="victims" role="note"><strong>This evicts ${decision.victims.join(", ")}</strong>
           <ul>${occupants(decision).filter((each) => decision.victims.includes(each.model)).map((each) => html`
@@ -110,6 +110,9 @@ export function Explanation({ decision }) {
       </table></div>
     </div>`;
 }
+
+/** The outcome with a capital letter, unless it begins with the name of the model. */
+export const sentence = ({ outcome, model }) => (outcome.startsWith(model) ? outcome : outcome[0].toUpperCase() + outcome.slice(1));
 
 const occupants = (decision) => decision.nodes.find((each) => each.node === decision.node)?.occupants ?? [];
 

@@ -2,7 +2,7 @@
 import { follow, get, remove } from "../api.js";
 import { clock, compact, count, dayAndClock, rate, seconds } from "../format.js";
 import { html, useEffect, useState } from "../html.js";
-import { Explanation } from "../orders.js";
+import { Explanation, sentence } from "../orders.js";
 import { Badge, CopyButton, Dialog, Empty, Loading, Problem, notify, useLoaded } from "../parts.js";
 import { events, session } from "../state.js";
 
@@ -145,11 +145,11 @@ function Decisions() {
   const all = [...events.value, ...older].sort((a, b) => b.at - a.at);
   if (!all.length) return html`<${Empty} title="No decisions yet">The first request for a model, a load or an eviction appears here.<//>`;
   return html`
-    <ol class="timeline">${all.map((event, index) => html`
+    <ol class="timeline card">${all.map((event, index) => html`
       <li key=${`${event.at} ${event.kind} ${event.model ?? event.node} ${index}`} class=${kindOf(event)}>
         <time class="dim">${clock(event.at)}</time>
         <div>${event.kind === "decision"
-          ? html`<button class="link" onClick=${() => setChosen(event)}>${event.outcome}</button>`
+          ? html`<button class="link" onClick=${() => setChosen(event)}>${sentence(event)}</button>`
           : html`<span>${[event.model ?? event.node, WORDS[event.kind] ?? event.kind.replaceAll("_", " "), event.model && `on ${event.node}`].filter(Boolean).join(" ")}</span>
             ${event.for_model && html`<span class="dim"> to make room for ${event.for_model}</span>`}
             ${event.why && html`<span class="dim">: ${event.why}</span>`}`}

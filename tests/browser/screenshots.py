@@ -171,19 +171,11 @@ def make_requests(stage: Stage, keys: tuple[NewKey, ...]) -> None:
             continue  # one that the key may not use belongs in the picture
 
 
-def give_orders(stage: Stage) -> None:
-    """For the view of decisions: a large model takes the place of others, and they return."""
-    headers = {"content-type": "application/json", "authorization": f"Bearer {ANNA.text}"}
-    for model in (LARGE, VISION, SMALL):
-        url = f"{stage.url}fleet/models/{model}/load"
-        urllib.request.urlopen(urllib.request.Request(url, b'{"node": "studio"}', headers)).read()
-
-
 def chat(page: Page) -> None:
     page.get_by_label("Model", exact=True).select_option(CHAT)
     page.get_by_label("Message", exact=True).fill("How does a prefix cache work?")
     page.keyboard.press("Enter")
-    page.get_by_text("first token").wait_for()
+    page.get_by_role("button", name="Regenerate").wait_for()
 
 
 def load(page: Page) -> None:
@@ -208,8 +200,17 @@ def compare(page: Page) -> None:
     page.get_by_role("button", name="Regenerate").nth(1).wait_for()
 
 
+ORDER = """async (model) => fetch(`fleet/models/${model}/load`, {
+    method: "POST", body: '{"node": "studio"}', headers: { "content-type": "application/json", "x-cortex-page": "1" },
+})"""
+
+
 def decisions(page: Page) -> None:
+    """A large model takes the place of another, which returns."""
     page.get_by_role("button", name="Decisions").click()
+    for model in (LARGE, VISION):
+        page.wait_for_timeout(2000)
+        page.evaluate(ORDER, model)
 
 
 def request_in_full(page: Page) -> None:
@@ -243,7 +244,6 @@ def main(target: Path, wanted: list[str]) -> None:
     directory = Path(tempfile.mkdtemp())
     stage = Stage(directory)
     build(stage, directory, (ANNA, BEN, AGENTS))
-    give_orders(stage)
     make_requests(stage, (ANNA,))
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium.executable(), args=chromium.ARGUMENTS)

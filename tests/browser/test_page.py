@@ -18,9 +18,9 @@ EVIL = "<img src=x onerror=window.hacked=1>"
 @pytest.fixture(scope="module")
 def wide(stage: Stage) -> DirectedNode:
     """A node with one model over both of its devices, which the catalogue pins, and no room for sleeping models."""
-    started = DirectedNode("wide", sizes={"divided": 20 * GB}, kv={"divided": 4 * GB}, total_bytes=12 * GB)
-    started.device_names, started.places, started.can_sleep = ("GPU", "GPU"), {"divided": (0, 1)}, False
-    started.states["divided"] = ModelState.READY
+    started = DirectedNode("wide", sizes={"wide-model": 20 * GB}, kv={"wide-model": 4 * GB}, total_bytes=12 * GB)
+    started.device_names, started.places, started.can_sleep = ("GPU", "GPU"), {"wide-model": (0, 1)}, False
+    started.states["wide-model"] = ModelState.READY
     return stage.add(started)
 
 
@@ -33,7 +33,7 @@ def node(stage: Stage, wide: DirectedNode) -> Iterator[DirectedNode]:
     started.states[f"org/{EVIL}"] = ModelState.FAILED
     started.reasons[f"org/{EVIL}"] = EVIL
     gone = stage.add(DirectedNode("cellar"))
-    stage.open_gateway(models='[[models]]\nid = "small"\n[[models]]\nid = "divided"\npinned_on = ["wide"]')
+    stage.open_gateway(models='[[models]]\nid = "small"\n[[models]]\nid = "wide-model"\npinned_on = ["wide"]')
     stage.call(gone.stop())
     return started
 
@@ -68,18 +68,20 @@ def test_model_over_two_devices_is_on_both_bars(page, wide: DirectedNode) -> Non
     two = card(page, "wide")
     two.get_by_text("2 × 10.0 GiB").wait_for()
     labels = [bar.get_attribute("aria-label") for bar in two.locator(".bar").all()]
-    assert ["divided weights (1/2 of it) 8.0 GiB, divided KV cache (1/2 of it) 2.0 GiB" in each for each in labels] == [
+    assert [
+        "wide-model weights (1/2 of it) 8.0 GiB, wide-model KV cache (1/2 of it) 2.0 GiB" in each for each in labels
+    ] == [
         True,
         True,
     ]
-    assert two.get_by_role("listitem").filter(has_text="divided").count() == 1
+    assert two.get_by_role("listitem").filter(has_text="wide-model").count() == 1
 
 
 def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page, wide: DirectedNode) -> None:
     page.goto("#/fleet")
     two = card(page, "wide")
     assert two.get_by_text("pinned", exact=True).get_attribute("title") == "Kept loaded by models.toml"
-    two.get_by_label("Actions for divided on wide").click()
+    two.get_by_label("Actions for wide-model on wide").click()
     two.get_by_role("menuitem", name="Unload…").wait_for()
     for absent in ("Sleep…", "Pin…", "Unpin…"):
         assert two.get_by_role("menuitem", name=absent).count() == 0
@@ -124,8 +126,27 @@ def test_eviction_is_shown_before_it_is_confirmed(page, node: DirectedNode) -> N
     page.get_by_role("link", name="Activity").click()
     page.get_by_role("button", name="Decisions").click()
     page.get_by_text("to make room for large").first.wait_for()
-    page.get_by_role("button", name=re.compile("load large on beast .* after unloading")).first.click()
+    page.get_by_role("button", name=re.compile("Load large on beast .* after unloading")).first.click()
     page.get_by_role("dialog").get_by_text("fits after eviction").wait_for()
+
+
+def test_keyboard_alone_opens_a_menu_and_a_dialog_and_gets_the_focus_back(page) -> None:
+    page.goto("#/fleet")
+    menu = card(page, "beast").get_by_label("Actions for small on beast")
+    menu.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    assert page.evaluate("document.activeElement.closest('dialog') !== null")
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
+    assert menu.evaluate("summary => summary === document.activeElement")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    assert card(page, "beast").get_by_role("menuitem").count() == 0 or not menu.evaluate(
+        "each => each.parentElement.open"
+    )
 
 
 def test_unload_needs_a_confirmation(page, node: DirectedNode) -> None:

@@ -9,6 +9,7 @@ import { node, nodeNames } from "./state.js";
 const TITLES = {
   load: "Load", unload: "Unload", sleep: "Put to sleep", pin: "Pin", unpin: "Unpin", drain: "Drain", undrain: "Take requests again",
 };
+const DONE = { unpin: "may be evicted again", drain: "takes no new requests", undrain: "takes requests again" };
 const VERDICTS = {
   resident: "good", starting: "busy", asleep: "good", fits: "good", fits_after_eviction: "warn", blocked: "warn", crowded: "warn",
 };
@@ -27,7 +28,7 @@ export function Order({ kind, model: given, node: nodeName, status, onClose }) {
     try {
       const { job } = await carryOut(kind, model, place || undefined, { force, unpin: Boolean(status?.pinned) });
       if (job) jobsChanged(job.id);
-      else notify(`${TITLES[kind]} ${subject}: done.`);
+      else notify(`${subject} ${DONE[kind]}.`);
       onClose();
     } catch (problem) {
       setError(problem);

@@ -12,8 +12,8 @@ const APIS = {
 };
 const apiOf = (path) => APIS[path] ?? path.replace("/v1/", "");
 const WORDS = {
-  node_drained: "is drained", node_undrained: "takes requests again", node_suspected: "a request failed there", node_up: "is up", node_down: "is down", load_started: "load started", model_loaded: "is loaded",
-  load_failed: "load failed", unload_started: "unload started", model_asleep: "is asleep", model_unloaded: "is unloaded",
+  node_drained: "is drained", node_undrained: "takes requests again", node_suspected: "a request failed there", node_up: "is up", node_down: "is down", load_started: "begins to load", model_loaded: "is loaded",
+  load_failed: "load failed", unload_started: "begins to unload", model_asleep: "is asleep", model_unloaded: "is unloaded",
   unload_failed: "unload failed", workers_recycled: "workers were replaced", recycle_failed: "workers could not be replaced",
 };
 
@@ -97,7 +97,7 @@ function Row({ row, operator, onChoose }) {
       <td class="nowrap"><button class="link" onClick=${onChoose} aria-label=${`Request at ${clock(row.time)} in full`}>${clock(row.time)}</button></td>
       <td><${Badge} kind=${statusKind(row)} title=${row.error ?? row.outcome}>${statusText(row)}<//></td>
       <td class="name-cell" title=${row.model}>${row.model || "–"}</td>
-      ${operator && html`<td class="name-cell narrow" title=${row.reason ?? ""}>${row.node ?? "–"}</td><td class="name-cell narrow">${row.key}</td>`}
+      ${operator && html`<td class="name-cell narrow" title=${row.reason ?? ""}>${row.node || "–"}</td><td class="name-cell narrow">${row.key}</td>`}
       <td class="nowrap">${apiOf(row.path)}</td>
       <td class="number">${row.queue_s >= 0.001 ? seconds(row.queue_s) : "–"}</td>
       <td class="number">${row.load_s >= 0.001 ? seconds(row.load_s) : "–"}</td>

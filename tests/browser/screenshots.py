@@ -20,14 +20,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import chromium
 from playwright.sync_api import Page, sync_playwright
-from stage import GB, DirectedNode, Stage
 
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.events import Usage
 from cortex.wire.node import DiskUse, ModelLoad, ModelState, Progress
+
+from . import chromium
+from .stage import GB, DirectedNode, Stage
 
 SIZE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 800}

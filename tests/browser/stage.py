@@ -17,8 +17,6 @@ from multidict import CIMultiDict
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # the fake node is shared with the gateway's tests
 
-from fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
-
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.ledger.keys import KeySection, as_toml
 from cortex.gateway.server import Gateway
@@ -36,6 +34,8 @@ from cortex.wire.node import (
     ModelStatus,
     Progress,
 )
+
+from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
 
 T = TypeVar("T")
 _HOP_HEADERS = ("connection", "transfer-encoding", "date")

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are not packages; this lets them share the fake hub
 
-from fake_hub import start_hub
+from .fake_hub import start_hub
 
 __all__ = ["start_hub"]
 

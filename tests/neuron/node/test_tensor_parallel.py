@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from faulty_models import parts
@@ -21,7 +22,7 @@ from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 
 
 @pytest.fixture
-async def node(tmp_path):
+async def node(tmp_path: Path):
     """Three devices, and models on every two of them."""
     source = write_llama(tmp_path / "model", 1)
     models = (
@@ -41,7 +42,7 @@ async def load(node, model_id):
     return await node.load(LoadRequest(model_id=model_id), wait=True)
 
 
-async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node):
+async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices(node) -> None:
     assert node.discovery.max_devices_per_model == 3
     with pytest.raises(LoadFailed, match="may use 3 devices"):
         await load(node, "four")
@@ -64,7 +65,7 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
 
 
 @pytest.fixture
-async def faulty_node(tmp_path):
+async def faulty_node(tmp_path: Path):
     """Two devices for a divided model, and one for a model beside it."""
     source = write_llama(tmp_path / "model", 1)
     models = (
@@ -78,7 +79,7 @@ async def faulty_node(tmp_path):
     await node.close()
 
 
-async def test_fault_of_any_rank_ends_requests_and_the_model_comes_back_alone(faulty_node):
+async def test_fault_of_any_rank_ends_requests_and_the_model_comes_back_alone(faulty_node) -> None:
     """A killed rank is noticed at once, a stopped one by the watchdog."""
     node = faulty_node
     await load(node, "divided")

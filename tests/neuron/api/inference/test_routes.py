@@ -1,7 +1,10 @@
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import anthropic
@@ -13,6 +16,10 @@ from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node import ModelState
 from cortex.wire.sse import Frame, Parser
+
+if TYPE_CHECKING:
+    from ..conftest import Api
+
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -460,7 +467,9 @@ async def test_rejects_a_body_that_is_declared_as_something_else_than_json(api: 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
-async def test_error_inside_a_stream_hides_details_where_the_gateway_says_so(api, chat_body, path):
+async def test_error_inside_a_stream_hides_details_where_the_gateway_says_so(
+    api: Api, chat_body: Callable[..., dict[str, Any]], path: str
+) -> None:
     api.node.script.fails_after = 2
     api.node.script.error = LoadFailed("no weights in /models/secret")
     text = {"/v1/responses": {"input": "hi"}, "/v1/completions": {"prompt": "hi"}}.get(path, {})

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def path(tmp_path_factory: pytest.TempPathFactory):
     """A model with attention and recurrent layers."""
     torch.manual_seed(0)
     model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
@@ -99,7 +100,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(path, tmp_path) -> Iterator[Pair]:
+def pair(path, tmp_path: Path) -> Iterator[Pair]:
     pair = Pair(path, tmp_path)
     yield pair
     pair.close()
@@ -130,7 +131,7 @@ def requests() -> list[EngineRequest]:
     ]
 
 
-def test_divided_model_draws_the_same_tokens_as_one_device(pair, path) -> None:
+def test_divided_model_draws_the_same_tokens_as_one_device(pair: Pair, path) -> None:
     whole = Engine.load(LoadSpec(str(path), dtype="float32", max_num_seqs=4), "cpu", lambda *_: None, lambda: False)
     expected = run(whole, *requests())
     whole.close()
@@ -147,7 +148,7 @@ def test_divided_model_draws_the_same_tokens_as_one_device(pair, path) -> None:
     pair.leader.check_integrity()
 
 
-def test_leader_sleeps_and_wakes_after_and_before_the_others(pair) -> None:
+def test_leader_sleeps_and_wakes_after_and_before_the_others(pair: Pair) -> None:
     before = tokens_of(run(pair.leader, requests()[0])["greedy"])
     pair.leader.sleep()
     pair.follower.sleep()
@@ -156,7 +157,7 @@ def test_leader_sleeps_and_wakes_after_and_before_the_others(pair) -> None:
     assert tokens_of(run(pair.leader, requests()[0])["greedy"]) == before
 
 
-def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path) -> None:
+def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path: Path) -> None:
     pair = Pair(path, tmp_path)
     pair.end_follower()
     pair.leader.submit(requests()[0])
@@ -165,7 +166,7 @@ def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path) -> None:
     pair.leader.close()
 
 
-def test_rank_that_waits_for_others_can_be_cancelled(path, tmp_path) -> None:
+def test_rank_that_waits_for_others_can_be_cancelled(path, tmp_path: Path) -> None:
     spec = LoadSpec(str(path), dtype="float32", rank=RankSpec(0, 2, str(tmp_path)))
     polls: list[str] = []
     with pytest.raises(LoadCancelled):

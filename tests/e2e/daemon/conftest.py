@@ -166,10 +166,13 @@ def write_model(folder: Path, inner: int) -> Path:
 def start_daemon(
     tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path, free_ports: Callable[[int], list[int]]
 ) -> Iterator[StartDaemon]:
-    """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`."""
+    """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`.
+
+    With `waits=False` it may not listen yet: several daemons start at the same time.
+    """
     daemons: list[Daemon] = []
 
-    def start(*settings: str, loads_demo: bool = True) -> Daemon:
+    def start(*settings: str, loads_demo: bool = True, waits: bool = True) -> Daemon:
         folder = tmp_path_factory.mktemp("daemon")
         (port,) = free_ports(1)
         config = [
@@ -196,7 +199,8 @@ def start_daemon(
             )
         daemon = Daemon(process, f"http://127.0.0.1:{port}", log)
         daemons.append(daemon)
-        daemon.wait_for("ready", DEMO) if loads_demo else daemon.wait_for("cold", TINY)
+        if waits:
+            daemon.wait_for("ready", DEMO) if loads_demo else daemon.wait_for("cold", TINY)
         return daemon
 
     yield start

@@ -53,6 +53,7 @@ TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 EOS = "<|im_end|>"
+KEEPALIVE_S = 0.05
 
 
 def write_text_files(folder: Path) -> None:
@@ -80,6 +81,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return TextModel.of(*read_text(folder))
 
 
+def opened_gate() -> asyncio.Event:
+    """An event that nobody waits for. A test replaces it by one that it sets later."""
+    gate = asyncio.Event()
+    gate.set()
+    return gate
+
+
 @dataclass
 class Script:
     """What the engine does with a request: the text it generates, how fast, and how it ends."""
@@ -88,6 +96,8 @@ class Script:
     stops: bool = True
     pause_s: float = 0.0
     first_s: float = 0.0
+    first_gate: asyncio.Event = field(default_factory=opened_gate)
+    """The first output waits for it."""
     fails_after: int | None = None
     error: CortexError | None = None
     cached: int = 0
@@ -137,10 +147,14 @@ class ScriptedNode:
     state: ModelState = ModelState.READY
     context_tokens: int = 2000
     load_s: float = 0.0
+    load_gate: asyncio.Event = field(default_factory=opened_gate)
+    """Loads wait for it."""
     load_error: CortexError | None = None
     submit_error: Exception | None = None
     submitted: list[EngineRequest] = field(default_factory=list)
     generations: list[ScriptedGeneration] = field(default_factory=list)
+    num_taken_outputs: int = 0
+    """Outputs after which the API has asked for more."""
     loads: list[LoadRequest] = field(default_factory=list)
     cancelled_loads: int = 0
     """Loads whose caller was cancelled before they were done."""
@@ -185,6 +199,7 @@ class ScriptedNode:
         if wait:
             try:
                 await asyncio.sleep(self.load_s)
+                await self.load_gate.wait()
             except asyncio.CancelledError:
                 self.cancelled_loads += 1
                 raise
@@ -232,6 +247,7 @@ class ScriptedNode:
     async def _outputs(self, request: EngineRequest) -> AsyncIterator[list[StepOutput]]:
         script = self.script
         await asyncio.sleep(script.first_s)
+        await script.first_gate.wait()
         ids = self.text_model.encode(script.text)
         if script.stops and request.stop_token_ids:
             ids.append(request.stop_token_ids[0])
@@ -239,6 +255,7 @@ class ScriptedNode:
             if script.fails_after == position:
                 raise script.error or RuntimeError("a bug")
             if position:
+                self.num_taken_outputs += 1
                 await asyncio.sleep(script.pause_s)
             is_last = position + 1 == min(len(ids), request.max_tokens)
             finish: Any = None
@@ -286,7 +303,7 @@ def node_keys() -> NodeKeys:
 async def api(node: ScriptedNode, node_keys: NodeKeys) -> AsyncIterator[Api]:
     drain_gate = DrainGate()
     access = NodeAccess(node_keys, ("node.example.com",))
-    application = app.build(node, drain_gate, keepalive_s=0.05, max_body_bytes=1_000_000, access=access)
+    application = app.build(node, drain_gate, keepalive_s=KEEPALIVE_S, max_body_bytes=1_000_000, access=access)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     accepting = await server.accept(runner, server.bind(Listen("127.0.0.1:0")))

@@ -3,8 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import anthropic
@@ -17,9 +18,7 @@ from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node import ModelState
 from cortex.wire.sse import Frame, Parser
 
-if TYPE_CHECKING:
-    from ..conftest import Api
-
+from ..conftest import KEEPALIVE_S, Api
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -205,25 +204,48 @@ async def test_returns_several_choices_with_their_indexes(api: Any, chat_body: A
     assert received[-1].data == "[DONE]"
 
 
+async def received_until(response: aiohttp.ClientResponse, mark: bytes, count: int) -> bytes:
+    """What the node sends until it has sent `mark` that often."""
+    data = b""
+    while data.count(mark) < count:
+        piece = await response.content.readany()
+        assert piece, data
+        data += piece
+    return data
+
+
 @pytest.mark.parametrize("path", ROUTES)
 async def test_sends_keepalives_while_there_is_no_output(api: Any, path: str) -> None:
-    api.node.script.first_s = 0.3
+    keepalive = b"event: ping" if path == "/v1/messages" else b": keepalive"
+    api.node.script.first_gate = asyncio.Event()
+    began_s = time.monotonic()
     async with api.client.post(api.url + path, json=body(path, stream=True)) as response:
-        data = await response.read()
-    pings = data.count(b"event: ping") if path == "/v1/messages" else data.count(b": keepalive")
-    assert 3 <= pings <= 7
+        data = await received_until(response, keepalive, 3)
+        api.node.script.first_gate.set()
+        data += await response.read()
+    assert data.count(keepalive) <= (time.monotonic() - began_s) / KEEPALIVE_S, "not more often than configured"
     assert b'"H"' in data
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_loads_a_cold_model_for_the_first_request(api: Any, chat_body: Any, stream: bool) -> None:
+async def test_loads_a_cold_model_for_the_first_request(api: Any, chat_body: Any, stream: bool, until: Any) -> None:
     api.node.state = ModelState.COLD
-    api.node.load_s = 0.2
-    async with api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=stream)) as response:
-        data = await response.read()
+    api.node.load_gate = asyncio.Event()
+    request = api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=stream))
+    if stream:
+        async with request as response:
+            await received_until(response, b": keepalive", 2)
+            api.node.load_gate.set()
+            data = await response.read()
+    else:
+        sent = asyncio.ensure_future(request)
+        await until(lambda: api.node.loads)
+        api.node.load_gate.set()
+        async with await sent as response:
+            data = await response.read()
     assert response.status == 200
+    assert b"H" in data
     assert [load.model_id for load in api.node.loads] == ["org/tiny"]
-    assert data.count(b": keepalive") >= (2 if stream else 0)
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -263,9 +285,13 @@ async def test_unexpected_exception_is_an_internal_error_without_details(api: An
 
 async def test_error_after_keepalives_is_an_event_of_the_stream(api: Any, chat_body: Any) -> None:
     api.node.state = ModelState.COLD
-    api.node.load_s = 0.2
+    api.node.load_gate = asyncio.Event()
     api.node.load_error = LoadFailed("no such file")
-    received = await frames(api, "/v1/chat/completions", chat_body())
+    async with api.client.post(api.url + "/v1/chat/completions", json=chat_body(stream=True)) as response:
+        assert response.status == 200
+        await received_until(response, b": keepalive", 1)
+        api.node.load_gate.set()
+        received = Parser().feed(await response.read())
     assert json.loads(received[-1].data)["error"]["code"] == "load_failed"
 
 
@@ -298,13 +324,15 @@ async def test_rejects_invalid_requests_in_the_dialect(api: Any, path: str) -> N
     assert not api.node.submitted
 
 
-async def disconnect(api: Any, path: str, request: dict[str, Any], after_s: float) -> None:
-    """Sends a request and disconnects after `after_s`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(after_s):
-            async with api.client.post(api.url + path, json=request) as response:
-                await response.read()
-    await asyncio.sleep(0)
+async def ask(api: Any, path: str, request: dict[str, Any]) -> None:
+    async with api.client.post(api.url + path, json=request) as response:
+        await response.read()
+
+
+async def disconnect(asking: asyncio.Task[None]) -> None:
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -320,12 +348,19 @@ async def test_disconnected_client_frees_everything_in_every_phase(
     else:
         api.node.state = ModelState.COLD
         api.node.load_s = 30
-    await disconnect(api, path, body(path, stream=stream), 0.12)
+    asking = asyncio.create_task(ask(api, path, body(path, stream=stream)))
+    reached = {
+        "load": lambda: api.node.loads,
+        "prefill": lambda: api.node.generations,
+        "decode": lambda: api.node.num_taken_outputs,
+    }
+    await until(reached[phase])
+    await disconnect(asking)
     if phase == "load":
         await until(lambda: api.node.cancelled_loads == 1)
         assert not api.node.submitted
     else:
-        await until(lambda: all(g.cancelled.is_set() for g in api.node.generations) and api.node.generations)
+        await until(lambda: all(g.cancelled.is_set() for g in api.node.generations))
     await until(lambda: api.drain_gate.num_requests == 0)
     async with api.client.get(api.url + "/metrics") as response:
         exposition = await response.text()
@@ -334,8 +369,10 @@ async def test_disconnected_client_frees_everything_in_every_phase(
 
 async def test_cancels_every_choice_when_the_client_disconnects(api: Any, chat_body: Any, until: Any) -> None:
     api.node.script.pause_s = 30
-    await disconnect(api, "/v1/chat/completions", chat_body(n=4, stream=True), 0.12)
-    await until(lambda: len(api.node.generations) == 4 and all(g.cancelled.is_set() for g in api.node.generations))
+    asking = asyncio.create_task(ask(api, "/v1/chat/completions", chat_body(n=4, stream=True)))
+    await until(lambda: len(api.node.generations) == 4)
+    await disconnect(asking)
+    await until(lambda: all(g.cancelled.is_set() for g in api.node.generations))
 
 
 async def test_reset_connection_cancels_the_request(api: Any, chat_body: Any, until: Any) -> None:
@@ -350,14 +387,16 @@ async def test_reset_connection_cancels_the_request(api: Any, chat_body: Any, un
         await until(lambda: api.node.generations[0].cancelled.is_set() and api.drain_gate.num_requests == 0)
 
 
-async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_ones_end(api: Any, chat_body: Any) -> None:
+async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_ones_end(
+    api: Any, chat_body: Any, until: Any
+) -> None:
     api.node.script.pause_s = 0.02
     running = asyncio.create_task(api.post("/v1/chat/completions", chat_body()))
-    await asyncio.sleep(0.1)
+    await until(lambda: api.node.generations)
     api.node.state = ModelState.COLD
-    api.node.load_s = 30
+    api.node.load_gate = asyncio.Event()
     waiting = asyncio.create_task(api.post("/v1/messages", body("/v1/messages")))
-    await asyncio.sleep(0.1)
+    await until(lambda: api.node.loads)
     api.drain_gate.close()
     status, reply, _ = await waiting
     assert status == 529
@@ -366,7 +405,7 @@ async def test_closed_gate_rejects_new_and_waiting_requests_and_lets_running_one
     assert (status, reply["error"]["code"]) == (503, "shutting_down")
     assert headers["retry-after"]
     assert (await api.get("/health"))[1]["status"] == "draining"
-    assert await api.drain_gate.drained(2)
+    assert await api.drain_gate.drained(30)
     status, reply, _ = await running
     assert reply["choices"][0]["message"]["content"] == "Hello there!"
 
@@ -378,7 +417,9 @@ async def test_concurrent_streams_leave_nothing_behind(api: Any, chat_body: Any,
         if number % 3:
             assert (await frames(api, "/v1/chat/completions", chat_body()))[-1].data == "[DONE]"
         else:
-            await disconnect(api, "/v1/chat/completions", chat_body(stream=True), 0.05)
+            asking = asyncio.create_task(ask(api, "/v1/chat/completions", chat_body(stream=True)))
+            await asyncio.sleep(0.05)  # in any phase
+            await disconnect(asking)
 
     await asyncio.gather(*(one(number) for number in range(60)))
     await until(lambda: api.drain_gate.num_requests == 0)

@@ -139,9 +139,10 @@ def test_interrupt_cancels_the_job(gateway: CannedGateway, invoke: Invoke, monke
 
 
 def test_dry_run_shows_the_victims(gateway: CannedGateway, invoke: Invoke) -> None:
-    decision = {"dry_run": True, "outcome": "load small on beast after unloading large.", "text": "node  device"}
+    outcome = "load small on beast after unloading large."
+    decision = {"dry_run": True, "outcome": outcome, "text": outcome, "node": "beast", "nodes": []}
     gateway.responses["POST", "/fleet/models/small/load"] = decision
-    assert "after unloading large" in invoke("load", "small", "--dry-run").stdout
+    assert invoke("load", "small", "--dry-run").stdout == f"{outcome}\n", "the outcome is printed once"
     assert gateway.requests[-1][2] == {"dry_run": True}
 
 

@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from cortex.cli.commands.status import render
-from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
+from cortex.cli.fleet_view import DeviceView, FleetView, HeldModel, NodeView
 from cortex.cli.load_view import LoadView, describe
-from cortex.cli.output import bar, duration, size
+from cortex.cli.output import bar, console, duration, size, table
 from cortex.wire.node import ModelState, ModelStatus, Progress
+from cortex.wire.words import plural
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,15 @@ def test_model_asleep_is_shown_with_its_host_memory() -> None:
     assert "24" not in shown
 
 
+def test_ceilings_of_node_and_device_are_shown() -> None:
+    card = DeviceView(index=0, name="card", total_bytes=24 << 30, free_bytes=20 << 30, ceiling_bytes=12 << 30)
+    node = NodeView(name="beast", kind="neuron", up=True, ceiling_bytes=20 << 30, devices=(card,))
+    out = io.StringIO()
+    Console(file=out, width=120).print(render(FleetView(version="1", nodes=(node,))))
+    assert "models take at most 12.0 GiB" in out.getvalue()
+    assert "models take at most 20.0 GiB of this node" in out.getvalue()
+
+
 def test_prints_one_line_per_step_without_a_terminal() -> None:
     out = io.StringIO()
     with LoadView(Console(file=out)) as view:
@@ -62,3 +72,19 @@ def test_prints_one_line_per_step_without_a_terminal() -> None:
         view.update(ModelStatus(id="m", state=ModelState.READY))
         view.update(ModelStatus(id="another", state=ModelState.READY))
     assert out.getvalue().splitlines() == ["m: loading (read)", "m: ready"]
+
+
+def test_piped_table_has_no_trailing_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = table("NAME", "NOTE")
+    rows.add_row("a", "a long note")
+    rows.add_row("b", "")
+    console().print(rows)
+    assert capsys.readouterr().out.splitlines() == ["NAME  NOTE", "a     a long note", "b"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes"), (1200, "1,200 nodes"), (0.5, "0.5 nodes")]
+)
+def test_count_agrees_with_its_noun(count: float, text: str) -> None:
+    assert plural(count, "node") == text
+    assert plural(1, "request waits", "requests wait") == "1 request waits"

@@ -88,6 +88,7 @@ class Drawing:
             has_lifecycle=self.mostly(True, False),
             max_devices_per_model=self.random.randint(1, 3),
             reservations=self.mostly((), (reservation,)),
+            ceiling_bytes=self.mostly(None, 20 * MIB, 60 * MIB),
         )
 
     def device(self, index: int, total: int, left: int) -> Device:
@@ -101,6 +102,7 @@ class Drawing:
             foreign_bytes=foreign,
             kept_free_bytes=self.mostly(0, 2, 5) * MIB,
             kept_free_share=self.mostly(0.0, 0.5),
+            ceiling_bytes=self.mostly(None, 10 * MIB, 30 * MIB),
         )
 
     def fleet(self) -> Fleet:
@@ -160,6 +162,29 @@ def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
         assert share <= devices[index].usable_bytes(devices[index].balance_bytes + given_back)
 
 
+@settings(max_examples=500, deadline=None)
+@given(fleets, wanted, origins)
+def test_decided_load_stays_within_the_ceilings(fleet: Fleet, name: str, origin: str) -> None:
+    decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
+    if decision.action not in ("load", "wake") or decision.takes_bytes is None:
+        return
+    node = fleet.node(decision.node or "")
+    assert node is not None
+    devices = ledger(node)
+    held_after = {
+        device.index: device.committed_bytes - sum(device.held_by(victim) for victim in decision.victims)
+        for device in devices
+    }
+    share = decision.takes_bytes // len(decision.devices)
+    for device in devices:
+        if device.index in decision.devices and device.ceiling_bytes is not None:
+            assert held_after[device.index] + share <= device.ceiling_bytes
+    if node.ceiling_bytes is not None:
+        assert sum(held_after.values()) + decision.takes_bytes <= node.ceiling_bytes
+    if decision.max_bytes is not None:
+        assert decision.takes_bytes <= decision.max_bytes
+
+
 @settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet, name: str) -> None:
@@ -170,6 +195,9 @@ def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet
     assert msgspec.json.decode(msgspec.json.encode(as_json(decision)))["model"] == name
     if decision.action in ("reject", "wait"):
         assert name in rejection(decision).message
+    for assessment in decision.assessments:
+        assert assessment.reason
+        assert "()" not in assessment.reason
 
 
 @settings(max_examples=200, deadline=None)

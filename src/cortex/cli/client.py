@@ -20,14 +20,25 @@ from .failures import CommandError, ExitCode
 
 DEFAULT_URL = "http://127.0.0.1:31313"
 
-_EXIT_CODES = {401: ExitCode.DENIED, 403: ExitCode.DENIED, 404: ExitCode.NOT_FOUND, 507: ExitCode.NO_ROOM}
-
+_EXIT_CODES: dict[int | str, ExitCode] = {
+    401: ExitCode.DENIED,
+    403: ExitCode.DENIED,
+    404: ExitCode.NOT_FOUND,
+    507: ExitCode.NO_ROOM,
+    "hub_unavailable": ExitCode.UNREACHABLE,
+    "upstream_unavailable": ExitCode.UNREACHABLE,
+    "source_not_found": ExitCode.NOT_FOUND,
+}
+"""By the error code of the gateway, or by the HTTP status."""
 
 _REMEDIES: dict[int | str, str] = {
     401: "set CORTEX_API_KEY to a key made with `cortex keys add`",
     404: "list the models with `cortex models`",
     503: "try again in a moment",
     "model_in_use": "see `cortex ps`",
+    "hub_unavailable": "try again once the node reaches it",
+    "source_not_found": "check the name; a repository with access control needs HF_TOKEN on the node",
+    "disk_full": "delete models with `cortex rm`, or choose another node with --node",
     "operator_only": "set CORTEX_API_KEY to a key made with `cortex keys add NAME --operator`",
 }
 """By the error code of the gateway, or by the HTTP status."""
@@ -50,7 +61,8 @@ class GatewayRejected(CommandError):
 
     def __init__(self, status: int, code: str, message: str) -> None:
         remedy = _REMEDIES.get(code) or _REMEDIES.get(status, "see `cortex status` and `cortex doctor`")
-        super().__init__(message.rstrip("."), remedy, _EXIT_CODES.get(status, ExitCode.FAILED))
+        exit_code = _EXIT_CODES.get(code) or _EXIT_CODES.get(status, ExitCode.FAILED)
+        super().__init__(message.rstrip("."), remedy, exit_code)
         self.status = status
         self.code = code
 

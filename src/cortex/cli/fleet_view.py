@@ -17,6 +17,8 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     total_bytes: int
     free_bytes: int
     foreign_bytes: int = 0
+    ceiling_bytes: int | None = None
+    """The most that models may hold there."""
 
 
 class HeldModel(ModelStatus, frozen=True, kw_only=True):
@@ -33,6 +35,8 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     draining: bool = False
     drained: bool = False
     problem: str | None = None
+    ceiling_bytes: int | None = None
+    """The most that models may hold over all devices."""
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
     cold_models: tuple[str, ...] = ()

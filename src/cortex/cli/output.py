@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import click
 import msgspec
@@ -12,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+
+_PADDING = re.compile(r" +\n")
 
 STATE_STYLES = {
     "ready": "green",
@@ -26,10 +30,25 @@ STATE_STYLES = {
 }
 
 
+class _WithoutPadding:
+    """A text stream that ends its lines without the spaces that fill up tables."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(_PADDING.sub("\n", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def console() -> Console:
-    """Standard output; wide when it is not a terminal, so that pipes get whole lines."""
+    """Standard output; wide and without padding when it is not a terminal, so that pipes get whole lines."""
     out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=200)
+    if out.is_terminal:
+        return out
+    return Console(file=cast("IO[str]", _WithoutPadding(sys.stdout)), highlight=False, width=200)
 
 
 def file_here(name: str) -> Path | None:
@@ -73,11 +92,6 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * scale:
             return f"{seconds / scale:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def counted(count: float, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{count:g} {noun}" if count == 1 else f"{count:g} {noun}s"
 
 
 def bar(fraction: float, width: int = 20, style: str = "") -> Text:

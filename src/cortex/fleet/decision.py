@@ -9,7 +9,7 @@ import msgspec
 
 from cortex.wire.node import DeviceKind
 
-from .eviction import Occupant
+from .eviction import Occupant, Protection
 
 Origin = Literal["request", "background", "operator"]
 """A client, a client through a background alias (never evicts), or the operator (may load `manual` models)."""
@@ -61,6 +61,8 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     foreign_bytes: int
     kept_free_bytes: int
     """The part of the free memory that the node leaves free at a load."""
+    ceiling_bytes: int | None = None
+    """The most that models may hold there, where the operator limits it."""
     available_bytes: int
     need_bytes: int | None
     """The model's share on each device; `None` when its size is unknown."""
@@ -81,11 +83,17 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes that had to be found, over all its devices."""
     takes_bytes: int | None = None
     """What it will take there, over all its devices; more than the need where there is room for more KV cache."""
+    max_bytes: int | None = None
+    """What memory ceilings let it take there, over all its devices; `None` without a ceiling."""
     is_cut: bool = False
     """Its KV cache will be smaller there than it could be."""
     devices: tuple[int, ...] = ()
     victims: tuple[Occupant, ...] = ()
     rows: tuple[DeviceRow, ...] = ()
+    held_by: frozenset[Protection] = frozenset()
+    """The lasting protections that keep the model out, where the verdict is `held`."""
+    ceiling_bytes: int | None = None
+    """The most that models may hold on the node, where the operator limits it."""
     occupants: tuple[Occupant, ...] = ()
     """The models that hold memory there, and why each may or may not be evicted."""
     load: float = 0.0
@@ -122,6 +130,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def need_bytes(self) -> int | None:
         return self.chosen.need_bytes if self.chosen else None
+
+    @property
+    def max_bytes(self) -> int | None:
+        """What the load may take at most."""
+        return self.chosen.max_bytes if self.chosen else None
 
     @property
     def takes_bytes(self) -> int | None:

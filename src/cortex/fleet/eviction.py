@@ -12,10 +12,14 @@ from enum import StrEnum
 import msgspec
 
 from cortex.wire.node import ModelState
+from cortex.wire.words import plural
 
 from .catalogue import ModelSpec
 from .rules import EvictionRules
 from .topology import ON_DEVICE, Fleet, ModelOnNode, Node, Residency
+
+WHOLE_NODE = -1
+"""The key of a shortfall that an unload on any device of the node relieves: one of the node's memory ceiling."""
 
 
 class Protection(StrEnum):
@@ -55,6 +59,10 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         return sum(self.device_bytes.values())
 
+    def frees(self, index: int) -> int:
+        """What its unload would free of a device, or of the ceiling of the `WHOLE_NODE`."""
+        return self.num_bytes if index == WHOLE_NODE else self.device_bytes.get(index, 0)
+
 
 def protection(
     held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float, *, background: bool
@@ -75,7 +83,7 @@ def protection(
         return Protection.CHANGING, f"{held.state} for {now - held.state_since:.0f} s"
     if held.is_busy:
         running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
-        return Protection.BUSY, f"busy with {running} request{'' if running == 1 else 's'}"
+        return Protection.BUSY, f"busy with {plural(running, 'request')}"
     age_s = now - held.state_since
     if age_s < fleet.rules.min_residency_s:
         return Protection.YOUNG, f"loaded {age_s:.0f} s ago, kept for at least {fleet.rules.min_residency_s:.0f} s"
@@ -85,7 +93,7 @@ def protection(
 def choose(
     occupants: Sequence[Occupant], shortfall: Mapping[int, int], rules: EvictionRules
 ) -> tuple[Occupant, ...] | None:
-    """The occupants to evict for `shortfall` (bytes by device), or `None` when they cannot cover it.
+    """The occupants to evict for `shortfall` (bytes by device or `WHOLE_NODE`), or `None` when they cannot cover it.
 
     Least recently used first (`lru`), or lowest priority and then least recently used (`priority`), until it fits. Then
     victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.
@@ -99,7 +107,7 @@ def choose(
     for occupant in sorted(occupants, key=order):
         if _covers(victims, shortfall):
             break
-        if occupant.protection is None and any(occupant.device_bytes.get(index) for index in shortfall):
+        if occupant.protection is None and any(map(occupant.frees, shortfall)):
             victims.append(occupant)
     if not _covers(victims, shortfall):
         return None
@@ -140,6 +148,4 @@ def occupies(held: Residency) -> bool:
 
 
 def _covers(victims: Sequence[Occupant], shortfall: Mapping[int, int]) -> bool:
-    return all(
-        sum(victim.device_bytes.get(index, 0) for victim in victims) >= missing for index, missing in shortfall.items()
-    )
+    return all(sum(victim.frees(index) for victim in victims) >= missing for index, missing in shortfall.items())

@@ -72,12 +72,7 @@ def as_json(decision: Decision) -> dict[str, Any]:
 def rejection(decision: Decision) -> CortexError:
     """The error for a request whose decision is `reject`, or `wait` for an operator's order."""
     error = _ERRORS.get(_decisive(decision), InsufficientCapacity)
-    background = any(
-        occupant.protection is Protection.BACKGROUND
-        for assessment in decision.assessments
-        for occupant in assessment.occupants
-    )
-    if error is InsufficientCapacity and background:
+    if any(_waits_for_foreground(assessment) for assessment in decision.assessments):
         error = Overloaded
     details = {"nodes": [_assessment_json(assessment) for assessment in decision.assessments]}
     return error(_rejection_message(decision, error), details=details)
@@ -94,6 +89,11 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
     Verdict.EXCLUDED: UpstreamUnavailable,
     Verdict.NOT_LISTED: ModelNotFound,
 }
+
+
+def _waits_for_foreground(assessment: Assessment) -> bool:
+    """Whether only the request being a background one keeps the model out: another request could have it loaded."""
+    return assessment.verdict is Verdict.HELD and assessment.held_by == {Protection.BACKGROUND}
 
 
 def _decisive(decision: Decision) -> Verdict | None:
@@ -119,6 +119,8 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
 def _why(assessment: Assessment) -> str:
     """The reason, with the bytes needed and available where memory decides and the reason does not contain them."""
     if assessment.verdict not in (Verdict.BLOCKED, Verdict.CROWDED, Verdict.HELD):
+        return assessment.reason
+    if not assessment.rows:
         return assessment.reason
     have = max(row.available_bytes for row in assessment.rows)
     return f"{assessment.reason} (need {gib(assessment.rows[0].need_bytes)}, have {gib(have)})"
@@ -149,6 +151,7 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
         "pinned": assessment.pinned,
         "need_bytes": assessment.need_bytes,
         "takes_bytes": assessment.takes_bytes,
+        "ceiling_bytes": assessment.ceiling_bytes,
         "victims": [victim.model_id for victim in assessment.victims],
         "devices": [
             {
@@ -157,6 +160,7 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
                 "total_bytes": row.total_bytes,
                 "other_programs_bytes": row.foreign_bytes,
                 "kept_free_bytes": row.kept_free_bytes,
+                "ceiling_bytes": row.ceiling_bytes,
                 "have_bytes": row.available_bytes,
                 "need_bytes": row.need_bytes,
                 "chosen": row.chosen,

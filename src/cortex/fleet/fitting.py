@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import combinations
 
 import msgspec
 
 from cortex.wire.node import ModelState
+from cortex.wire.words import plural
 
 from .catalogue import MEBIBYTE, ModelSpec
 from .decision import Assessment, DeviceRow, Origin, Verdict
-from .eviction import Occupant, Protection, choose, occupies, protection
+from .eviction import Occupant, Protection, occupies, protection
 from .memory import DeviceLedger, Need, ledger
-from .rules import PlacementRules
+from .rooms import Room, free_devices, harm, rooms, smallest_share
 from .topology import Fleet, Node
 from .units import gib
 
 
-class _Room(msgspec.Struct, frozen=True):
-    """Devices to use, and the models to evict from them."""
+class _Finding(msgspec.Struct, frozen=True):
+    """What `_find_room` found."""
 
-    devices: tuple[DeviceLedger, ...]
-    victims: tuple[Occupant, ...] = ()
+    verdict: Verdict
+    reason: str
+    room: Room = Room(())
+    held_by: frozenset[Protection] = frozenset()
 
 
 def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | None, origin: Origin) -> Assessment:
@@ -42,7 +45,8 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
     def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
         count = _device_count(spec, candidates, size, limit=node.max_devices_per_model)
         share = None if size is None else -(-size // (count or spec.min_devices))
-        verdict, reason, room = _find_room(spec, node, candidates, occupants, fleet, count=count, share=share)
+        found = _find_room(spec, node, candidates, occupants, fleet, count=count, share=share)
+        verdict, reason, room = found.verdict, found.reason, found.room
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
         chosen = frozenset(device.index for device in room.devices)
@@ -55,10 +59,13 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
             asleep=asleep,
             need_bytes=size,
             takes_bytes=takes_bytes,
+            max_bytes=room.max_bytes,
             is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
             devices=tuple(sorted(chosen)),
             victims=room.victims,
             rows=_rows(devices, share, chosen),
+            held_by=found.held_by,
+            ceiling_bytes=node.ceiling_bytes,
             occupants=occupants,
         )
 
@@ -85,16 +92,14 @@ def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow,
     return _rows(ledger(node), None if need is None else -(-need.takes_bytes // count), ())
 
 
-def _taken(wanted_bytes: int, sure_bytes: int, room: _Room) -> int:
+def _taken(wanted_bytes: int, sure_bytes: int, room: Room) -> int:
     """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded. All devices of
     a model get the same share, so the one with the least room decides."""
     usable_bytes = [
-        device.usable_bytes(
-            device.balance_bytes + sum(victim.device_bytes.get(device.index, 0) for victim in room.victims)
-        )
-        for device in room.devices
+        device.usable_bytes(device.balance_bytes + room.freed_bytes(device.index)) for device in room.devices
     ]
-    return max(sure_bytes, min(wanted_bytes, len(usable_bytes) * min(usable_bytes, default=0)))
+    taken_bytes = min(wanted_bytes, len(usable_bytes) * min(usable_bytes, default=0))
+    return max(sure_bytes, taken_bytes if room.max_bytes is None else min(taken_bytes, room.max_bytes))
 
 
 def _find_room(
@@ -106,45 +111,50 @@ def _find_room(
     *,
     count: int | None,
     share: int | None,
-) -> tuple[Verdict, str, _Room]:
-    nowhere = _Room(())
+) -> _Finding:
     limit = node.max_devices_per_model
     if spec.min_devices > limit:
         reason = f"cannot span {spec.min_devices} devices (min_devices), at most {limit} per model"
-        return Verdict.CANNOT_SPAN, reason, nowhere
+        return _Finding(Verdict.CANNOT_SPAN, reason)
     if len(eligible) < spec.min_devices:
-        return Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)), nowhere
+        return _Finding(Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)))
     if count is None:
-        largest = max(device.capacity_bytes for device in eligible)
-        reason = f"needs {gib(share)} per device, the largest has {gib(largest)}"
-        if limit == 1 and len(eligible) > 1:
-            reason += "; the node runs a model on one device"
-        return Verdict.TOO_SMALL, reason, nowhere
+        return _Finding(Verdict.TOO_SMALL, _too_small(node, eligible, spec.min_devices, share or 0))
     if share is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
-        return Verdict.FITS, "size unknown; the node checks it at load", _Room(tuple(emptiest))
-    if devices := _roomy(eligible, count, share, fleet.placement):
-        return Verdict.FITS, f"needs {gib(share)} per device, which is free{_smallest_share(devices)}", _Room(devices)
+        return _Finding(Verdict.FITS, "size unknown; the node checks it at load", Room(tuple(emptiest)))
+    if devices := free_devices(eligible, count, share, fleet.placement):
+        reason = f"needs {gib(share)} per device, which is free{smallest_share(devices)}"
+        return _Finding(Verdict.FITS, reason, Room(devices))
 
     wide_enough = [device for device in eligible if device.capacity_bytes >= share]
     sets = list(combinations(wide_enough, count))
 
-    def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> _Room | None:
-        rooms = _rooms(sets, candidates, fleet, share, have)
-        return min(rooms, key=_harm, default=None)
+    def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Room | None:
+        found = rooms(sets, candidates, fleet, share, have)
+        return min(found, key=harm, default=None)
 
     if room := cheapest(occupants, lambda device: device.balance_bytes):
         names = ", ".join(victim.model_id for victim in room.victims)
-        return Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", room
+        return _Finding(Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", room)
     later = [_after_waiting(occupant) for occupant in occupants]
     if room := cheapest(later, lambda device: device.balance_bytes):
-        return Verdict.BLOCKED, _waits_for(room.victims, occupants), nowhere
+        return _Finding(Verdict.BLOCKED, _waits_for(room.victims, occupants))
     if room := cheapest(later, lambda device: device.balance_bytes + device.foreign_bytes):
         foreign = sum(device.foreign_bytes for device in room.devices)
-        return Verdict.CROWDED, f"other programs use {gib(foreign)} of its memory", nowhere
-    kept = [occupant for occupant in occupants if occupant.protection and not occupant.protection.is_temporary]
+        return _Finding(Verdict.CROWDED, f"other programs use {gib(foreign)} of its memory")
+    emptied = [msgspec.structs.replace(occupant, protection=None) for occupant in occupants]
+    room = cheapest(emptied, lambda device: device.balance_bytes + device.foreign_bytes)
+    if room is None:
+        return _Finding(Verdict.CROWDED, "the device reports less free memory than its models and other programs leave")
+    in_the_way = {victim.model_id for victim in room.victims}
+    kept = [each for each in later if each.protection is not None and each.model_id in in_the_way]
     reasons = "; ".join(f"{occupant.model_id}: {occupant.reason}" for occupant in kept)
-    return Verdict.HELD, f"only models that cannot be evicted could make room ({reasons})", nowhere
+    return _Finding(
+        Verdict.HELD,
+        f"only models that cannot be evicted could make room ({reasons})",
+        held_by=frozenset(occupant.protection for occupant in kept if occupant.protection is not None),
+    )
 
 
 def _occupants(
@@ -187,54 +197,14 @@ def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int |
     """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it, up to
     `limit`, the most that the node supports for one model."""
     count = spec.min_devices
+    ceiling = eligible[0].node_ceiling_bytes if eligible else None
+    if size is not None and ceiling is not None and size > ceiling:
+        return None
     while count <= min(limit, len(eligible)):
         if size is None or sum(device.capacity_bytes * count >= size for device in eligible) >= count:
             return count
         count *= 2
     return None
-
-
-def _roomy(eligible: Sequence[DeviceLedger], count: int, share: int, rules: PlacementRules) -> tuple[DeviceLedger, ...]:
-    """`count` devices with room for `share`: the fullest, or to spread the emptiest. Empty when there are fewer."""
-    sign = -1 if rules.strategy == "spread" else 1
-    roomy = sorted(
-        (device for device in eligible if device.available_bytes >= share),
-        key=lambda device: (sign * device.available_bytes, device.index),
-    )
-    return tuple(roomy[:count]) if len(roomy) >= count else ()
-
-
-def _smallest_share(devices: Sequence[DeviceLedger]) -> str:
-    """Which of a model's devices decides how much each of them takes, if they differ."""
-    least, *others = sorted(devices, key=lambda device: device.available_bytes)
-    if not others or gib(least.available_bytes) == gib(others[-1].available_bytes):
-        return ""
-    return f"; device {least.index} with {gib(least.available_bytes)} free decides the share of each"
-
-
-def _rooms(
-    sets: Sequence[tuple[DeviceLedger, ...]],
-    occupants: Sequence[Occupant],
-    fleet: Fleet,
-    share: int,
-    have: Callable[[DeviceLedger], int],
-) -> Iterator[_Room]:
-    for devices in sets:
-        missing = {device.index: device.free_bytes_for(share) - have(device) for device in devices}
-        shortfall = {index: num_bytes for index, num_bytes in missing.items() if num_bytes > 0}
-        victims = choose(occupants, shortfall, fleet.rules)
-        if victims is not None:
-            yield _Room(devices, victims)
-
-
-def _harm(room: _Room) -> tuple[float, ...]:
-    """The order of preference: fewest bytes, least recently used, lowest priority."""
-    return (
-        sum(victim.num_bytes for victim in room.victims),
-        max((victim.last_used for victim in room.victims), default=0.0),
-        max((victim.priority for victim in room.victims), default=0),
-        *(device.index for device in room.devices),
-    )
 
 
 def _after_waiting(occupant: Occupant) -> Occupant:
@@ -254,7 +224,23 @@ def _too_few(spec: ModelSpec, node: Node, count: int) -> str:
     if node.problem:
         return node.problem
     size = f" of at least {gib(spec.min_device_vram_mb * MEBIBYTE)}" if spec.min_device_vram_mb else ""
-    return f"needs {spec.min_devices} device{'' if spec.min_devices == 1 else 's'}{size}, has {count}"
+    return f"needs {plural(spec.min_devices, 'device')}{size}, has {count}"
+
+
+def _too_small(node: Node, eligible: Sequence[DeviceLedger], count: int, share: int) -> str:
+    """Why even the empty devices have no room for `share` on each of `count`: a ceiling, or their size."""
+    ceiling = node.ceiling_bytes
+    if ceiling is not None and count * share > ceiling:
+        return f"needs {gib(count * share)}, and models may take {gib(ceiling)} of the node (`memory_mb`)"
+    largest = max(eligible, key=lambda device: device.capacity_bytes)
+    reason = f"needs {gib(share)} per device, the largest has {gib(largest.capacity_bytes)}"
+    if any(device.usable_bytes(device.total_bytes) >= share for device in eligible):
+        reason = (
+            f"needs {gib(share)} per device, and models may take {gib(largest.capacity_bytes)} of one (`memory_mb`)"
+        )
+    if node.max_devices_per_model == 1 and len(eligible) > 1:
+        reason += "; the node runs a model on one device"
+    return reason
 
 
 def _rows(devices: Sequence[DeviceLedger], share: int | None, chosen: Collection[int]) -> tuple[DeviceRow, ...]:
@@ -265,7 +251,8 @@ def _rows(devices: Sequence[DeviceLedger], share: int | None, chosen: Collection
             name=device.name,
             total_bytes=device.total_bytes,
             foreign_bytes=device.foreign_bytes,
-            kept_free_bytes=max(0, device.balance_bytes) - device.available_bytes,
+            kept_free_bytes=max(0, device.balance_bytes) - device.usable_bytes(device.balance_bytes),
+            ceiling_bytes=device.ceiling_bytes,
             available_bytes=device.available_bytes,
             need_bytes=share,
             chosen=device.index in chosen,

@@ -25,6 +25,9 @@ class DeviceLedger(Device, frozen=True, kw_only=True):
     """A device, and what each model holds there."""
 
     holdings: tuple[Holding, ...]
+    node_ceiling_bytes: int | None = None
+    node_left_bytes: int | None = None
+    """What remains of it; negative while models hold more."""
 
     @property
     def committed_bytes(self) -> int:
@@ -40,12 +43,24 @@ class DeviceLedger(Device, frozen=True, kw_only=True):
     @property
     def available_bytes(self) -> int:
         """What a load may take now."""
-        return self.usable_bytes(self.balance_bytes)
+        return max(0, min(self.usable_bytes(self.balance_bytes), self.left_bytes))
 
     @property
     def capacity_bytes(self) -> int:
         """What a load could take of the empty device."""
-        return self.usable_bytes(self.total_bytes)
+        return min(self.usable_bytes(self.total_bytes), *self.ceilings_bytes)
+
+    @property
+    def ceilings_bytes(self) -> tuple[int, ...]:
+        """What ceilings let one model take: of the device, of the node. The device's size where there are none."""
+        ceilings = (self.ceiling_bytes, self.node_ceiling_bytes)
+        return tuple(self.total_bytes if ceiling is None else ceiling for ceiling in ceilings)
+
+    @property
+    def left_bytes(self) -> int:
+        """What the ceilings let a load take now."""
+        own = self.total_bytes if self.ceiling_bytes is None else self.ceiling_bytes - self.committed_bytes
+        return own if self.node_left_bytes is None else min(own, self.node_left_bytes)
 
     def usable_bytes(self, free_bytes: int) -> int:
         """What the node lets a load take of `free_bytes`."""
@@ -70,8 +85,15 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
         if held.model_id not in reserved and held.state in ON_DEVICE and held.num_bytes:
             basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"
             _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis)
+    ceiling = node.ceiling_bytes
+    held_bytes = sum(holding.num_bytes for entries in holdings.values() for holding in entries)
     return tuple(
-        DeviceLedger(**msgspec.structs.asdict(device), holdings=tuple(holdings[device.index]))
+        DeviceLedger(
+            **msgspec.structs.asdict(device),
+            holdings=tuple(holdings[device.index]),
+            node_ceiling_bytes=ceiling,
+            node_left_bytes=None if ceiling is None else ceiling - held_bytes,
+        )
         for device in node.devices
     )
 

@@ -71,6 +71,7 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
         takes_bytes=None if need is None else need.takes_bytes,
         devices=() if held is None else held.status.devices,
         rows=need_and_have(node, need, _num_devices(spec, held)),
+        ceiling_bytes=node.ceiling_bytes,
         load=0.0 if held is None else _load(held),
     )
 
@@ -146,7 +147,7 @@ def _without_memory(
     if node.draining:
         return Verdict.DRAINING, "drained by the operator: run `cortex undrain`" if node.drained else "shutting down"
     if held is not None and held.state is ModelState.READY:
-        return Verdict.RESIDENT, f"ready, requests in progress: {_load(held):.0f}"
+        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):

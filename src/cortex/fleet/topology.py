@@ -59,6 +59,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """What the node leaves free at every load."""
     kept_free_share: float = 0.0
     """The fraction of the free memory that the node leaves free on top of that."""
+    ceiling_bytes: int | None = None
+    """The most that models may hold there, by the operator's `memory_mb`."""
     utilisation: float | None = None
     """0 to 1."""
     temperature_c: float | None = None
@@ -108,6 +110,15 @@ class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
+    """The most memory that models may hold, as this gateway's operator configured it (`memory_mb`)."""
+
+    node_bytes: int | None = None
+    """Over all devices of the node."""
+    device_bytes: dict[int, int] = {}
+    """By device index."""
+
+
 class Node(msgspec.Struct, frozen=True, kw_only=True):
     """One host, or one foreign server, as of its last report."""
 
@@ -115,6 +126,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...] = ()
     residencies: dict[str, Residency] = msgspec.field(default_factory=dict)
     """By model id, cold and failed models included."""
+    ceilings: Ceilings = Ceilings()
+    ceiling_bytes: int | None = None
+    """The most that models may hold over all devices: the smaller of `ceilings` and of what the node reports."""
     has_lifecycle: bool = True
     """Whether it loads and unloads models on request; foreign servers do not."""
     max_devices_per_model: int = 1
@@ -192,6 +206,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
     return msgspec.structs.replace(
         before,
         devices=_devices(before, discovery, health),
+        ceiling_bytes=_smaller(before.ceilings.node_bytes, health.ceiling_bytes),
         residencies={status.id: Residency(status=status, seen_at=now) for status in health.models},
         max_devices_per_model=discovery.max_devices_per_model,
         harnesses=discovery.harnesses,
@@ -219,13 +234,17 @@ def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[Device
     reports = {report.index: report for report in health.devices}
     known = {device.index: device for device in before.devices}
     return tuple(
-        _device(device, reports.get(device.index), known.get(device.index), health.models)
+        _device(device, reports.get(device.index), known.get(device.index), health.models, before.ceilings)
         for device in discovery.devices
     )
 
 
 def _device(
-    device: WireDevice, report: DeviceHealth | None, known: Device | None, models: tuple[ModelStatus, ...]
+    device: WireDevice,
+    report: DeviceHealth | None,
+    known: Device | None,
+    models: tuple[ModelStatus, ...],
+    ceilings: Ceilings,
 ) -> Device:
     total_bytes = report.total_bytes if report else device.total_bytes
     free_bytes = report.free_bytes if report else device.total_bytes
@@ -245,9 +264,14 @@ def _device(
         foreign_bytes=foreign_bytes,
         kept_free_bytes=report.kept_free_bytes if report else 0,
         kept_free_share=report.kept_free_share if report else 0.0,
+        ceiling_bytes=_smaller(ceilings.device_bytes.get(device.index), report.ceiling_bytes if report else None),
         utilisation=report.utilisation if report else None,
         temperature_c=report.temperature_c if report else None,
     )
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
 def _count(node: Node, counts: Mapping[ModelOnNode, int]) -> Node:

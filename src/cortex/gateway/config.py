@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from cortex import settings
+from cortex.fleet.catalogue import MEBIBYTE
 from cortex.fleet.rules import EvictionRules, PlacementRules
+from cortex.fleet.topology import Ceilings
 from cortex.gateway.database import is_url
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
@@ -167,6 +169,14 @@ class ActivitySection(Section, frozen=True):
                 raise ValueError(f"redact has `{pattern}`, which is not a regular expression: {problem}") from problem
 
 
+class NeuronDevice(Section, frozen=True):
+    """A device of the node, by its index in `cortex status`."""
+
+    index: Annotated[int, Meta(ge=0)]
+    memory_mb: Count
+    """The most memory that models may take there, weights and KV caches together. The rest is for other programs."""
+
+
 class NeuronSection(Section, frozen=True):
     """A node of the fleet."""
 
@@ -181,8 +191,22 @@ class NeuronSection(Section, frozen=True):
     ca_file: Path | None = None
     """The certificates, in PEM, of the authorities that may sign the certificate of an `https://` endpoint, relative to
     this file. Absent: those that the system trusts. The host name is verified in either case."""
+    memory_mb: Count | None = None
+    """The most memory that models may take over all devices of the node, weights and KV caches together. Where the
+    node's own `limits.memory_mb` is smaller, that counts."""
+    devices: tuple[NeuronDevice, ...] = ()
+
+    @property
+    def ceilings(self) -> Ceilings:
+        return Ceilings(
+            node_bytes=None if self.memory_mb is None else self.memory_mb * MEBIBYTE,
+            device_bytes={device.index: device.memory_mb * MEBIBYTE for device in self.devices},
+        )
 
     def __post_init__(self) -> None:
+        indices = [device.index for device in self.devices]
+        if len(set(indices)) < len(indices):
+            raise ValueError(f"`{self.name}` has two entries for one device; remove one of them")
         try:
             parts = urlsplit(self.endpoint)
             parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")

@@ -65,7 +65,11 @@ class Limits(Section, frozen=True):
     max_prompt_tokens: Count | None = None
     """Longer prompts are rejected like those over the context, even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256
-    """Device memory that is always kept free."""
+    """Memory that loads leave free on every device, whoever uses the rest: for a desktop, or for programs that start
+    later."""
+    memory_mb: Count | None = None
+    """The most memory that models may take over all devices, weights and KV caches together, however much is free.
+    Absent: all but `min_free_vram_mb`."""
     sleep_mb: Megabytes | None = None
     """Host memory for the weights of sleeping models; over it, the least recently used one is unloaded. 0: no sleep.
     Absent: half of the host's free memory on a node with GPUs, 0 on a node without, where sleep frees nothing."""
@@ -119,6 +123,9 @@ class ModelEntry(Section, frozen=True):
     kv_dtype: KVDtype = "auto"
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
+    deterministic: bool = False
+    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
+    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     tensor_parallel: Count = 1
@@ -156,10 +163,21 @@ class DefaultModel(Section, frozen=True):
     kv_dtype: KVDtype = "auto"
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
+    deterministic: bool = False
+    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
+    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     control_tokens_in_messages: bool = False
     """Read control tokens in the text of messages as such; see `models`."""
+
+
+class DeviceEntry(Section, frozen=True):
+    """A device of this node, by its index in `neuron discover`."""
+
+    index: Annotated[int, Meta(ge=0)]
+    memory_mb: Count
+    """The most memory that models may take there, however much is free; beside `limits.memory_mb` for all devices."""
 
 
 class NeuronConfig(Section, frozen=True):
@@ -209,6 +227,7 @@ class NeuronConfig(Section, frozen=True):
     cpu_devices: Count = 1
     """On a host without GPUs: the number of CPU devices, each with its own worker and an equal share of the host's
     cores and memory. A model may be placed on any of them."""
+    devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
     limits: Limits = Limits()
@@ -227,6 +246,9 @@ class NeuronConfig(Section, frozen=True):
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
+        indices = [device.index for device in self.devices]
+        if len(set(indices)) < len(indices):
+            raise ValueError("a device is listed twice in [[devices]]; remove one entry")
 
     @property
     def address(self) -> Listen:

@@ -297,6 +297,25 @@ class LoadFailed(CortexError):
     code = "load_failed"
 
 
+class HubUnavailable(LoadFailed):
+    """The hub cannot be reached and the node's cache does not hold the model. A later load may succeed."""
+
+    code = "hub_unavailable"
+
+
+class SourceNotFound(LoadFailed):
+    """The hub has no such repository, revision or quantisation, or denies access to it."""
+
+    code = "source_not_found"
+
+
+class DiskFull(LoadFailed):
+    """The model does not fit on the node's disk."""
+
+    status = 507
+    code = "disk_full"
+
+
 class UpstreamUnavailable(CortexError):
     """The node failed or rejected the connection before its first byte, and no retry is left."""
 

@@ -94,6 +94,8 @@ class DeviceHealth(NodeValue, frozen=True):
     """Memory that every load leaves free: the operator's reserve, activations, buffers of libraries."""
     kept_free_share: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Share of the free memory that a load leaves free in addition."""
+    ceiling_bytes: int | None = None
+    """The most that models may hold there, as configured; absent: no ceiling."""
 
 
 class Progress(NodeValue, frozen=True):
@@ -187,6 +189,8 @@ class PullStatus(NodeValue, frozen=True):
     progress: Progress | None = None
     reason: str | None = None
     """Why it failed."""
+    code: str | None = None
+    """The error code of the failure."""
 
 
 class DiskUse(NodeValue, frozen=True):
@@ -204,6 +208,8 @@ class Health(NodeValue, frozen=True):
     uptime_s: float
     devices: tuple[DeviceHealth, ...]
     models: tuple[ModelStatus, ...]
+    ceiling_bytes: int | None = None
+    """The most that models may hold over all devices, as configured; absent: no ceiling."""
     activation: Activation = Activation()
     failing_tasks: tuple[str, ...] = ()
     """Background tasks of the node that fail again and again; its log has the reasons."""
@@ -229,6 +235,10 @@ class LoadRequest(NodeValue, frozen=True):
     """Whether the text of control tokens in messages becomes these tokens."""
     kv_dtype: KVDtype | None = None
     """The dtype of the KV cache; as the node is configured when absent."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company."""
+    max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
 
 
 class SleepOption(NodeValue, frozen=True, kw_only=True):

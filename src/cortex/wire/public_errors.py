@@ -23,7 +23,8 @@ _MESSAGES: dict[type[CortexError], str] = {
 
 def public(error: CortexError) -> CortexError:
     """`error` without what only operators may see; the same object if it is about the request alone."""
-    message = _MESSAGES.get(type(error))
+    kind = type(error)
+    message = _MESSAGES.get(kind) or next((_MESSAGES[base] for base in kind.__mro__[1:-3] if base in _MESSAGES), None)
     if message is None:
         return error
-    return type(error)(message, param=error.param, retry_after_s=error.retry_after_s)
+    return kind(message, param=error.param, retry_after_s=error.retry_after_s)

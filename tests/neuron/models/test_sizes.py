@@ -83,6 +83,18 @@ def test_computed_size_of_a_rank_is_what_its_layers_allocate(family: str, change
     assert state_bytes(rank, 4) == state_bytes(whole, 4) // 2
 
 
+@pytest.mark.parametrize("stage", [range(2), range(2, 5)])
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computed_size_of_a_stage_is_what_its_layers_allocate(family: str, changes: str, stage: range) -> None:
+    architecture = read_architecture(config_of(family, CHANGES[changes])).staged(stage)
+    model = Decoder(architecture, Parameters(META, torch.float32), num_positions=1)
+    assert weight_bytes(architecture, WeightStorage(4)) == model.parameters.num_bytes
+    assert kv_bytes_per_token(architecture, 4) == KVCache(model.attentions, 1, 1, torch.float32, META).num_bytes
+    states = StateMemory(model.gated_deltas, 1, torch.float32, META).num_bytes if model.gated_deltas else 0
+    assert state_bytes(architecture, 4) == states
+
+
 @pytest.mark.parametrize("mixed", ["Q4_K", "Q6_K", "Q8_0"])
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -31,6 +31,7 @@ async def node(tmp_path: Path):
         ModelEntry(id="second", source=source, context_tokens=512, tensor_parallel=2, devices=(1, 2)),
         ModelEntry(id="third", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 2)),
         ModelEntry(id="four", source=source, context_tokens=512, tensor_parallel=4),
+        ModelEntry(id="deterministic", source=source, context_tokens=512, tensor_parallel=2, deterministic=True),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=3)
     node = await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
@@ -46,6 +47,8 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
     assert node.discovery.max_devices_per_model == 3
     with pytest.raises(LoadFailed, match="may use 3 devices"):
         await load(node, "four")
+    with pytest.raises(LoadFailed, match="deterministic = true and tensor_parallel = 2"):
+        await load(node, "deterministic")
     status = await load(node, "divided")
     assert (status.state, status.devices, status.num_devices) == (ModelState.READY, (0, 1), 2)
     # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.

@@ -15,8 +15,8 @@ from rich.markup import escape
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.output import counted
 from cortex.cli.response_view import ResponseView
+from cortex.wire.words import plural
 
 HELP = """\
 /help            show this list
@@ -77,7 +77,7 @@ class ChatResponse:
     def stats(self) -> str:
         if self.first_token_s is None:
             return "no response yet"
-        speed = f"{counted(self.completion_tokens, 'token')}, {self.tokens_per_s:.0f} tok/s"
+        speed = f"{plural(self.completion_tokens, 'token')}, {self.tokens_per_s:.0f} tok/s"
         return f"{speed}, first token after {self.first_token_s:.2f} s"
 
 

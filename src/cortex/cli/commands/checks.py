@@ -21,7 +21,7 @@ from cortex import __version__
 from cortex.cli.cache import cache_directory
 from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.cli.failures import CommandError
-from cortex.cli.output import counted, size
+from cortex.cli.output import size
 from cortex.cli.up.demo import SMOLLM2
 from cortex.cli.up.plan import reachable
 from cortex.gateway.config import Config, GatewaySection, load
@@ -30,6 +30,7 @@ from cortex.gateway.database import StoreError, driver_of, is_url
 from cortex.settings import Listen, SettingsError
 from cortex.tls import client_context
 from cortex.wire.node import Discovery
+from cortex.wire.words import plural
 
 LOW_DISK_BYTES = 20 << 30
 """Most model downloads do not fit into less."""
@@ -74,10 +75,10 @@ def config(path: Path | None) -> Iterator[Finding]:
     try:
         settings = load(path, os.environ)
         if path is not None:
-            yield Finding("config", Severity.FINE, f"{path}: {counted(len(settings.neurons), 'node')}")
+            yield Finding("config", Severity.FINE, f"{path}: {plural(len(settings.neurons), 'node')}")
         if (catalogue := catalogue_path(settings, path)).exists():
             models = load_catalogue(settings, path).models
-            yield Finding("config", Severity.FINE, f"{catalogue}: {counted(len(models), 'model')}")
+            yield Finding("config", Severity.FINE, f"{catalogue}: {plural(len(models), 'model')}")
     except SettingsError as error:
         yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
 
@@ -282,4 +283,4 @@ def cache() -> Iterator[Finding]:
     models = sorted(folder.name.removeprefix("models--") for folder in hub_cache_directory().glob("models--*"))
     if models:
         names = ", ".join(name.replace("--", "/") for name in models[:5]) + (", …" if len(models) > 5 else "")
-        yield Finding("cache", Severity.FINE, f"{counted(len(models), 'model')} from the hub: {names}")
+        yield Finding("cache", Severity.FINE, f"{plural(len(models), 'model')} from the hub: {names}")

@@ -14,7 +14,8 @@ from cortex.cli.client import DEFAULT_URL, GatewayClient, gateway_options
 from cortex.cli.commands import checks
 from cortex.cli.commands.checks import Finding, Severity
 from cortex.cli.failures import Command, ExitCode
-from cortex.cli.output import console, counted, json_option, print_json
+from cortex.cli.output import console, json_option, print_json
+from cortex.wire.words import plural
 
 _MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Severity.PROBLEM: ("✗", "bold red")}
 
@@ -69,4 +70,4 @@ def show(findings: list[Finding], out: Console) -> None:
         if finding.remedy:
             out.print(Text.assemble(" " * 12, ("→ ", style), finding.remedy), soft_wrap=True)
     problems = sum(finding.verdict is Severity.PROBLEM for finding in findings)
-    out.print(f"\n{counted(problems, 'problem')} to fix" if problems else "\nno problems found", style="bold")
+    out.print(f"\n{plural(problems, 'problem')} to fix" if problems else "\nno problems found", style="bold")

@@ -38,9 +38,14 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
         out.print(f"no decision about {model} yet", markup=False)
     for decision in decisions:
         when = f"{datetime.fromtimestamp(decision['at']):%Y-%m-%d %H:%M:%S}  " if history else ""
-        out.print(Text.assemble((when, "dim"), (decision["outcome"], "bold")), soft_wrap=True)
-        for node in decision["nodes"]:
-            _show_node(out, node, is_chosen=node["node"] == decision["node"])
+        show_decision(out, decision, when)
+
+
+def show_decision(out: Console, decision: dict[str, Any], when: str = "") -> None:
+    """The outcome, then every node."""
+    out.print(Text.assemble((when, "dim"), (decision["outcome"], "bold")), soft_wrap=True)
+    for node in decision["nodes"]:
+        _show_node(out, node, is_chosen=node["node"] == decision["node"])
 
 
 def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
@@ -49,13 +54,17 @@ def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
     reason = f": {node['reason']}" if node["reason"] else ""
     out.print(Text.assemble((node["node"], "bold"), "  ", verdict, reason), soft_wrap=True)
     if node["devices"]:
-        rows = table("  DEVICE", ">TOTAL", ">KEPT FREE", ">HAVE", ">NEED")
+        memory = {"TOTAL": "total_bytes", "KEPT FREE": "kept_free_bytes", "HAVE": "have_bytes", "NEED": "need_bytes"}
+        if any(device.get("ceiling_bytes") is not None for device in node["devices"]):
+            memory = {"TOTAL": "total_bytes", "CEILING": "ceiling_bytes"} | memory
+        rows = table("  DEVICE", *(f">{title}" for title in memory))
         for device in node["devices"]:
-            memory = ("total_bytes", "kept_free_bytes", "have_bytes", "need_bytes")
-            rows.add_row(f"  {_device(device)}", *(_bytes(device.get(name)) for name in memory))
+            rows.add_row(f"  {_device(device)}", *(_bytes(device.get(name)) for name in memory.values()))
         out.print(rows)
     elif node["need_bytes"] is not None:
         out.print(f"  needs {_bytes(node['need_bytes'])}")
+    if node.get("ceiling_bytes") is not None:
+        out.print(f"  models take at most {_bytes(node['ceiling_bytes'])} of the node")
     for occupant in node["occupants"]:
         leaves = "can be evicted" if occupant["may_leave"] else occupant["reason"]
         holds = f"  {occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}"

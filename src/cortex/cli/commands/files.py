@@ -65,6 +65,11 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
         if place.files.get(name) and node in (None, place.name)
     }
     if not held:
+        if (source := _outside(gateway, name)) is not None:
+            raise CommandError(
+                f"the files of {name} are at {source}, outside the nodes' hub caches, and are not deleted",
+                "delete them by hand where no node needs them any more",
+            )
         where = f" of {node}" if node else ""
         raise CommandError(f"no disk{where} holds files of {name}", "see `cortex status --json`", ExitCode.NOT_FOUND)
     if not yes:
@@ -78,6 +83,14 @@ def rm(model: str, node: str | None, yes: bool, gateway: GatewayClient, as_json:
     for each in deleted:
         line = f"{model} deleted from {each['node']}, {size(each['freed_bytes'])} are free again"
         console().print(line, markup=False, soft_wrap=True)
+
+
+def _outside(gateway: GatewayClient, model: str) -> str | None:
+    """Where a model is that a node serves from a path of its own; None for models of the hub."""
+    for _, held in fleet_view.fetch(gateway).places(model):
+        if held.source is not None and held.source.startswith(("/", "~", ".")):
+            return held.source
+    return None
 
 
 def split_quant(model: str) -> tuple[str, str | None]:

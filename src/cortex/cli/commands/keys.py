@@ -11,7 +11,9 @@ from typing import Any
 import click
 import msgspec
 
+from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group
+from cortex.cli.ledger_source import ask, configuration
 from cortex.cli.output import console, duration, json_option, print_json, table
 from cortex.gateway.config import Config, load
 from cortex.gateway.database import StoreError
@@ -161,24 +163,39 @@ def _command_error(problem: KeyFileError) -> CommandError:
     return CommandError(problem.message, problem.remedy, codes.get(type(problem), ExitCode.FAILED))
 
 
-class KeyRow(KeySection, frozen=True, kw_only=True):
-    """A key, and what it has left."""
+class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A key without its hash, and what it has left. Unknown fields of a gateway are ignored."""
 
+    name: str
+    id: str
+    models: tuple[str, ...] = ()
+    requests_per_min: int | None = None
+    window_tokens: int | None = None
+    window_s: int = 86400
+    balance_tokens: int | None = None
+    operator: bool = False
+    expires: str | None = None
     is_expired: bool = False
     balance_left_tokens: int | None = None
     window_left_tokens: int | None = None
 
 
 @keys.command("list")
-@click.option("-c", "--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to read.")
+@click.option("-c", "--config", type=click.Path(path_type=Path), help="Read the keys of this cortex.toml.")
+@gateway_options
 @json_option
-def list_keys(config: Path, as_json: bool) -> None:
-    """List the keys of a configuration, with what is left of their budgets.
+def list_keys(config: Path | None, gateway: GatewayClient, as_json: bool) -> None:
+    """List the keys, with what is left of their budgets.
 
-    Reads the ledger database directly; the gateway may be running.
+    With --config, or a cortex.toml in the working directory, the file and its ledger database are read directly, and
+    the gateway may be running. Otherwise the gateway is asked: an operator's key lists all keys, another key itself.
     """
-    loaded = load(config, os.environ)
-    rows = _rows(loaded.keys, _spent(loaded, config), time.time())
+    path = configuration(config)
+    if path is None:
+        rows = msgspec.convert(ask(gateway, "/keys")["keys"], list[KeyRow])
+    else:
+        loaded = load(path, os.environ)
+        rows = _rows(loaded.keys, _spent(loaded, path), time.time())
     if as_json:
         print_json(rows)
         return
@@ -203,6 +220,9 @@ def list_keys(config: Path, as_json: bool) -> None:
     console().print(shown)
 
 
+_LISTED = tuple(name for name in KeySection.__struct_fields__ if name in KeyRow.__struct_fields__)
+
+
 def _spent(config: Config, path: Path) -> Mapping[str, Spent]:
     """What each key has spent; nothing where there is no ledger yet."""
     database = config.database(path.parent)
@@ -223,7 +243,7 @@ def _rows(keys: Iterable[KeySection], spent: Mapping[str, Spent], now: float) ->
     nothing = Spent()
     return [
         KeyRow(
-            **msgspec.structs.asdict(key),
+            **{name: getattr(key, name) for name in _LISTED},
             is_expired=now >= key.expires_at,
             balance_left_tokens=_remaining(key.balance_tokens, spent.get(key.id, nothing).total),
             window_left_tokens=_remaining(key.window_tokens, sum(spent.get(key.id, nothing).by_minute.values())),

@@ -9,10 +9,12 @@ import click
 
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
+from cortex.cli.commands.explain import show_decision
 from cortex.cli.failures import Command, CommandError
 from cortex.cli.job_view import follow, parse
 from cortex.cli.output import console, json_option, print_json
 from cortex.wire.node import ModelState
+from cortex.wire.words import plural
 
 node_option = click.option("--node", help="The node to act on; the gateway chooses when absent.")
 wait_option = click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
@@ -55,6 +57,7 @@ def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: Gatewa
 )
 @click.option("-y", "--yes", is_flag=True, help="Unload it even if it is pinned, and unpin it.")
 @click.option("--park", is_flag=True, hidden=True, help="Former name of --sleep.")
+@click.option("--dry-run", is_flag=True, help="Show where it would be unloaded, and what runs there; change nothing.")
 @wait_option
 @gateway_options
 @json_option
@@ -65,6 +68,7 @@ def unload(
     sleep: bool,
     yes: bool,
     park: bool,
+    dry_run: bool,
     wait: bool,
     gateway: GatewayClient,
     as_json: bool,
@@ -75,6 +79,9 @@ def unload(
     """
     if park:
         click.echo("cortex: --park is now called --sleep", err=True)
+    if dry_run:
+        _preview_unload(gateway, model, node, as_json)
+        return
     body = _body(node=node, force=force or None, sleep=sleep or park or None, unpin=yes or None, wait=False)
     response = _post_unload(gateway, model, body)
     if wait:
@@ -147,8 +154,7 @@ def order(
         if as_json:
             print_json(decision)
         else:
-            _print(decision["outcome"])
-            console().print(decision["text"], markup=False, soft_wrap=True)
+            show_decision(console(), decision)
         return
     response = gateway.post(model_path(model, action), _body(node=node, wait=False))
     if wait:
@@ -163,6 +169,23 @@ def order(
         _print(f"{action} of {response['model']} on {places} has begun: {parse(response['job']).id}")
 
 
+def _preview_unload(gateway: GatewayClient, model: str, node: str | None, as_json: bool) -> None:
+    """What an unload would do: one line for each node."""
+    response = gateway.post(model_path(model, "unload"), _body(node=node, dry_run=True))
+    if as_json:
+        print_json(response)
+        return
+    for name in response["nodes"]:
+        running = response["in_flight"].get(name, 0)
+        notes = [
+            f"{plural(running, 'request')} in progress" if running else "idle",
+            "pinned, so it asks first" if name in response["pinned_on"] else "",
+        ]
+        _print(f"unload {response['model']} from {name}: {', '.join(filter(None, notes))}")
+    if not response["nodes"]:
+        _print(f"{response['model']} is loaded nowhere")
+
+
 def _post_unload(gateway: GatewayClient, model: str, body: dict[str, Any]) -> Any:
     """Order the unload; where the model is pinned, ask first."""
     try:
@@ -171,7 +194,8 @@ def _post_unload(gateway: GatewayClient, model: str, body: dict[str, Any]) -> An
         if rejected.code != "model_in_use":
             raise
         if not sys.stdin.isatty():
-            raise CommandError(rejected.message, "add --yes to unload and unpin it", rejected.exit_code) from rejected
+            pinned = rejected.message.partition(";")[0]
+            raise CommandError(pinned, "add --yes to unload and unpin it", rejected.exit_code) from rejected
         click.confirm(f"{rejected.message.partition(';')[0]}. Unload and unpin it?", abort=True, err=True)
         return gateway.post(model_path(model, "unload"), body | {"unpin": True})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
@@ -18,7 +18,7 @@ from cortex.cli.failures import Command
 from cortex.cli.output import console, json_option, print_json
 
 POLL_S = 1.0
-_COLUMNS = ((19, "TIME"), (6, "STATUS"), (7, "TTFT"), (8, "TOTAL"), (8, "TOK/S"), (14, "TOKENS"))
+_TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", "MODEL")
 
 
 @click.command(cls=Command)
@@ -50,15 +50,17 @@ def logs(
         print_json(first)
         return
     out = console()
+    if not as_json and not first and not follow:
+        out.print("no requests yet" if not filters else "no such requests")
+        return
+    lines = _Lines(out)
     if not as_json:
-        if not first and not follow:
-            out.print("no requests yet" if not filters else "no such requests")
-            return
-        _line(out, [name for _, name in _COLUMNS], "NODE", "KEY", "MODEL", style="dim")
-    _show(out, first, as_json)
+        lines.fit(map(_cells, first))
+        lines.print(_TITLES, style="dim")
+    _show(lines, first, as_json)
     while follow:
         time.sleep(POLL_S)
-        _show(out, next(batches), as_json)
+        _show(lines, next(batches), as_json)
 
 
 def _batches(gateway: GatewayClient, limit: int, filters: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
@@ -84,37 +86,50 @@ def _batches(gateway: GatewayClient, limit: int, filters: dict[str, str]) -> Ite
         yield page["requests"][::-1]
 
 
-def _show(out: Console, requests: list[dict[str, Any]], as_json: bool) -> None:
+def _show(lines: _Lines, requests: list[dict[str, Any]], as_json: bool) -> None:
+    if not as_json:
+        lines.fit(map(_cells, requests))
     for request in requests:
         if as_json:
             click.echo(msgspec.json.encode(request).decode())
         else:
-            _request(out, request)
+            lines.print(_cells(request), style="red" if request["status"] >= 400 or request["error"] else "")
 
 
-def _request(out: Console, request: dict[str, Any]) -> None:
-    is_error = request["status"] >= 400 or request["error"]
+class _Lines:
+    """Lines of aligned cells. A column grows with the requests that follow, and never shrinks."""
+
+    def __init__(self, out: Console) -> None:
+        self._out = out
+        self._widths = [len(title) for title in _TITLES]
+
+    def fit(self, rows: Iterable[Sequence[str]]) -> None:
+        for row in rows:
+            self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, row, strict=True)]
+
+    def print(self, cells: Sequence[str], style: str) -> None:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True))
+        self._out.print(Text(line.rstrip(), style=style), soft_wrap=True)
+
+
+def _cells(request: dict[str, Any]) -> tuple[str, ...]:
+    """A request under `_TITLES`."""
     tokens = ""
     if request["prompt_tokens"] is not None:
         cached = f" ({request['cached_tokens']})" if request["cached_tokens"] else ""
         tokens = f"{request['prompt_tokens']}{cached} {request['completion_tokens']}"
-    cells = [
+    note = f"  {request['error']}" if request["error"] else ""
+    return (
         f"{datetime.fromtimestamp(request['time']):%Y-%m-%d %H:%M:%S}",
         str(request["status"]) if request["outcome"] != "client_disconnected" else "gone",
         _seconds(request["ttft_s"]),
         _seconds(request["duration_s"]),
         f"{request['tokens_per_s']:.1f}" if request["tokens_per_s"] else "",
         tokens,
-    ]
-    note = f"  {request['error']}" if request["error"] else ""
-    _line(
-        out, cells, request["node"] or "-", request["key"], f"{request['model']}{note}", style="red" if is_error else ""
+        request["node"] or "-",
+        request["key"],
+        f"{request['model']}{note}",
     )
-
-
-def _line(out: Console, cells: list[str], *rest: str, style: str) -> None:
-    fixed = [cell.ljust(width) for cell, (width, _) in zip(cells, _COLUMNS, strict=True)]
-    out.print(Text("  ".join([*fixed, *rest]), style=style), soft_wrap=True)
 
 
 def _seconds(seconds: float | None) -> str:

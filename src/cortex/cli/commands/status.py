@@ -83,6 +83,9 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     parts: list[RenderableType] = [Text.assemble((node.name, "bold"), kind, "  ", condition)]
     if node.devices:
         parts.append(Padding(_devices(node), (0, 0, 0, 2)))
+    if node.ceiling_bytes is not None:
+        ceiling = f"models take at most {size(node.ceiling_bytes)} of this node"
+        parts.append(Padding(Text(ceiling, style="dim"), (0, 0, 0, 2)))
     if node.models:
         parts.append(Padding(_models(node, fleet), (0, 0, 0, 2)))
         parts += [
@@ -100,13 +103,16 @@ def _devices(node: NodeView) -> Table:
     rows.show_header = False
     for device in node.devices:
         used_bytes = device.total_bytes - device.free_bytes
-        others = f"{size(device.foreign_bytes)} of other programs" if device.foreign_bytes > 1 << 30 else ""
+        notes = [
+            f"{size(device.foreign_bytes)} of other programs" if device.foreign_bytes > 1 << 30 else "",
+            f"models take at most {size(device.ceiling_bytes)}" if device.ceiling_bytes is not None else "",
+        ]
         rows.add_row(
             str(device.index),
             device.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
             bar(used_bytes / device.total_bytes) if device.total_bytes else "",
             f"{size(used_bytes)} of {size(device.total_bytes)}",
-            Text(others, style="dim"),
+            Text(", ".join(filter(None, notes)), style="dim"),
         )
     for column in rows.columns[2:]:
         column.no_wrap = True

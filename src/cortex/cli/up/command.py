@@ -102,6 +102,7 @@ def up(
         config=gateway_file,
         folder=folder,
         tls_cert=gateway_file.parent / certificate.expanduser() if certificate else None,
+        has_keys=bool(settings.keys),
         environment={**os.environ, **overrides(settings, host, ports, local_node_key())},
     )
     run_files.write(
@@ -161,10 +162,14 @@ def print_ready(console: Console, plan: UpPlan, seconds: float) -> None:
     names = ", ".join(model.id for model in plan.models)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"model": plan.models[0].id, "messages": question, "temperature": 0, "max_tokens": 64}
-    curl = f"curl {plan.url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
+    key = ' -H "authorization: Bearer $CORTEX_API_KEY"' if plan.has_keys else ""
+    route = f"{plan.url}/v1/chat/completions"
+    curl = f"curl {route}{key} -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}"
     console.print(f"[bold green]ready[/bold green] after {seconds:.1f} s: {names} at {plan.url}", soft_wrap=True)
     console.print(f"\n  {curl}\n", soft_wrap=True, markup=False)
     where = "" if plan.url == DEFAULT_URL else f" --url {plan.url}"
+    if plan.has_keys and not os.environ.get("CORTEX_API_KEY"):
+        console.print(f"  key      export CORTEX_API_KEY=…, a key of {plan.config}", soft_wrap=True, markup=False)
     console.print(f"  chat     {program()} chat{where}", soft_wrap=True)
     console.print(f"  metrics  {plan.metrics_url}", soft_wrap=True)
     console.print(f"  logs     {plan.folder}", soft_wrap=True)

@@ -30,6 +30,8 @@ class UpPlan:
     folder: Path
     tls_cert: Path | None
     """The certificate of the gateway, if it speaks HTTPS."""
+    has_keys: bool
+    """Whether clients must send a key."""
     environment: Mapping[str, str]
     """Environment of the children: our own, plus the overrides that connect the two programs."""
 

@@ -24,7 +24,15 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.body import MAX_MODEL_NAME
-from cortex.wire.errors import CortexError, InvalidValue, LoadFailed, ModelNotFound, UpstreamUnavailable, shorten
+from cortex.wire.errors import (
+    CortexError,
+    InvalidValue,
+    LoadFailed,
+    ModelNotFound,
+    UpstreamUnavailable,
+    from_code,
+    shorten,
+)
 from cortex.wire.node import FilesRequest, Progress, PullStatus
 
 PULL_PATH = "/fleet/pull"
@@ -181,7 +189,8 @@ class _Following:
                     raise
         if self._status.state == "done":
             return None
-        return LoadFailed(self._status.reason or f"the download on {self._client.name} was {self._status.state}")
+        reason = self._status.reason or f"the download on {self._client.name} was {self._status.state}"
+        return from_code(self._status.code or LoadFailed.code, reason)
 
 
 async def _delete(client: NodeClient, files: FilesRequest) -> Response:

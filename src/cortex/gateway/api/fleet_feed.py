@@ -121,6 +121,7 @@ def node_status(node: Node) -> dict[str, Any]:
         "problem": node.problem,
         "missed_polls": node.missed_polls,
         "dialects": node.dialects,
+        "ceiling_bytes": node.ceiling_bytes,
         "devices": [msgspec.to_builtins(device) for device in node.devices],
         "models": [
             msgspec.to_builtins(held.status)

@@ -10,6 +10,7 @@ from cortex import __version__
 from cortex.fleet.topology import Node
 from cortex.tasks import Supervisor
 from cortex.tls import ServerCertificate
+from cortex.wire.words import plural
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,7 @@ def is_ready(nodes: Iterable[Node]) -> bool:
 def _process_reasons(config: dict[str, str], failing: tuple[str, ...]) -> list[str]:
     reasons = []
     if failing:
-        reasons.append(f"{len(failing)} of the gateway's tasks keep failing")
+        reasons.append(f"{plural(len(failing), 'task keeps', 'tasks keep')} failing in the gateway")
     if config["status"] == "stale":
         reasons.append("the configuration on disk was rejected; the previous one is in force")
     if "certificate" in config:

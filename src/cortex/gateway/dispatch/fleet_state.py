@@ -59,6 +59,8 @@ class LoadJob:
     takes_bytes: int
     """What it is counted as until it has loaded."""
     begun_at: float
+    max_bytes: int | None = None
+    """What memory ceilings let it take."""
     victims: frozenset[str] = frozenset()
     """Still to be unloaded before it can begin."""
 
@@ -107,7 +109,9 @@ class FleetState:
         self.settings = settings
         self._reported = {
             neuron.name: msgspec.structs.replace(
-                self._reported.get(neuron.name, Node(name=neuron.name)), has_lifecycle=neuron.kind == "neuron"
+                self._reported.get(neuron.name, Node(name=neuron.name)),
+                has_lifecycle=neuron.kind == "neuron",
+                ceilings=neuron.ceilings,
             )
             for neuron in settings.neurons
         }

@@ -76,6 +76,7 @@ class ModelJobs:
             decision.need_bytes or 0,
             decision.takes_bytes or 0,
             self._clock(),
+            max_bytes=decision.max_bytes,
             victims=frozenset(decision.victims),
         )
         self._fleet_state.loads[target] = job
@@ -262,5 +263,7 @@ class ModelJobs:
                 context_tokens=spec.context,
                 control_tokens_in_messages=spec.control_tokens_in_messages,
                 kv_dtype=spec.kv_dtype,
+                deterministic=spec.deterministic,
+                max_bytes=job.max_bytes,
             ),
         )

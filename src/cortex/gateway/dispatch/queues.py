@@ -9,6 +9,7 @@ from cortex.fleet.decision import Origin
 from cortex.fleet.queueing import Waiting
 from cortex.gateway.dispatch.leases import PendingRequest
 from cortex.wire.errors import Overloaded
+from cortex.wire.words import plural
 
 
 class Queues:
@@ -41,7 +42,8 @@ class Queues:
         queue = self._pending.get(pending.model, ())
         if len(queue) >= self.max_waiting:
             raise Overloaded(
-                f"{len(queue)} requests wait for {pending.model}; try again later or raise gateway.max_waiting.",
+                f"{plural(len(queue), 'request waits', 'requests wait')} for {pending.model}; "
+                "try again later or raise gateway.max_waiting.",
                 retry_after_s=10.0,
             )
         may_change_decision = all(other.origin == "background" for other in queue)

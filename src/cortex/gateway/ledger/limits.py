@@ -14,6 +14,7 @@ import msgspec
 
 from cortex.gateway.ledger.keys import KeySection
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
+from cortex.wire.words import plural
 
 DEFAULT_COMPLETION_TOKENS = 1024
 """Reserved for each choice of a request that sets no limit of its own."""
@@ -179,7 +180,7 @@ class Account:
         if key.requests_per_min is not None:
             wait_s = self._bucket.take(key.requests_per_min, now if monotonic_now is None else monotonic_now)
             if wait_s:
-                message = f"The key `{key.name}` has used its {key.requests_per_min} requests per minute"
+                message = f"The key `{key.name}` has used its {plural(key.requests_per_min, 'request')} per minute"
                 raise RateLimitExceeded(f"{message}; try again in {_seconds(wait_s)}.", retry_after_s=wait_s)
         tokens = self._cost(estimate)
         try:

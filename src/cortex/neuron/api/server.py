@@ -24,6 +24,7 @@ from cortex.tasks import Supervisor
 from cortex.telemetry import Tracer, logs, open_tracer
 from cortex.tls import CHECK_FILES_S, ServerCertificate
 from cortex.wire.errors import CortexError, HeadersTooLarge, MalformedHTTP
+from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ async def _serve_node(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        log.info("shutting down: draining %d requests, up to %.0f s", drain_gate.num_requests, config.drain_s)
+        log.info("shutting down: draining %s, up to %.0f s", plural(drain_gate.num_requests, "request"), config.drain_s)
         drain_gate.close()
         await node.close()
         await drain_gate.drained(_FLUSH_S)

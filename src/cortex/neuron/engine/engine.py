@@ -11,6 +11,7 @@ import torch
 
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.execution.uniform import block_tokens
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PagePool
@@ -97,7 +98,7 @@ class Engine:
         """Builds what runs requests. The memory for sequences must be allocated."""
         memory, limits = self._loaded.memory, self._limits
         checkpoints = None
-        if memory.states is not None:
+        if self.model.architecture.is_recurrent:
             # Slots: one for each row, one for padding rows, then the checkpoints.
             spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
             checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
@@ -105,7 +106,8 @@ class Engine:
         return StepLoop(scheduler, self._new_runner(), self._constraints, self._counters, overlaps=self._overlaps)
 
     def _new_runner(self) -> Runner:
-        return Runner(*self._runner_arguments())
+        uniform_tokens = block_tokens(self._device) if self._spec.deterministic else None
+        return Runner(*self._runner_arguments(), uniform_tokens=uniform_tokens)
 
     def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:
         memory, limits = self._loaded.memory, self._limits

@@ -11,7 +11,15 @@ import torch
 
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.memory.device import compute_dtype, device_memory
-from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, MemoryPlan, ModelSizes, penalty_bytes, plan_memory
+from cortex.neuron.engine.memory.plan import (
+    MIN_PAGES,
+    PAGE_TOKENS,
+    UNLIMITED,
+    MemoryPlan,
+    ModelSizes,
+    penalty_bytes,
+    plan_memory,
+)
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.products.four_bit import max_four_bit_rows
@@ -19,6 +27,7 @@ from cortex.neuron.kernels.products.four_bit_size import ROW_BLOCK
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 from cortex.neuron.layers.parameters import NO_FOUR_BITS, NOTHING_PACKED, FourBitOffer, PackingOffer, Parameters
+from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import packed_layouts
@@ -30,6 +39,8 @@ from cortex.neuron.weights.gguf.types import GROUPED_BITS
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, group_runs, load_into
+
+DETERMINISTIC_NOTE = "deterministic: a request gets the same tokens alone and in company, more slowly"
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, bytes in total)."""
@@ -67,7 +78,7 @@ def load_model(
     progress("resolve", 0, 0)
     try:
         checkpoint: Checkpoint = open_checkpoint(Path(spec.path))
-        if group is not None:
+        if group is not None and spec.stage is None:  # a stage reads whole tensors, those of its layers
             checkpoint = ShardedCheckpoint(checkpoint, read_architecture(checkpoint.config).tensor_slices(group.shard))
     except (CheckpointError, UnsupportedModel) as error:
         raise LoadError(str(error)) from error
@@ -156,23 +167,24 @@ def build_model(
 
     `formats`: by tensor, how the checkpoint stores it. `group`: see `load_model`.
     """
-    architecture = read_architecture(config)
-    if group is not None:
-        architecture = architecture.sharded(group.shard)
+    architecture = _share_of(read_architecture(config), spec, group)
     dtype = compute_dtype(spec.dtype, device)
     kv_dtype = kv_cache_dtype(spec, dtype, device)
     storage = WeightStorage(dtype.itemsize, formats or {}, four_bits.max_rows > 0, packing.layouts, kv_dtype.itemsize)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     have_bytes = usable_bytes(spec, device)
-    have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
-    if spec.memory_bytes is not None:
-        have_bytes = min(have_bytes, spec.memory_bytes)
+    if architecture.has_ends:  # tokens are drawn where the head is
+        have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
+    limit_bytes = spec.memory_bytes if spec.stage is None else spec.stage.memory_bytes
+    if limit_bytes is not None:
+        have_bytes = min(have_bytes, limit_bytes)
     plan = plan_memory(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
     if plan.num_pages < MIN_PAGES:
-        raise _no_room(sizes, spec, device, have_bytes - plan.slots.num_bytes)
+        raise _no_room(sizes, limit_bytes, device, have_bytes - plan.slots.num_bytes)
     if group is not None:
-        plan = _agreed(plan, sizes, group)
-    parameters = Parameters(device, dtype, four_bits, packing, group or SINGLE_RANK)
+        plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
+    within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
+    parameters = Parameters(device, dtype, four_bits, packing, within_layers)
     model = Decoder(architecture, parameters, num_positions=plan.context_tokens)
     fill(parameters)
     return LoadedModel(
@@ -181,7 +193,7 @@ def build_model(
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
         memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype),
-        notes=(*architecture.notes, *plan.notes),
+        notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
     )
 
 
@@ -197,9 +209,20 @@ def kv_cache_dtype(spec: LoadSpec, dtype: torch.dtype, device: torch.device) -> 
     return torch.float8_e4m3fn
 
 
-def _agreed(plan: MemoryPlan, sizes: ModelSizes, group: AgreeingGroup) -> MemoryPlan:
+def _share_of(architecture: Architecture, spec: LoadSpec, group: AgreeingGroup | None) -> Architecture:
+    """What this rank has of the model. Raises UnsupportedModel."""
+    if group is None:
+        return architecture
+    if spec.stage is None:
+        return architecture.sharded(group.shard)
+    return architecture.staged(spec.stage.layers)
+
+
+def _agreed(plan: MemoryPlan, sizes: ModelSizes, group: AgreeingGroup, *, is_recurrent: bool) -> MemoryPlan:
     """The plan that every rank has memory for: the ranks use the same rows and page numbers."""
-    num_pages, rows, checkpoints = group.smallest((plan.num_pages, plan.slots.rows, plan.slots.checkpoints))
+    slots = plan.slots
+    offered = UNLIMITED if is_recurrent and not sizes.slot_bytes else slots.checkpoints
+    num_pages, rows, checkpoints = group.smallest((plan.num_pages, slots.rows, offered))
     return plan.limited(sizes, num_pages, rows, checkpoints)
 
 
@@ -209,10 +232,10 @@ def usable_bytes(spec: LoadSpec, device: torch.device) -> int:
     return memory.free_bytes - spec.min_free_bytes - memory.reserve_bytes
 
 
-def _no_room(sizes: ModelSizes, spec: LoadSpec, device: torch.device, have_bytes: int) -> LoadError:
+def _no_room(sizes: ModelSizes, limit_bytes: int | None, device: torch.device, have_bytes: int) -> LoadError:
     need_bytes = sizes.weight_bytes + MIN_PAGES * sizes.page_bytes
     # Unloading other models does not help a model whose own limit is too low.
-    forbidden = spec.memory_bytes is not None and need_bytes > spec.memory_bytes
+    forbidden = limit_bytes is not None and need_bytes > limit_bytes
     return (LoadError if forbidden else NoRoomError)(
         f"the model needs {need_bytes / 1e9:.2f} GB on {device} (weights {sizes.weight_bytes / 1e9:.2f} GB and "
         f"at least one page of KV) but {max(have_bytes, 0) / 1e9:.2f} GB can be used; unload something, "

@@ -125,6 +125,20 @@ class RankSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StageSpec:
+    """The layers of one rank of a model that is divided by layers."""
+
+    first_layer: int
+    num_layers: int
+    memory_bytes: int | None = None
+    """Limit for the weights and KV of this stage; None: as for a whole model."""
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSpec:
     """What to load and how. `path` is local: a directory with safetensors, or one GGUF file."""
 
@@ -135,6 +149,8 @@ class LoadSpec:
     context_tokens: int | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """In which numbers keys and values are kept; `auto`: in those that the model computes in."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company, at the price of speed."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""
@@ -146,6 +162,13 @@ class LoadSpec:
     """The rank to load of a model that is divided among several devices; None: the whole model."""
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
+    stages: tuple[StageSpec, ...] = ()
+    """Of a model that is divided by layers: those of each rank. Empty: the ranks divide every layer."""
+
+    @property
+    def stage(self) -> StageSpec | None:
+        """The layers of the rank that this spec loads, if the model is divided by layers."""
+        return self.stages[self.rank.rank] if self.rank is not None and self.stages else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,8 +117,6 @@ class GatedDeltaConfig:
     value_dim: int
     conv_taps: int
     norm_eps: float
-    stored_by_key_head: bool = False
-    """Whether the checkpoint groups the rows of the input projections by key head instead of by part."""
 
     @property
     def key_size(self) -> int:
@@ -130,11 +128,6 @@ class GatedDeltaConfig:
 
     def input_rows(self, prefix: str) -> dict[str, int]:
         """The input projections of the checkpoint (without `.weight`) → their number of rows, in order."""
-        if self.stored_by_key_head:
-            return {
-                f"{prefix}.in_proj_qkvz": 2 * self.key_size + 2 * self.value_size,
-                f"{prefix}.in_proj_ba": 2 * self.value_heads,
-            }
         return {
             f"{prefix}.in_proj_qkv": 2 * self.key_size + self.value_size,
             f"{prefix}.in_proj_z": self.value_size,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ class GatedDelta:
 
     def __init__(self, parameters: Parameters, config: GatedDeltaConfig, prefix: str) -> None:
         self.config = config
-        self.input = Linear(parameters, config.hidden, config.input_rows(prefix), arrange=_arrangements(config, prefix))
+        self.input = Linear(parameters, config.hidden, config.input_rows(prefix))
         self.output = RowParallelLinear(parameters, config.value_size, {f"{prefix}.out_proj": config.hidden})
         conv_weight = parameters.empty(config.conv_taps, 2 * config.key_size + config.value_size)
         parameters.bind(f"{prefix}.conv1d.weight", conv_weight, lambda weight: weight[:, 0].t())
@@ -45,25 +43,3 @@ class GatedDelta:
         """hidden: [tokens, hidden] → hidden + gated delta net(norm(hidden))"""
         projected = self.input(hidden, norm=norm)
         return self.output(gated_delta(projected, self.rules, batch, self.state), residual=hidden)
-
-
-def _arrangements(config: GatedDeltaConfig, prefix: str) -> dict[str, Callable[[Tensor], Tensor]]:
-    """By projection: the function that reorders the checkpoint's rows for `DeltaRules`."""
-    if not config.stored_by_key_head:
-        return {}
-    shared = config.value_heads // config.key_heads
-    values = shared * config.value_dim
-    return {
-        f"{prefix}.in_proj_qkvz": _by_key_head(config.key_heads, (config.key_dim, config.key_dim, values, values)),
-        f"{prefix}.in_proj_ba": _by_key_head(config.key_heads, (shared, shared)),
-    }
-
-
-def _by_key_head(key_heads: int, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """A function that reorders rows grouped by key head, with `sizes` rows of each part in every head, by part."""
-
-    def arrange(weight: Tensor) -> Tensor:
-        parts = weight.unflatten(0, (key_heads, -1)).split(list(sizes), dim=1)
-        return torch.cat([part.flatten(0, 1) for part in parts])
-
-    return arrange

@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.quantised.experts import PackedExperts
 from cortex.neuron.layers.configs import MoEConfig
+from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Binding, Parameters
 
@@ -18,15 +20,19 @@ from cortex.neuron.layers.parameters import Binding, Parameters
 class MoE:
     """Holds all experts of this rank in one stack. The shared expert is split into parts of a routed expert's width.
 
-    The checkpoint may store routed experts separately or stacked.
+    The checkpoint may store routed experts separately or stacked. Where the routed experts stay quantised, the shared
+    one is a block of its own: files keep it in another format.
     """
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
         self._group = parameters.group
+        self.shared: SharedExpert | None = None
         hidden, inner, routed = config.hidden, config.inner, len(config.held)
         packed = _packed_experts(parameters, config, prefix)
         if packed is not None:
             self.experts: Experts | PackedExperts = packed
+            if config.shared_inner:
+                self.shared = SharedExpert(parameters, config, prefix)
             return
         num_experts = routed + config.num_shared
         gate_up = parameters.empty(num_experts, 2 * inner, hidden)
@@ -58,13 +64,30 @@ class MoE:
     def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [tokens, hidden] → hidden + experts(norm(hidden))"""
         residual = hidden if self._group.shard.is_first else torch.zeros_like(hidden)
+        if self.shared is not None:
+            residual = residual + self.shared(hidden, norm)
         return self._group.all_reduce(mixture(hidden, norm.weight, norm.eps, self.experts, residual))
 
 
+class SharedExpert:
+    """The expert that every token uses, weighted by its own gate; on a rank of a divided model, a part of the sum."""
+
+    def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
+        name = f"{prefix}.shared_expert"
+        self._gate_up = GatedLinear(
+            parameters, config.hidden, config.shared_inner, f"{name}.gate_proj", f"{name}.up_proj"
+        )
+        self._down = Linear(parameters, config.shared_inner, {f"{name}.down_proj": config.hidden})
+        self._gate = parameters.load(f"{prefix}.shared_expert_gate.weight", 1, config.hidden)
+
+    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden: [tokens, hidden] → sigmoid(gate) · expert(norm(hidden)): [tokens, hidden]"""
+        weight = torch.sigmoid(F.linear(norm(hidden), self._gate))
+        return self._down(self._gate_up(hidden, norm=norm)) * weight
+
+
 def _packed_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> PackedExperts | None:
-    """Experts that stay quantised; None if they are dense, of several formats, or include a shared expert."""
-    if config.shared_inner:
-        return None
+    """Routed experts that stay quantised; None if they are dense or of several formats."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     halves = [(f"{name}.{half}_proj.weight", config.inner) for name in names for half in ("gate", "up")]
     downs = [(f"{name}.down_proj.weight", config.hidden) for name in names]

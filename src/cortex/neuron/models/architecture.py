@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,7 +51,9 @@ class Architecture(ABC):
     """What a user should know about every model of this family."""
 
     shard: Shard = WHOLE
-    """Whose layers these are: one rank's of a divided model, or all of them."""
+    """Whose part of each layer this is: one rank's of a model that is divided within its layers, or the whole."""
+    stage: range | None = None
+    """The numbers of these layers: one rank's of a model that is divided by layers; None: all of them."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = {**self.defaults, **raw}
@@ -59,6 +61,8 @@ class Architecture(ABC):
         self.layers = tuple(
             LayerConfig(self.mixer(index), self.feed_forward(index)) for index in range(self.config.num_layers)
         )
+        self.is_recurrent = any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
+        """Whether the whole model has layers that keep a state of fixed size for every sequence."""
 
     def sharded(self, shard: Shard) -> Architecture:
         """What one rank has of this model: `config` describes the whole model, `layers` this rank's share.
@@ -70,14 +74,40 @@ class Architecture(ABC):
         part.layers = tuple(layer.sharded(shard) for layer in self.layers)
         return part
 
+    def staged(self, stage: range) -> Architecture:
+        """What the rank with these layers has of this whole model: `config` describes the whole model.
+
+        The first stage also has embedding, last norm and head: so only hidden states travel between stages, which are
+        far smaller than logits, and a head that shares the memory of the embedding still does.
+        """
+        part = copy.copy(self)
+        part.stage = stage
+        part.layers = self.layers[stage.start : stage.stop]
+        return part
+
+    @property
+    def is_divided(self) -> bool:
+        return not self.shard.is_whole or self.stage is not None
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether this part has the embedding, the last norm and the head."""
+        return self.stage is None or self.stage.start == 0
+
+    def named_layers(self) -> Iterator[tuple[str, LayerConfig]]:
+        """The layers of this part, by the prefix of their tensors in the checkpoint."""
+        first = 0 if self.stage is None else self.stage.start
+        for index, layer in enumerate(self.layers, first):
+            yield f"{self.prefix}.layers.{index}", layer
+
     def tensor_slices(self, shard: Shard) -> Slices:
         """The parts of this whole model's tensors that a rank reads."""
         slices: dict[str, TensorSlice | None] = {}
         for name in (f"{self.prefix}.embed_tokens.weight", "lm_head.weight"):
             slices[name] = TensorSlice(rows=(shard.part(self.config.vocab),))
-        for index, layer in enumerate(self.layers):
-            slices.update(mixer_slices(layer.mixer, shard, f"{self.prefix}.layers.{index}"))
-            slices.update(feed_forward_slices(layer.feed_forward, shard, f"{self.prefix}.layers.{index}"))
+        for name, layer in self.named_layers():
+            slices.update(mixer_slices(layer.mixer, shard, name))
+            slices.update(feed_forward_slices(layer.feed_forward, shard, name))
         return slices
 
     @abstractmethod

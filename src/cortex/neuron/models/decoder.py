@@ -43,7 +43,12 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A model as the engine sees it."""
+    """A model as the engine sees it, or one stage of it. `embedding`, `norm` and `head` exist where the architecture
+    `has_ends`."""
+
+    embedding: Embedding
+    norm: RMSNorm
+    head: Head
 
     def __init__(self, architecture: Architecture, parameters: Parameters, num_positions: int) -> None:
         """`num_positions`: the longest sequence this instance will see."""
@@ -52,12 +57,13 @@ class Decoder:
         self.parameters = parameters
         config, prefix = self.config, architecture.prefix
         self.rope = RopeTable(config.rope, num_positions, parameters.device)
-        self.embedding = Embedding(parameters, config.vocab, config.hidden, f"{prefix}.embed_tokens.weight")
-        self.layers = [
-            DecoderLayer(self, layer, f"{prefix}.layers.{index}") for index, layer in enumerate(architecture.layers)
-        ]
-        self.norm = self.new_norm(f"{prefix}.norm.weight")
-        self.head = Head(parameters, config.vocab, config.hidden, "lm_head", self.embedding if config.tied else None)
+        if architecture.has_ends:
+            self.embedding = Embedding(parameters, config.vocab, config.hidden, f"{prefix}.embed_tokens.weight")
+        self.layers = [DecoderLayer(self, layer, name) for name, layer in architecture.named_layers()]
+        if architecture.has_ends:
+            tied = self.embedding if config.tied else None
+            self.norm = self.new_norm(f"{prefix}.norm.weight")
+            self.head = Head(parameters, config.vocab, config.hidden, "lm_head", tied)
 
     def new_norm(self, source: str) -> RMSNorm:
         """Allocates a norm over the residual stream."""
@@ -79,8 +85,11 @@ class Decoder:
         return [*self.parameters.storages(), self.rope.table.untyped_storage()]
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The residual stream after the last layer: [tokens, hidden]"""
-        hidden = self.embedding(batch.tokens)
+        """The residual stream after the last layer of this part, which has the embedding: [tokens, hidden]"""
+        return self.through_layers(self.embedding(batch.tokens), batch)
+
+    def through_layers(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """hidden: [tokens, hidden] → [tokens, hidden], the residual stream before and after the layers."""
         for layer in self.layers:
             hidden = layer(hidden, batch)
         return hidden

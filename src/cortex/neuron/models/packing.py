@@ -7,6 +7,7 @@ from typing import Final
 
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, SCALED_COLUMNS, Layout
 from cortex.neuron.kernels.quantised.recipes import Recipe
+from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
 
 QUANTISABLE: Final = frozenset({"F32", "F16", "BF16"})
@@ -15,9 +16,15 @@ STORED_LAYOUTS: Final = {**GGML_LAYOUTS, **PUBLISHED_LAYOUTS}
 
 
 def packed_layouts(tensors: Mapping[str, TensorInfo], recipe: Recipe | None) -> dict[str, Layout]:
-    """By tensor: the matrices that are stored quantised, and with a recipe the dense ones, which it quantises."""
+    """By tensor: the matrices that are stored quantised, and with a recipe the dense ones, which it quantises.
+
+    The experts of a stack are matrices of their own.
+    """
     layouts: dict[str, Layout] = {}
+    matrices = dict(tensors)
     for name, info in tensors.items():
+        matrices |= expert_infos(name, info)
+    for name, info in matrices.items():
         if len(info.shape) != 2:
             continue
         if info.dtype in STORED_LAYOUTS and info.shape[1] % SCALED_COLUMNS == 0:

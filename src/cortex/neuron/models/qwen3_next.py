@@ -16,10 +16,7 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 
 
 class Qwen3Next(Llama):
-    """The input projections of the delta nets are stored key head by key head."""
-
     zero_centred_norm = True
-    stored_by_key_head: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.25, "norm_topk_prob": True}
 
     def mixer(self, index: int) -> AttentionConfig | GatedDeltaConfig:
@@ -40,7 +37,6 @@ class Qwen3Next(Llama):
             value_dim=count_in(self.raw, "linear_value_head_dim"),
             conv_taps=count_in(self.raw, "linear_conv_kernel_dim"),
             norm_eps=self.config.norm_eps,
-            stored_by_key_head=self.stored_by_key_head,
         )
 
     def _layer_type(self, index: int) -> str:
@@ -55,13 +51,7 @@ class Qwen3Next(Llama):
         return str(types[index])
 
 
-class Qwen35(Qwen3Next):
-    """Qwen3.5, text only: the input projections of the delta nets are stored part by part."""
-
-    stored_by_key_head = False
-
-
-class Qwen35Multimodal(Qwen35):
+class Qwen35Multimodal(Qwen3Next):
     """Qwen3.5 as published: the language model beside a vision tower, which is not loaded.
 
     In text the three position axes of its rotation are equal, so the ordinary rotation computes the same.

@@ -10,7 +10,7 @@ from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.llama import Llama
 from cortex.neuron.models.qwen3 import Qwen3
 from cortex.neuron.models.qwen3_moe import Qwen3Moe
-from cortex.neuron.models.qwen3_next import Qwen3Next, Qwen35, Qwen35Multimodal
+from cortex.neuron.models.qwen3_next import Qwen3Next, Qwen35Multimodal
 from cortex.neuron.weights.safetensors.published import is_readable
 
 FAMILIES: dict[str, type[Architecture]] = {
@@ -19,8 +19,8 @@ FAMILIES: dict[str, type[Architecture]] = {
     "qwen3_moe": Qwen3Moe,
     "qwen3_5": Qwen35Multimodal,
     "qwen3_5_moe": Qwen35Multimodal,
-    "qwen3_5_moe_text": Qwen35,
-    "qwen3_5_text": Qwen35,
+    "qwen3_5_moe_text": Qwen3Next,
+    "qwen3_5_text": Qwen3Next,
     "qwen3_next": Qwen3Next,
 }
 """`model_type` in a model's config → the architecture that reads the config."""

@@ -90,14 +90,10 @@ def _gated_delta_slices(config: GatedDeltaConfig, shard: Shard, prefix: str) -> 
         _shifted(key_rows, config.key_size),
         _shifted(value_rows, 2 * config.key_size),
     )
-    if config.stored_by_key_head:
-        for name, rows in config.input_rows(prefix).items():
-            yield f"{name}.weight", TensorSlice(rows=(_scaled(keys, rows // config.key_heads),))
-    else:
-        yield f"{prefix}.in_proj_qkv.weight", TensorSlice(rows=channels)
-        yield f"{prefix}.in_proj_z.weight", TensorSlice(rows=(value_rows,))
-        yield f"{prefix}.in_proj_b.weight", TensorSlice(rows=(values,))
-        yield f"{prefix}.in_proj_a.weight", TensorSlice(rows=(values,))
+    yield f"{prefix}.in_proj_qkv.weight", TensorSlice(rows=channels)
+    yield f"{prefix}.in_proj_z.weight", TensorSlice(rows=(value_rows,))
+    yield f"{prefix}.in_proj_b.weight", TensorSlice(rows=(values,))
+    yield f"{prefix}.in_proj_a.weight", TensorSlice(rows=(values,))
     yield f"{prefix}.conv1d.weight", TensorSlice(rows=channels)
     yield f"{prefix}.A_log", TensorSlice(rows=(values,))
     yield f"{prefix}.dt_bias", TensorSlice(rows=(values,))

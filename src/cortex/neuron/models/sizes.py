@@ -66,8 +66,13 @@ class WeightStorage:
 
 def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     """All parameters of a model; of a divided one, those of this rank."""
+    total = sum(layer_bytes(architecture, storage))
+    return total + end_bytes(architecture, storage) if architecture.has_ends else total
+
+
+def end_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    """The parameters outside the layers: embedding, last norm and head."""
     config, prefix = architecture.config, architecture.prefix
-    norm_bytes = config.hidden * (_FLOAT32_BYTES if architecture.zero_centred_norm else storage.item_bytes)
     vocab = len(architecture.shard.part(config.vocab))
     if config.tied:  # the head multiplies by the embedding
         ends = storage.linear_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
@@ -75,9 +80,14 @@ def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
         embedding = storage.packed_bytes(config.hidden, {f"{prefix}.embed_tokens": vocab})
         ends = storage.matrix_bytes(vocab, config.hidden) if embedding is None else embedding
         ends += storage.linear_bytes(config.hidden, {"lm_head": vocab})
-    total = ends + norm_bytes
-    for index, layer in enumerate(architecture.layers):
-        name = f"{prefix}.layers.{index}"
+    return ends + _norm_bytes(architecture, storage)
+
+
+def layer_bytes(architecture: Architecture, storage: WeightStorage) -> list[int]:
+    """The parameters of each layer."""
+    totals = []
+    for name, layer in architecture.named_layers():
+        total = 2 * _norm_bytes(architecture, storage)
         if isinstance(layer.mixer, AttentionConfig):
             total += _attention_bytes(layer.mixer, storage, f"{name}.self_attn")
         else:
@@ -86,8 +96,12 @@ def weight_bytes(architecture: Architecture, storage: WeightStorage) -> int:
             total += _mlp_bytes(layer.feed_forward, storage, f"{name}.mlp")
         else:
             total += _moe_bytes(layer.feed_forward, storage, f"{name}.mlp")
-        total += 2 * norm_bytes
-    return total
+        totals.append(total)
+    return totals
+
+
+def _norm_bytes(architecture: Architecture, storage: WeightStorage) -> int:
+    return architecture.config.hidden * (_FLOAT32_BYTES if architecture.zero_centred_norm else storage.item_bytes)
 
 
 def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:
@@ -121,10 +135,7 @@ def _attention_bytes(config: AttentionConfig, storage: WeightStorage, prefix: st
 
 def _gated_delta_bytes(config: GatedDeltaConfig, storage: WeightStorage, prefix: str) -> int:
     inputs = config.input_rows(prefix)
-    if config.stored_by_key_head:  # reordered at load, so only the dense form is kept
-        total = storage.matrix_bytes(sum(inputs.values()), config.hidden)
-    else:
-        total = storage.linear_bytes(config.hidden, inputs)
+    total = storage.linear_bytes(config.hidden, inputs)
     total += storage.linear_bytes(config.value_size, {f"{prefix}.out_proj": config.hidden})
     total += storage.matrix_bytes(config.conv_taps, 2 * config.key_size + config.value_size)
     return total + 2 * config.value_heads * _FLOAT32_BYTES + config.value_dim * storage.item_bytes
@@ -141,20 +152,31 @@ def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     """The experts are one stack, in which the shared expert takes as many places as it needs."""
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
-        return packed + storage.matrix_bytes(config.experts, config.hidden)
+        return packed + storage.matrix_bytes(config.experts, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
     total = storage.matrix_bytes(num_experts * 2 * config.inner, config.hidden)
     total += storage.matrix_bytes(num_experts * config.hidden, config.inner)
     return total + storage.matrix_bytes(config.experts + bool(config.shared_inner), config.hidden)
 
 
+def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
+    """The shared expert beside routed experts that stay quantised."""
+    if not config.shared_inner:
+        return 0
+    name = f"{prefix}.shared_expert"
+    gate_up = {f"{name}.gate_proj": config.shared_inner, f"{name}.up_proj": config.shared_inner}
+    total = storage.linear_bytes(config.hidden, gate_up)
+    total += storage.linear_bytes(config.shared_inner, {f"{name}.down_proj": config.hidden})
+    return total + storage.matrix_bytes(1, config.hidden)
+
+
 def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:
-    """Experts that stay quantised: those without shared ones whose matrices all have one layout."""
+    """Routed experts that stay quantised: those whose matrices all have one layout."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     halves = {f"{name}.{half}_proj": config.inner for name in names for half in ("gate", "up")}
     downs = {f"{name}.down_proj": config.hidden for name in names}
     for stack in (halves, downs):
-        if config.shared_inner or len({storage.packing.get(f"{part}.weight") for part in stack}) > 1:
+        if len({storage.packing.get(f"{part}.weight") for part in stack}) > 1:
             return None
     gate_up, down = storage.packed_bytes(config.hidden, halves), storage.packed_bytes(config.inner, downs)
     return None if gate_up is None or down is None else gate_up + down

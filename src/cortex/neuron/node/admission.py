@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cortex.wire.words import plural
+
 ANONYMOUS = ""
 _RATE_WINDOW_S = 30.0
 _MIN_RATE_SAMPLES = 8
@@ -41,7 +43,7 @@ class QueueFull(Exception):
     """The queue has no place; one should be free in `retry_after_s`, by the measured rate."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"{waiting} requests are waiting already")
+        super().__init__(f"{plural(waiting, 'request is', 'requests are')} waiting already")
         self.waiting = waiting
         self.retry_after_s = retry_after_s
 

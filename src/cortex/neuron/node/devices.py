@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.node.memory_ceilings import Ceilings
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.group import WorkerGroup
@@ -37,12 +38,14 @@ class NodeDevices:
         timeouts: WorkerTimeouts,
         read_devices: ReadDevices,
         reserve: Callable[[Device], MemoryReserve],
+        ceilings: Ceilings,
     ) -> None:
         """`engine`: what workers load models with. `reserve`: what loads leave free on a device."""
         self.all = inventory.devices
         self._readings = dict(inventory.readings)
         self._read_devices = read_devices
         self._reserve = reserve
+        self._ceilings = ceilings
         self._worker_factory = WorkerFactory(engine)
         self._lock_directory = tempfile.mkdtemp(prefix="neuron-devices-")
         self.supervisors = {
@@ -106,4 +109,5 @@ class NodeDevices:
             worker=self.supervisors[device.index].state,
             kept_free_bytes=reserve.num_bytes,
             kept_free_share=reserve.share,
+            ceiling_bytes=self._ceilings.on(device.index),
         )

@@ -29,6 +29,7 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node import ModelLoad
 from cortex.wire.prompt_overflow import prompt_too_long, prompt_too_long_for_memory
+from cortex.wire.words import plural
 
 _CACHE_TOKENS_AHEAD = 512
 """KV cache that a request needs beyond its prompt before it starts. The engine keeps as much ahead of each sequence."""
@@ -143,7 +144,8 @@ class Instance:
         return generation
 
     def _overloaded(self, waiting: int, retry_after_s: float) -> Overloaded:
-        message = f"{self.model_id} is busy: {waiting} requests are waiting; try again in {retry_after_s:.0f} s"
+        queue = plural(waiting, "request is", "requests are")
+        message = f"{self.model_id} is busy: {queue} waiting; try again in {retry_after_s:.0f} s"
         return Overloaded(message, retry_after_s=retry_after_s)
 
     def _check(self, request: EngineRequest) -> None:

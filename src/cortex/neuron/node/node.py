@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import platform
 import socket
 import time
@@ -25,11 +26,13 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.files import fetch, find_local
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
+from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
 from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
@@ -55,6 +58,8 @@ from cortex.wire.node import (
     UnloadRequest,
 )
 from cortex.wire.packed_request import PackedRequest
+
+log = logging.getLogger(__name__)
 
 _SAMPLE_S = 1.0
 _SCAN_EVERY_SAMPLES = 30
@@ -84,20 +89,22 @@ class Node:
         limits = config.limits
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
+        ceilings = Ceilings.of(config)
         self.discovery = _discovery(inventory)
-        self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve)
+        self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve, ceilings)
         self._config = config
         self._policy = parts.policy
         self._started_s = time.monotonic()
         self._library = Library(config)
         open_text = parts.open_text or partial(TokenizerClient, memory_bytes=config.text.memory_mb << 20)
         self._texts = Texts(open_text, config.text, limits.max_queue)
+        room = DeviceRoom(self.devices, forecast, MemoryCeilings(ceilings, self._holdings), parts.read_devices)
         self._loader = ModelLoader(
             config,
             self._library,
             self.devices,
             forecast,
-            read_devices=parts.read_devices,
+            room,
             fetch=parts.fetch,
             find_local=parts.find_local,
             texts=self._texts,
@@ -129,6 +136,7 @@ class Node:
         parts = parts or Parts()
         inventory = divided(await asyncio.to_thread(parts.discover), config.cpu_devices)
         node = cls(config, inventory, parts)
+        _warn_of_unknown_devices(config, inventory)
         node._run_in_background(node.devices.warm(), "import the engine")
         await node._scan_cache()
         node._regular = [
@@ -141,11 +149,13 @@ class Node:
 
     def health(self) -> Health:
         failing = self._tasks.failing
+        limits = self._config.limits
         return Health(
             status="draining" if self._closing else "degraded" if failing else "ok",
             uptime_s=round(time.monotonic() - self._started_s, 3),
             devices=self.devices.health(),
             models=self.models(),
+            ceiling_bytes=None if limits.memory_mb is None else limits.memory_mb << 20,
             activation=self._startup_models.status(),
             failing_tasks=failing,
             pulls=self.files.pulls,
@@ -320,6 +330,20 @@ class Node:
         controller = self._controllers.get(model_id)
         return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
 
+    def _holdings(self) -> list[Holding]:
+        """What models hold of the devices. A sleeping one may hold a part still."""
+        return [
+            Holding(
+                controller.model_id,
+                instance.host.device_indices,
+                instance.resident.process_bytes
+                if controller.life.state is ModelState.ASLEEP
+                else instance.resident.measured_bytes,
+            )
+            for controller in self._controllers.values()
+            if (instance := controller.instance) is not None
+        ]
+
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
         surveys = self._loader.surveys
         return [
@@ -362,6 +386,16 @@ class Node:
     async def _scan_cache(self) -> None:
         self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
         await self.files.scan()
+
+
+def _warn_of_unknown_devices(config: NeuronConfig, inventory: Inventory) -> None:
+    indices = [device.index for device in inventory.devices]
+    for entry in config.devices:
+        if entry.index not in indices:
+            have = ", ".join(map(str, indices)) or "none"
+            log.warning(
+                "[[devices]] limits device %d, but this node has %s: the entry has no effect", entry.index, have
+            )
 
 
 def _shutting_down() -> ShuttingDown:

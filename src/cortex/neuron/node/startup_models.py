@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from cortex.neuron.node.loading.loader import HubUnavailable
 from cortex.wire import node as wire
-from cortex.wire.errors import CortexError
+from cortex.wire.errors import CortexError, HubUnavailable
 
 log = logging.getLogger(__name__)
 

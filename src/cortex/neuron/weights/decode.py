@@ -7,7 +7,7 @@ import torch
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.gguf import quants
 from cortex.neuron.weights.safetensors import codes
-from cortex.neuron.weights.stored import StoredTensor
+from cortex.neuron.weights.stored import Adjustment, StoredTensor
 
 DENSE: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -59,10 +59,12 @@ def decode(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0) -> tor
         numbers = raw.view(dtype)
     else:
         numbers = _dequantise(stored, raw)
-    numbers = numbers.view(-1, *stored.shape[1:]) if stored.shape else numbers.view(())
+    numbers = numbers.view(-1, *stored.row_shape) if stored.shape else numbers.view(())
     if stored.interleaved_rows:
         numbers = _separate_halves(numbers, stored.interleaved_rows)
-    return numbers
+    if stored.columns is not None:
+        numbers = torch.cat([numbers[:, run.start : run.stop] for run in stored.columns.runs], dim=1)
+    return numbers if stored.adjustment is None else _unadjusted(stored, numbers)
 
 
 def has_groups(stored: StoredTensor) -> bool:
@@ -81,10 +83,14 @@ def decode_groups(stored: StoredTensor, raw: torch.Tensor, start_group: int = 0)
     if quantisation is None:
         raise Unsupported(f"{stored.file.path}: weights in {stored.format} are dense, not quantised in groups")
     groups = quantisation.groups(raw.view(-1, quantisation.block_bytes))
-    row_groups = stored.shape[1] // groups.q.shape[-1]
+    size = groups.q.shape[-1]
+    row_groups = stored.row_shape[0] // size
     q, scale, minimum = (part.view(-1, row_groups, part.shape[-1]) for part in (groups.q, groups.scale, groups.minimum))
     if stored.interleaved_rows:
         q, scale, minimum = (_separate_halves(part, stored.interleaved_rows) for part in (q, scale, minimum))
+    if stored.columns is not None:
+        runs = [slice(run.start // size, run.stop // size) for run in stored.columns.runs]
+        q, scale, minimum = (torch.cat([part[:, run] for run in runs], dim=1) for part in (q, scale, minimum))
     return quants.Groups(q, scale, minimum)
 
 
@@ -101,6 +107,16 @@ def _dequantise(stored: StoredTensor, raw: torch.Tensor) -> torch.Tensor:
     for start in range(0, blocks.shape[0], run):
         numbers[start : start + run] = quantisation.dequantise(blocks[start : start + run])
     return numbers.view(-1)
+
+
+def _unadjusted(stored: StoredTensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The checkpoint's numbers, in float32, from those of a small tensor of the file."""
+    numbers = numbers.float()
+    if stored.adjustment is Adjustment.PLUS_ONE:
+        return numbers - 1
+    if not bool((numbers <= 0).all()):
+        raise Malformed(f"{stored.file.path}: {stored.name} has numbers that are not negative; convert the model again")
+    return torch.log(-numbers)
 
 
 def _separate_halves(numbers: torch.Tensor, head_rows: int) -> torch.Tensor:

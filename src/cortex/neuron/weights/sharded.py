@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cortex.neuron.weights.errors import TensorMissing
+from cortex.neuron.weights.safetensors.arranged import stacked_expert
 from cortex.neuron.weights.stored import StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ class ShardedCheckpoint:
         return decode(stored, mapped_bytes(stored))
 
     def stored(self, name: str) -> StoredTensor:
-        try:
-            return self._stored[name]
-        except KeyError:
-            raise TensorMissing(f"{self.path} has no tensor {name!r} for this rank; is the model complete?") from None
+        stored = self._stored.get(name) or stacked_expert(self._stored, name)
+        if stored is None:
+            raise TensorMissing(f"{self.path} has no tensor {name!r} for this rank; is the model complete?")
+        return stored
 
     def close(self) -> None:
         self._whole.close()

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from cortex.neuron.weights.errors import TensorMissing, Unsupported
 from cortex.neuron.weights.gguf.types import GGMLType
 from cortex.neuron.weights.mapping import MappedFile
+
+
+def _runs_between(runs: tuple[range, ...], start: int, stop: int) -> Iterator[range]:
+    """What is at the places `start` up to `stop` of all runs together."""
+    for run in runs:
+        if part := run[max(0, start) : max(0, stop)]:
+            yield part
+        start, stop = start - len(run), stop - len(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +33,32 @@ class Selection:
 
     def groups_between(self, start: int, stop: int) -> Iterator[range]:
         """Groups `start` up to `stop` of the selection, as runs of the larger tensor's groups."""
-        for run in self.groups:
-            if part := run[max(0, start) : max(0, stop)]:
-                yield part
-            start, stop = start - len(run), stop - len(run)
+        return _runs_between(self.groups, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which rows or columns of a matrix in the file make up a matrix, and in which order. The file is read whole."""
+
+    width: int
+    """Rows or columns in the file."""
+    runs: tuple[range, ...]
+    """Runs of them, in the order of the matrix."""
+
+    def part(self, span: range) -> Order:
+        """The order of some of the matrix's rows or columns."""
+        return Order(self.width, tuple(_runs_between(self.runs, span.start, span.stop)))
+
+    def keeps_groups(self, size: int) -> bool:
+        """Whether groups of `size` adjacent columns stay together."""
+        return not any(run.start % size or run.stop % size for run in self.runs)
+
+
+class Adjustment(Enum):
+    """What the file did to the numbers of the checkpoint; decoding undoes it."""
+
+    PLUS_ONE = "number + 1"
+    NEGATIVE_EXPONENTIAL = "-exp(number)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +104,13 @@ class StoredTensor:
     """For a part of a larger tensor, whose first byte is at `offset`; None: the bytes are contiguous."""
     beside: Beside | None = None
     """For a matrix whose scales are tensors of their own; None: the format is complete in itself."""
+    rows: Order | None = None
+    """For a matrix that can be read only whole, and of which other rows are needed; None: all rows, as in the file."""
+    columns: Order | None = None
+    """For a matrix whose columns have another order in the file; None: the same order."""
+    adjustment: Adjustment | None = None
+    name: str = ""
+    """In the file, for errors."""
 
     @property
     def num_rows(self) -> int:
@@ -84,10 +122,12 @@ class StoredTensor:
 
     @property
     def group_rows(self) -> int:
-        # A vector is one group: its "rows" are single elements, and its blocks span many of them.
+        # A quantised vector is one group: its "rows" are single elements, and its blocks span many of them.
         if self.beside is not None and self.beside.is_transposed:
             return self.num_rows
-        return self.num_rows if len(self.shape) < 2 else self.interleaved_rows or 1
+        if len(self.shape) == 1 and (self.interleaved_rows or self.is_blocked):
+            return self.num_rows
+        return self.interleaved_rows or 1
 
     @property
     def num_groups(self) -> int:
@@ -113,39 +153,66 @@ class StoredTensor:
     def with_rows(self, runs: tuple[range, ...]) -> StoredTensor:
         """The tensor of these rows. Raises TensorMissing if it has no such rows, Unsupported if they are not whole
         groups."""
-        self._check_divisible()
         self._check_inside(max((run.stop for run in runs), default=0), dimension=0)
         shape = (sum(map(len, runs)), *self.shape[1:])
+        if self.beside is not None and self.beside.is_transposed:
+            whole_rows = self.rows or Order(self.num_rows, (range(self.num_rows),))
+            parts = tuple(part for run in runs for part in whole_rows.part(run).runs)
+            return replace(self, shape=shape, rows=replace(whole_rows, runs=parts))
         num_bytes = self.num_bytes // self.num_rows * shape[0]
-        if len(self.shape) == 1:  # one group
+        if len(self.shape) == 1 and self.group_rows > 1:  # one group
             self._check_block(runs[0], self.num_rows, "elements")
             start_bytes = self.num_bytes * runs[0].start // self.num_rows
             return replace(self, offset=self.offset + start_bytes, shape=shape, num_bytes=num_bytes)
         size = self.group_rows
         if any(run.start % size or run.stop % size for run in runs):
             raise Unsupported(f"{self.file.path}: heads of {size} rows cannot be divided; use fewer devices")
-        groups = tuple(range(run.start // size, run.stop // size) for run in runs)
-        selection = Selection(groups, self.group_bytes)
-        return replace(self, shape=shape, num_bytes=num_bytes, selection=selection)
+        whole = self._whole_selection()
+        groups = tuple(part for run in runs for part in whole.groups_between(run.start // size, run.stop // size))
+        return replace(self, shape=shape, num_bytes=num_bytes, selection=replace(whole, groups=groups))
 
     def with_columns(self, columns: range) -> StoredTensor:
         """The tensor of these columns of a matrix. Raises TensorMissing if it has no such columns, Unsupported if they
         cut a quantised block."""
-        self._check_divisible()
+        if self.beside is not None:
+            raise Unsupported(
+                f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided by columns; "
+                "use one device, a GGUF, or the unquantised model with `quant`"
+            )
         self._check_inside(columns.stop, dimension=1)
         rows, width = self.shape
+        if self.columns is not None:  # whole rows are read: the columns lie apart in the file
+            return replace(self, shape=(rows, len(columns)), columns=self.columns.part(columns))
         self._check_block(columns, width, "columns")
-        row_bytes = self.num_bytes // rows
-        selection = Selection((range(rows),), row_bytes, row_bytes * columns.start // width)
+        row_bytes, whole = self.num_bytes // rows, self._whole_selection()
+        selection = replace(whole, skip_bytes=whole.skip_bytes + row_bytes * columns.start // width)
         num_bytes = rows * (row_bytes * len(columns) // width)
         return replace(self, shape=(rows, len(columns)), num_bytes=num_bytes, selection=selection)
 
-    def _check_divisible(self) -> None:
-        if self.beside is not None:
-            raise Unsupported(
-                f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided; use one "
-                "device, a GGUF, or the unquantised model with `quant`"
-            )
+    def rows_in_file(self, first_row: int, num_rows: int) -> tuple[range, ...]:
+        """Where some rows of a matrix without interleaved rows are in the file."""
+        if self.rows is not None:
+            return self.rows.part(range(first_row, first_row + num_rows)).runs
+        if self.selection is not None:
+            return tuple(self.selection.groups_between(first_row, first_row + num_rows))
+        return (range(first_row, first_row + num_rows),)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether several adjacent elements are stored together."""
+        return self._block_elements > 1
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of a row in the file."""
+        return self.shape[1:] if self.columns is None else (self.columns.width,)
+
+    @property
+    def _block_elements(self) -> int:
+        return GGMLType[self.format].block_elements if self.format in GGMLType.__members__ else 1
+
+    def _whole_selection(self) -> Selection:
+        return self.selection or Selection((range(self.num_groups),), self.group_bytes)
 
     def _check_inside(self, stop: int, dimension: int) -> None:
         if len(self.shape) <= dimension or (dimension == 1 and len(self.shape) > 2) or stop > self.shape[dimension]:
@@ -155,7 +222,7 @@ class StoredTensor:
             )
 
     def _check_block(self, part: range, whole: int, what: str) -> None:
-        block = GGMLType[self.format].block_elements if self.format in GGMLType.__members__ else 1
+        block = self._block_elements
         if part.start % block or part.stop % block:
             raise Unsupported(
                 f"{self.file.path}: {whole} {what} in {self.format}, which has blocks of {block}, cannot be divided "

@@ -15,6 +15,7 @@ from cortex.ipc.child import start_child
 from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker.protocol import DeviceAddress, Exited, Fork, Forked, ForkServerEvent, Kill, Warm
 from cortex.tasks import run_once
+from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class _ForkServerProcess:
         asyncio.get_running_loop().remove_reader(self._control.connection.fileno())
         self._control.connection.close()
         if self._handles:
-            log.error("fork server exited with %d; lost %d workers", return_code, len(self._handles))
+            log.error("fork server exited with %d; lost %s", return_code, plural(len(self._handles), "worker"))
         handles, self._handles = self._handles, {}
         for handle in handles.values():
             # The kernel has killed forked workers; one that was not forked yet failed as the fork server did.

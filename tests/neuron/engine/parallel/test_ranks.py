@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from rank_threads import QueueLink, RankThreads, run, tokens_of
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled
-from cortex.neuron.engine.parallel.ranks import Follower, load_engine
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StepOutput
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.parallel.ranks import load_engine
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 
 SIZES = {
     "vocab_size": 97,
@@ -47,77 +45,17 @@ def path(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-class QueueLink:
-    """Plans through a queue, in one process."""
-
-    def __init__(self) -> None:
-        self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-
-    def turn(self):
-        return contextlib.nullcontext()
-
-    def announce(self, plan: StepPlan) -> None:
-        self.plans.put(plan)
-
-
-class Pair:
-    """A leader on the calling thread and a follower on its own."""
-
-    def __init__(self, path, directory) -> None:
-        self.link = QueueLink()
-        self.follower: Follower | None = None
-        self.error: Exception | None = None
-        self._path, self._directory = str(path), str(directory)
-        self._thread = threading.Thread(target=self._follow)
-        self._thread.start()
-        self.leader = load_engine(self._spec(0), "cpu", lambda *_: None, lambda: False, self.link)
-
-    def _spec(self, rank: int) -> LoadSpec:
-        # The ranks are offered different amounts of memory: they must agree on one plan.
-        memory_bytes = (1 << 10) * (200 + 20 * rank)
-        place = RankSpec(rank, 2, self._directory)
-        return LoadSpec(self._path, dtype="float32", max_num_seqs=4, memory_bytes=memory_bytes, rank=place)
-
-    def _follow(self) -> None:
-        engine = load_engine(self._spec(1), "cpu", lambda *_: None, lambda: False)
-        assert isinstance(engine, Follower)
-        self.follower = engine
-        try:
-            while (plan := self.link.plans.get()) is not None:
-                engine.follow(plan)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            self.error = error
-        engine.close()
-
-    def end_follower(self) -> None:
-        """The follower closes its engine, as a dying process closes its sockets."""
-        self.link.plans.put(None)
-        self._thread.join()
-
-    def close(self) -> None:
-        self.end_follower()
-        self.leader.close()
+def specs(path) -> list[LoadSpec]:
+    """The ranks are offered different amounts of memory: they must agree on one plan."""
+    whole = LoadSpec(str(path), dtype="float32", max_num_seqs=4)
+    return [replace(whole, memory_bytes=(200 + 20 * rank) << 10) for rank in range(2)]
 
 
 @pytest.fixture
-def pair(path, tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(path, tmp_path)
+def pair(path, tmp_path: Path) -> Iterator[RankThreads]:
+    pair = RankThreads(specs(path), tmp_path)
     yield pair
     pair.close()
-
-
-def run(engine: Engine, *requests: EngineRequest) -> dict[str, list[StepOutput]]:
-    outputs: dict[str, list[StepOutput]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    return outputs
-
-
-def tokens_of(outputs: list[StepOutput]) -> list[int]:
-    return [token for output in outputs for token in output.tokens]
 
 
 def requests() -> list[EngineRequest]:
@@ -158,8 +96,8 @@ def test_leader_sleeps_and_wakes_after_and_before_the_others(pair: Pair) -> None
 
 
 def test_step_fails_for_good_when_a_rank_is_gone(path, tmp_path: Path) -> None:
-    pair = Pair(path, tmp_path)
-    pair.end_follower()
+    pair = RankThreads(specs(path), tmp_path)
+    pair.end_followers()
     pair.leader.submit(requests()[0])
     with pytest.raises(GroupBroken):
         pair.leader.step()

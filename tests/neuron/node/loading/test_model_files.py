@@ -105,6 +105,7 @@ async def test_failed_pull_reports_the_reason(real_files: Any, tmp_path: Path) -
         node.files.pull(REQUEST)
         assert await ended(node) == "failed"
         assert MODEL in node.files.pull_status(MODEL).reason
+        assert node.files.pull_status(MODEL).code == "source_not_found"
         assert node.models() == (), "a name that the hub does not know is not listed"
         with pytest.raises(ModelNotFound):
             node.files.pull(FilesRequest(model_id="no-hub-id"))

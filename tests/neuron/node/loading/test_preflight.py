@@ -49,6 +49,33 @@ def test_chooses_as_many_devices_as_the_model_is_divided_among() -> None:
     assert [row["device"] for row in rejected.value.details["devices"]] == [1, 2]
 
 
+def test_ceiling_excludes_a_device_and_is_named() -> None:
+    devices = [device(0, 24), device(1, 24)]
+    readings = {index: DeviceReading(24 * GIGABYTE, 24 * GIGABYTE) for index in (0, 1)}
+
+    def chosen(ceiling, left):
+        return choose_devices(
+            "big",
+            8 * GIGABYTE,
+            devices,
+            readings,
+            count=1,
+            allowed=(),
+            reserve=lambda _: MemoryReserve(0),
+            ceiling=lambda device: ceiling.get(device.index),
+            left=lambda device: left.get(device.index),
+        )
+
+    assert chosen({0: 7 * GIGABYTE}, {0: 7 * GIGABYTE}) == (1,)
+    assert chosen({0: 20 * GIGABYTE}, {0: 10 * GIGABYTE, 1: 9 * GIGABYTE}) == (0,)
+    with pytest.raises(InsufficientCapacity) as rejected:
+        chosen({0: 7 * GIGABYTE, 1: 20 * GIGABYTE}, {0: 7 * GIGABYTE, 1: 3 * GIGABYTE})
+    assert [row["reason"] for row in rejected.value.details["devices"]] == [
+        "models may take 7.00 GB of it (memory_mb)",
+        "other models take the rest of memory_mb; unload something, or raise it",
+    ]
+
+
 def test_rejection_lists_every_device_with_its_numbers_and_reason() -> None:
     with pytest.raises(InsufficientCapacity) as rejected:
         choose({0: 5, 2: 6}, allowed=(0, 1, 2))

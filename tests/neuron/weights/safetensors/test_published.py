@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
 from cortex.neuron.models.packing import STORED_LAYOUTS
+from cortex.neuron.weights.decode import decode, mapped_bytes
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
@@ -193,12 +194,19 @@ def test_mxfp4_is_exact(tmp_path: Path) -> None:
     torch.testing.assert_close(opened(tmp_path, matrix).read(f"{NAME}.weight"), matrix.numbers, rtol=0, atol=0)
 
 
-def test_divided_matrix_is_rejected(tmp_path: Path) -> None:
+def test_matrix_divided_by_columns_is_rejected(tmp_path: Path) -> None:
     stored = opened(tmp_path, awq()).stored(f"{NAME}.weight")
     with pytest.raises(Unsupported, match="cannot be divided"):
-        stored.with_rows((range(32),))
-    with pytest.raises(Unsupported, match="cannot be divided"):
         stored.with_columns(range(128))
+
+
+def test_rows_in_another_order_are_read_in_that_order(tmp_path: Path, matrix: Matrix) -> None:
+    stored = opened(tmp_path, matrix).stored(f"{NAME}.weight")
+    half = OUTPUTS // 2
+    numbers = decode(stored, mapped_bytes(stored))
+    moved = stored.with_rows((range(half, OUTPUTS), range(0, 8))).with_rows((range(half - 3, half + 2),))
+    expected = torch.cat((numbers[OUTPUTS - 3 :], numbers[:2]))
+    assert torch.equal(decode(moved, mapped_bytes(moved)), expected)
 
 
 def replaced(matrix: Matrix, **parts: Tensor | None) -> Matrix:

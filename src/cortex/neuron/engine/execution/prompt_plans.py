@@ -18,8 +18,7 @@ class PromptPlans:
     """The plans of one model, for prompts up to a step's tokens. Belongs to the engine thread."""
 
     def __init__(self, model: Decoder, step_tokens: int) -> None:
-        weight = model.embedding.weight
-        device, dtype = weight.device, weight.dtype
+        device, dtype = model.parameters.device, model.parameters.dtype
         geometries: dict[Geometry, float] = {}
         if cudnn.is_faster_on(device) and dtype != torch.float32:
             for attention in model.attentions:

@@ -17,6 +17,8 @@ MIN_PAGES = 2
 """One page that holds tokens, and the one that padding rows write to."""
 STATE_SHARE = 4
 """One part in 4 of the memory beside the weights goes to states, the rest to pages."""
+UNLIMITED = 1 << 31
+"""Of pages and checkpoints where they take no memory: on a stage whose layers keep none."""
 MAX_CHECKPOINTS = {"cuda": 1024, "cpu": 32}
 _COUNT_BYTES = 4
 
@@ -101,13 +103,16 @@ class MemoryPlan:
         )
         if (slots.rows, slots.checkpoints, num_pages) == (self.slots.rows, self.slots.checkpoints, self.num_pages):
             return self
-        note = f"{num_pages} of {self.num_pages} pages of KV cache: another device of the model has less memory"
+        notes = self.notes
+        if sizes.page_bytes and num_pages < self.num_pages:
+            note = f"{num_pages} of {self.num_pages} pages of KV cache: another device of the model has less memory"
+            notes = (*notes, note)
         return MemoryPlan(
             context_tokens=min(self.context_tokens, (num_pages - 1) * PAGE_TOKENS),
             num_pages=num_pages,
             slots=slots,
             num_bytes=sizes.weight_bytes + slots.num_bytes + num_pages * sizes.page_bytes,
-            notes=(*self.notes, note),
+            notes=notes,
         )
 
 
@@ -121,7 +126,8 @@ def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kin
     pages take no more than a few full contexts."""
     spare_bytes = have_bytes - sizes.weight_bytes
     slots = StateSlots.plan(sizes.slot_bytes, max_rows, spare_bytes, device_kind)
-    num_pages = max(0, (spare_bytes - slots.num_bytes) // sizes.page_bytes)
+    page_room_bytes = max(0, spare_bytes - slots.num_bytes)
+    num_pages = page_room_bytes // sizes.page_bytes if sizes.page_bytes else UNLIMITED if spare_bytes >= 0 else 0
     if device_kind == "cpu":
         num_pages = min(num_pages, CACHED_CONTEXTS * sizes.num_context_pages + 1)
     held_tokens = (num_pages - 1) * PAGE_TOKENS

@@ -26,6 +26,8 @@ _library: Any = torch.distributed
 
 POLL_S = 0.02
 _CONNECT = "connect"
+_TAG = 0
+"""Of tensors between two ranks, which arrive in the order in which they were sent."""
 LAST_RESORT = timedelta(hours=1)
 """A rank that dies closes its connections, and the daemon ends a group without progress long before this."""
 
@@ -108,6 +110,17 @@ class TorchGroup:
         sent = self._sent(tensor)
         self._run(lambda: self._group.broadcast([sent], _from_first()))
         return sent.to(tensor.device)
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Sends a tensor to one other rank, which must receive it."""
+        sent = self._sent(tensor)
+        self._run(lambda: self._group.send([sent], rank, _TAG))
+
+    def receive(self, empty: Tensor, rank: int) -> Tensor:
+        """The tensor that another rank sends, of the shape and dtype of `empty`, which may be overwritten."""
+        received = self._sent(empty)
+        self._run(lambda: self._group.recv([received], rank, _TAG))
+        return received.to(empty.device)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of every rank's numbers, place by place. A rank that waits for others polls."""

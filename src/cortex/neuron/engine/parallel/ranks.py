@@ -11,6 +11,7 @@ from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, RequestError
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
+from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, StepLink
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec
 from cortex.neuron.engine.step_plan import StepPlan
@@ -81,7 +82,12 @@ class Leader(Rank):
         super().__init__(loaded, spec, group)
 
     def _new_runner(self) -> Runner:
-        runner = LeadingRunner(*self._runner_arguments())
+        runner: LeadingRunner
+        if self._spec.stages:
+            runner = FirstStageRunner(*self._runner_arguments())
+            runner.group = self._group
+        else:
+            runner = LeadingRunner(*self._runner_arguments())
         runner.link = self._link
         return runner
 
@@ -108,7 +114,12 @@ class Follower(Rank):
         return ()
 
     def _new_runner(self) -> Runner:
-        self._following = FollowingRunner(*self._runner_arguments())
+        if self._spec.stages:
+            stage = LaterStageRunner(*self._runner_arguments())
+            stage.group = self._group
+            self._following = stage
+        else:
+            self._following = FollowingRunner(*self._runner_arguments())
         return self._following
 
     def _end_loop(self) -> None:

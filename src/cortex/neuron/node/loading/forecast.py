@@ -14,6 +14,7 @@ from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes,
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
+from cortex.neuron.node.memory_ceilings import Ceilings, smallest
 from cortex.wire.node import Device
 
 _MIN_KV_TOKENS = 256
@@ -57,12 +58,13 @@ class Forecast:
         return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + self._penalty_bytes(sizes)
 
     def ceiling_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
-        """The most it may take of the device: the operator's limit, or on a GPU its weights and a few full contexts."""
+        """The most it may take of the device: the operator's limits, on a GPU its weights and a few full contexts."""
+        allowed = Ceilings.of(self.config).share_bytes(device.index, model.num_devices)
         if model.memory_bytes is not None:
-            return model.memory_bytes // facts.num_ranks
+            return smallest(allowed, model.memory_bytes // facts.num_ranks)
         if device.kind == "cpu":
-            return None
-        return self._sizes(model, facts, device).ceiling_bytes
+            return allowed
+        return smallest(allowed, self._sizes(model, facts, device).ceiling_bytes)
 
     def expected_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """What it will take of the otherwise empty device; `least_bytes` if it does not fit at all."""

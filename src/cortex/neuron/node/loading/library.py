@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
@@ -43,6 +44,7 @@ class KnownModel:
     control_tokens_in_messages: bool = False
     replicas: int = 1
     kv_dtype: KVDtype = "auto"
+    deterministic: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -110,6 +112,7 @@ class Library:
         has_enough = len(request.devices) >= known.num_devices
         # It divides a model among the devices that it names, but does not know of replicas.
         tensor_parallel = max(request.tensor_parallel, known.tensor_parallel)
+        max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
         return replace(
             known,
             source=source,
@@ -120,6 +123,8 @@ class Library:
             context_tokens=request.context_tokens or known.context_tokens,
             control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
             kv_dtype=request.kv_dtype or known.kv_dtype,
+            deterministic=request.deterministic or known.deterministic,
+            memory_bytes=smallest(known.memory_bytes, max_bytes),
         )
 
     def forget(self, model_id: str) -> None:
@@ -212,6 +217,7 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             replicas=entry.replicas,
             control_tokens_in_messages=entry.control_tokens_in_messages,
             kv_dtype=entry.kv_dtype,
+            deterministic=entry.deterministic,
         )
     for default in config.default_models:
         configured = next((entry for entry in config.models if entry.id == default.model_id), None)
@@ -228,4 +234,5 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             control_tokens_in_messages=default.control_tokens_in_messages
             or (configured is not None and configured.control_tokens_in_messages),
             kv_dtype=configured.kv_dtype if configured and default.kv_dtype == "auto" else default.kv_dtype,
+            deterministic=default.deterministic or (configured is not None and configured.deterministic),
         )

@@ -11,34 +11,43 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.node.devices import NodeDevices, ReadDevices
+from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
+from cortex.neuron.node.loading.device_room import SETTLE_INTERVAL_S, DeviceRoom, is_settling
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
-from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices, inspect
+from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.memory_ceilings import smallest
 from cortex.neuron.node.texts import Texts
 from cortex.neuron.tokenizer_process.client import UNREADABLE
-from cortex.neuron.weights.errors import Cancelled, CheckpointError, HubUnreachable
+from cortex.neuron.weights import errors as weight_errors
+from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.model_host import LoadRejected, ModelHost
-from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
+from cortex.neuron.worker.model_host import LoadRejected
+from cortex.wire.errors import (
+    CortexError,
+    DiskFull,
+    HubUnavailable,
+    InsufficientCapacity,
+    LoadFailed,
+    SourceNotFound,
+)
 from cortex.wire.node import Capabilities, Device
+from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
 
-_SETTLE_S = 2.0
-"""A device may report memory as used for this long after it was freed."""
-_SETTLE_INTERVAL_S = 0.2
-
-
-class HubUnavailable(LoadFailed):
-    """The hub cannot be reached and the cache does not hold the model. A later load may succeed."""
+_DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
+    weight_errors.HubUnreachable: HubUnavailable,
+    weight_errors.NotOnHub: SourceNotFound,
+    weight_errors.DiskFull: DiskFull,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +61,7 @@ class Survey:
 
 
 class ModelLoader:
-    """Loads and wakes all models of the node. Belongs to the daemon's loop.
-
-    Loads onto one device run one after another, so that each sees the memory that the previous one left free.
-    """
+    """Loads and wakes all models of the node. Belongs to the daemon's loop."""
 
     def __init__(
         self,
@@ -63,8 +69,8 @@ class ModelLoader:
         library: Library,
         devices: NodeDevices,
         forecast: Forecast,
+        room: DeviceRoom,
         *,
-        read_devices: ReadDevices,
         fetch: Fetch,
         find_local: FindLocal,
         texts: Texts,
@@ -73,15 +79,13 @@ class ModelLoader:
         self._config = config
         self._library = library
         self._devices = devices.all
-        self._supervisors = devices.supervisors
         self._host = devices.host
         self._forecast = forecast
-        self._read_devices = read_devices
+        self._room = room
         self._fetch = fetch
         self._find_local = find_local
         self._texts = texts
         self._capabilities_of = capabilities_of
-        self._device_locks = {device.index: asyncio.Lock() for device in devices.all}
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._unreadable: set[str] = set()
@@ -93,8 +97,8 @@ class ModelLoader:
         path = await self.find_local(model) or await self.download(model, callbacks.on_progress)
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
-        async with self._room_for(model, survey.facts) as devices:
-            host = self._host([device.index for device in devices], model.replicas, self._locked)
+        async with self._room.for_load(model, survey.facts) as devices:
+            host = self._host([device.index for device in devices], model.replicas, self._room.locked)
             instance = Instance(model.id, host, self._config.limits, callbacks)
             await self._load_weights(instance, self._spec(model, survey.facts, devices), path)
             return instance
@@ -102,14 +106,14 @@ class ModelLoader:
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
         before), Damaged or WorkerLost (nothing of it is left)."""
-        async with self._locked(instance.host.device_indices):
+        async with self._room.for_wake(instance):
             while True:
                 try:
                     return await instance.wake()
                 except LoadRejected as error:
-                    if error.kind is not FaultKind.OUT_OF_MEMORY or not _is_settling(instance.host):
+                    if error.kind is not FaultKind.OUT_OF_MEMORY or not is_settling(instance.host):
                         raise _load_error(instance.model_id, error) from error
-                await asyncio.sleep(_SETTLE_INTERVAL_S)
+                await asyncio.sleep(SETTLE_INTERVAL_S)
 
     # Files
 
@@ -134,10 +138,9 @@ class ModelLoader:
             with contextlib.suppress(Cancelled, CheckpointError):
                 await download  # the thread checks the event often
             raise
-        except HubUnreachable as error:
-            raise HubUnavailable(f"{model.id}: {error}") from error
         except (CheckpointError, OSError) as error:
-            raise LoadFailed(f"{model.id}: {error}") from error
+            kind = next((kind for cause, kind in _DOWNLOAD_ERRORS.items() if isinstance(error, cause)), LoadFailed)
+            raise kind(f"{model.id}: {error}") from error
 
     # Preflight
 
@@ -147,11 +150,17 @@ class ModelLoader:
         if model.num_devices > allowed:
             replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
             raise LoadFailed(
-                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use {allowed} "
-                f"device{'' if allowed == 1 else 's'} of this node; lower it, or choose a model that fits fewer devices"
+                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use "
+                f"{plural(allowed, 'device')} of this node; lower it, or choose a model that fits fewer "
+                "devices"
+            )
+        if model.deterministic and model.tensor_parallel > 1:
+            raise LoadFailed(
+                f"{model.id} asks for deterministic = true and tensor_parallel = {model.tensor_parallel}, but how the "
+                "devices add up their parts depends on the size of a step; leave one of them out"
             )
         for index in model.devices:
-            if index not in self._device_locks:
+            if index not in (device.index for device in self._devices):
                 have = ", ".join(str(device.index) for device in self._devices)
                 raise LoadFailed(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
 
@@ -200,54 +209,12 @@ class ModelLoader:
         """The model's memory on those of this node's devices that it may use."""
         return self._forecast.footprint(model, facts, self._devices)
 
-    # Room on the devices
-
-    @contextlib.asynccontextmanager
-    async def _room_for(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[tuple[Device, ...]]:
-        """The devices with room for the model, as many as it needs; no other load runs there meanwhile.
-        Raises InsufficientCapacity."""
-        without_load = tuple(device for device in self._devices if not self._device_locks[device.index].locked())
-        try:
-            indices = await self._choose(model, facts, without_load)
-        except InsufficientCapacity:
-            indices = await self._choose(model, facts, self._devices)
-        async with self._locked(indices):
-            devices = tuple(device for device in self._devices if device.index in indices)
-            await self._choose(model, facts, devices)  # the load before this one may have taken the memory
-            yield devices
-
-    @contextlib.asynccontextmanager
-    async def _locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
-        """No other load runs on these devices. Loads that need several of them wait in the same order."""
-        async with contextlib.AsyncExitStack() as locked:
-            for index in sorted(indices):
-                await locked.enter_async_context(self._device_locks[index])
-            yield
-
-    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> tuple[int, ...]:
-        """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
-        while True:
-            readings = await asyncio.to_thread(self._read_devices, self._devices)
-            try:
-                return choose_devices(
-                    model.id,
-                    self._forecast.least_bytes(model, facts, self._devices[0]),
-                    candidates,
-                    readings,
-                    count=model.num_devices,
-                    allowed=model.devices,
-                    reserve=self._forecast.reserve,
-                )
-            except InsufficientCapacity:
-                if not any(map(_is_settling, self._supervisors.values())):
-                    raise
-            await asyncio.sleep(_SETTLE_INTERVAL_S)
-
     # Worker and weights
 
     def _spec(self, model: KnownModel, facts: ModelFacts, devices: tuple[Device, ...]) -> LoadSpec:
         """What each of `devices` loads, of which the one with the least to give decides."""
         ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in devices]
+        ceilings += [self._room.left_bytes(model, device) for device in devices]
         limits = self._config.limits
         return LoadSpec(
             path=str(facts.path),
@@ -255,9 +222,10 @@ class ModelLoader:
             quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,
             kv_dtype=model.kv_dtype,
+            deterministic=model.deterministic,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
-            memory_bytes=min((ceiling for ceiling in ceilings if ceiling is not None), default=None),
+            memory_bytes=smallest(*ceilings),
             min_free_bytes=limits.min_free_vram_mb << 20,
             num_host_shares=sum(each.kind == "cpu" for each in self._devices) or 1,
         )
@@ -287,8 +255,3 @@ class ModelLoader:
 def _load_error(model_id: str, error: LoadRejected) -> CortexError:
     kind = InsufficientCapacity if error.kind is FaultKind.OUT_OF_MEMORY else LoadFailed
     return kind(f"{model_id}: {error}")
-
-
-def _is_settling(host: ModelHost) -> bool:
-    """Whether memory was freed there just now, so that a reading of it may be too low."""
-    return asyncio.get_running_loop().time() - host.freed_at_s <= _SETTLE_S

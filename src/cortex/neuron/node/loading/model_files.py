@@ -39,6 +39,7 @@ class _Pull:
     task: asyncio.Task[None] | None = None
     state: PullState = "running"
     reason: str | None = None
+    code: str | None = None
 
     def status(self) -> PullStatus:
         return PullStatus(
@@ -47,6 +48,7 @@ class _Pull:
             state=self.state,
             progress=self.progress.snapshot(),
             reason=self.reason,
+            code=self.code,
         )
 
 
@@ -183,14 +185,16 @@ class ModelFiles:
         return source.repository if source is not None else None
 
     async def _run(self, pull: _Pull, model: KnownModel) -> None:
-        state, reason = await self._download(pull, model)
+        state, reason, code = await self._download(pull, model)
         await self.scan()
         is_used = any(user == model.id for user, _ in self._in_use())
         if state != "done" and not is_used and not self.disk_bytes(model):
             self._library.forget(model.id)  # nothing of it is here: it may not even exist
-        pull.state, pull.reason = state, reason
+        pull.state, pull.reason, pull.code = state, reason, code
 
-    async def _download(self, pull: _Pull, model: KnownModel) -> tuple[PullState, str | None]:
+    async def _download(self, pull: _Pull, model: KnownModel) -> tuple[PullState, str | None, str | None]:
+        """How it ended, why it failed, and the code of that."""
+
         def progressed(stage: str, done_bytes: int, total_bytes: int) -> None:
             pull.progress = pull.progress.advanced(stage, done_bytes, total_bytes, time.monotonic())
 
@@ -198,15 +202,15 @@ class ModelFiles:
             path = await self._loader.download(model, progressed)
             await self._loader.survey(model, path)
         except asyncio.CancelledError:
-            return "cancelled", "the download was cancelled; what it has is kept"
+            return "cancelled", "the download was cancelled; what it has is kept", None
         except CortexError as error:
             log.warning("%s", error.message)
-            return "failed", error.message
+            return "failed", error.message, error.code
         except Exception as problem:
             log.exception("%s: unexpected error in a download", model.id)
-            return "failed", f"{type(problem).__name__}: {problem}; see the node's log"
+            return "failed", f"{type(problem).__name__}: {problem}; see the node's log", None
         log.info("%s: files are complete", model.id)
-        return "done", None
+        return "done", None, None
 
 
 def _hub_source(text: str) -> HubSource | None:

@@ -159,9 +159,12 @@ def choose_devices(
     count: int,
     allowed: Sequence[int],
     reserve: Callable[[Device], MemoryReserve],
+    ceiling: Callable[[Device], int | None] = lambda _: None,
+    left: Callable[[Device], int | None] = lambda _: None,
 ) -> tuple[int, ...]:
     """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
-    `allowed` ones, if any are given.
+    `allowed` ones, if any are given. `ceiling`: the most that the model may ever take of a device; `left`: what other
+    models leave of that.
 
     Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
     """
@@ -171,13 +174,20 @@ def choose_devices(
         reading = readings.get(device.index)
         kept = reserve(device)
         free_bytes = reading.free_bytes if reading is not None else 0
+        ceiling_bytes, left_bytes = ceiling(device), left(device)
         have_bytes = max(0, kept.usable_bytes(free_bytes))
+        if left_bytes is not None:
+            have_bytes = min(have_bytes, left_bytes)
         if allowed and device.index not in allowed:
             reason = "not among the requested devices"
         elif reading is None:
             reason = "the device does not respond"
         elif need_bytes > kept.usable_bytes(device.total_bytes):
             reason = "too small even when empty"
+        elif ceiling_bytes is not None and need_bytes > ceiling_bytes:
+            reason = f"models may take {_gigabytes(ceiling_bytes)} of it (memory_mb)"
+        elif left_bytes is not None and need_bytes > left_bytes:
+            reason = "other models take the rest of memory_mb; unload something, or raise it"
         elif need_bytes > have_bytes:
             reason = "too little is free; unload something"
         else:
@@ -190,6 +200,7 @@ def choose_devices(
                 "need_bytes": need_bytes,
                 "have_bytes": have_bytes,
                 "kept_free_bytes": kept.bytes_of(free_bytes),
+                "ceiling_bytes": ceiling_bytes,
                 "total_bytes": device.total_bytes,
                 "reason": reason,
             }

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cortex.neuron.weights.directory import model_file
 from cortex.neuron.weights.errors import CheckpointError, Malformed, TensorMissing
-from cortex.neuron.weights.gguf.config import config_of, generation_config_of
+from cortex.neuron.weights.gguf.config import config_of, delta_heads, generation_config_of
+from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, parse_header
-from cortex.neuron.weights.gguf.names import ROPE_FACTORS, expert_name, hub_name, is_expert_stack
+from cortex.neuron.weights.gguf.names import ROPE_FACTORS, expert_names, hub_name, is_expert_stack, layer_part
 from cortex.neuron.weights.mapping import MappedFile
-from cortex.neuron.weights.stored import StoredTensor, TensorInfo
+from cortex.neuron.weights.stored import Adjustment, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ class GGUFCheckpoint:
             parts = [head, *(self._open(part) for part in _following_parts(head))]
             whole = replace(head, tensors=_merged_tensors(parts))
             self.config: Mapping[str, Any] = config_of(whole)
+            self._num_blocks: int = head.metadata[f"{head.metadata['general.architecture']}.block_count"]
             self.generation_config: Mapping[str, Any] = generation_config_of(head)
             for file, mapped in zip(parts, self._mapped, strict=True):
                 for tensor in file.tensors.values():
@@ -75,26 +77,55 @@ class GGUFCheckpoint:
     def _register(self, mapped: MappedFile, tensor: GGUFTensor) -> None:
         if tensor.name == ROPE_FACTORS:
             return
-        name = hub_name(tensor.name)
         stored = StoredTensor(
-            mapped,
-            tensor.offset,
-            tensor.shape,
-            tensor.type.name,
-            tensor.num_bytes,
-            self._interleaved_rows(name, tensor),
+            mapped, tensor.offset, tensor.shape, tensor.type.name, tensor.num_bytes, name=tensor.name[:200]
         )
-        if not is_expert_stack(name):
-            self._stored[name] = stored
+        heads, place = delta_heads(self.config), layer_part(tensor.name)
+        if place is not None:
+            layer, part = place
+            if layer >= self.config["num_hidden_layers"]:
+                self._skip(layer, tensor)
+                return
+            found = delta_tensors(part, stored, heads) if heads is not None else None
+            if found is not None:
+                for name, made in found.items():
+                    self._add(f"model.layers.{layer}.{name}", made)
+                return
+        name = hub_name(tensor.name, is_hybrid=heads is not None)
+        if is_expert_stack(name):
+            self._add_experts(name, stored)
             return
-        if len(stored.shape) != 3 or stored.shape[0] > _MAX_EXPERTS:
-            raise Malformed(f"{self.path}: {tensor.name} has the shape {stored.shape}; convert the model again")
-        self._stacks[name] = stored
-        num_bytes = stored.num_bytes // stored.shape[0]
-        for expert in range(stored.shape[0]):
-            self._stored[expert_name(name, expert)] = StoredTensor(
-                mapped, stored.offset + expert * num_bytes, stored.shape[1:], stored.format, num_bytes
+        if heads is not None and name.endswith("norm.weight"):
+            stored = replace(stored, adjustment=Adjustment.PLUS_ONE)
+        if name.endswith(".shared_expert_gate.weight") and len(stored.shape) == 1:
+            stored = replace(stored, shape=(1, *stored.shape))
+        self._add(name, replace(stored, interleaved_rows=self._interleaved_rows(name, tensor)))
+
+    def _add(self, name: str, stored: StoredTensor) -> None:
+        if name in self._stored:
+            raise Malformed(f"{self.path}: {stored.name} is the second tensor for {name}; convert the model again")
+        self._stored[name] = stored
+
+    def _skip(self, layer: int, tensor: GGUFTensor) -> None:
+        """Layers for prediction come after the others. A layer beyond them contradicts the metadata."""
+        if layer >= self._num_blocks:
+            raise Malformed(
+                f"{self.path}: {tensor.name[:200]} is in layer {layer} of {self._num_blocks}; convert the model again"
             )
+
+    def _add_experts(self, name: str, stored: StoredTensor) -> None:
+        """All experts of a layer in one tensor, of which each is a part."""
+        names = expert_names(name)
+        if len(stored.shape) != 3 or stored.shape[0] > _MAX_EXPERTS or stored.shape[1] % len(names):
+            raise Malformed(f"{self.path}: {stored.name} has the shape {stored.shape}; convert the model again")
+        experts, rows, columns = stored.shape
+        self._stacks[name] = stored
+        num_bytes = stored.num_bytes // (experts * len(names))
+        part = replace(stored, shape=(rows // len(names), columns), num_bytes=num_bytes)
+        for expert in range(experts):
+            for number, pattern in enumerate(names):
+                offset = stored.offset + (expert * len(names) + number) * num_bytes
+                self._add(pattern.format(expert), replace(part, offset=offset))
 
     def _interleaved_rows(self, name: str, tensor: GGUFTensor) -> int:
         """The rows per head, if GGUF stores them interleaved: in Llama, both rows of a rotary pair are adjacent."""

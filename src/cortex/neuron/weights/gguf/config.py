@@ -6,16 +6,24 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cortex.neuron.weights.delta_heads import DeltaHeads
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.rope import rope_scaling
 
 _FAMILIES: Final = {
     "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
+_MIXTURES: Final = frozenset({"qwen3moe", "qwen3next", "qwen35moe"})
+_HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
+"""Architectures with gated delta nets in most layers."""
+_TILED: Final = frozenset({"qwen35", "qwen35moe"})
+"""Architectures whose value heads converters put into another order."""
 
 # GGUF stores float32. Rounding restores the value in the hub's config: 1e-05, not 9.999999747378752e-06.
 _FLOAT32_DIGITS: Final = 7
@@ -53,6 +61,13 @@ class _Keys:
             raise self._wrong(name, value)
         return value
 
+    def has(self, name: str) -> bool:
+        """Whether the file has the key with a value other than zero."""
+        return bool(self._file.metadata.get(f"{self._architecture}.{name}", 0) != 0)
+
+    def malformed(self, reason: str) -> Malformed:
+        return Malformed(f"{self._file.path} {reason}; convert the model again")
+
     def _get(self, name: str, default: float | None) -> Any:
         value = self._file.metadata.get(f"{self._architecture}.{name}", default)
         if value is None:
@@ -82,43 +97,94 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     num_heads = keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
     rotary_dim = keys.count("rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
+    is_hybrid = architecture in _HYBRIDS
+    if rotary_dim % 2 or rotary_dim > head_dim or (rotary_dim < head_dim and not is_hybrid):
         raise Unsupported(f"{file.path} rotates {rotary_dim} of {head_dim} dimensions, which is not supported in GGUF")
     rope_theta = keys.number("rope.freq_base", 10000.0)
+    is_mixture = architecture in _MIXTURES
+    if not is_mixture and file.metadata.get(f"{architecture}.expert_count"):
+        raise Unsupported(f"{file.path} is a {architecture} mixture of experts, which is not supported in GGUF")
 
     config: dict[str, Any] = {
         "model_type": model_type,
         "architectures": [class_name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": _num_layers(file, keys),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": keys.count("feed_forward_length"),
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": rope_theta,
-        "rope_scaling": rope_scaling(file, architecture, rope_theta, head_dim),
+        "rope_scaling": rope_scaling(file, architecture, rope_theta, rotary_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "torch_dtype": "bfloat16",
         **_special_tokens(file),
     }
-    if model_type == "qwen3_moe":
-        config |= {
-            "num_experts": keys.count("expert_count"),
-            "num_experts_per_tok": keys.count("expert_used_count"),
-            "moe_intermediate_size": keys.count("expert_feed_forward_length"),
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    elif file.metadata.get(f"{architecture}.expert_count"):
-        raise Unsupported(f"{file.path} is a {architecture} mixture of experts, which is not supported in GGUF")
+    if is_mixture:
+        config |= _mixture(keys)
+    else:
+        config["intermediate_size"] = keys.count("feed_forward_length")
+    if is_hybrid:
+        config |= {"partial_rotary_factor": rotary_dim / head_dim, **_gated_delta(keys)}
     return config
+
+
+def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:
+    """The gated delta nets of a config that `config_of` returned; None: the model has none."""
+    if "linear_num_key_heads" not in config:
+        return None
+    return DeltaHeads(
+        config["linear_num_key_heads"],
+        config["linear_num_value_heads"],
+        config["linear_key_head_dim"],
+        config["linear_value_head_dim"],
+        is_tiled=config["model_type"] in [_FAMILIES[architecture][0] for architecture in _TILED],
+    )
+
+
+def _num_layers(file: GGUFFile, keys: _Keys) -> int:
+    """Without the layers that only predict further tokens, which come last."""
+    num_layers = keys.count("block_count")
+    extra = keys.count("nextn_predict_layers") if keys.has("nextn_predict_layers") else 0
+    if extra >= num_layers:
+        raise Malformed(f"{file.path} has {num_layers} layers, {extra} of them for prediction; convert the model again")
+    return num_layers - extra
+
+
+def _mixture(keys: _Keys) -> dict[str, Any]:
+    shared = "expert_shared_feed_forward_length"
+    return {
+        "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **({"shared_expert_intermediate_size": keys.count(shared)} if keys.has(shared) else {}),
+    }
+
+
+def _gated_delta(keys: _Keys) -> dict[str, Any]:
+    value_heads, inner = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
+    key_heads = keys.count("ssm.group_count")
+    if inner % value_heads or value_heads % key_heads:
+        raise keys.malformed(
+            f"has {inner} values in {value_heads} heads for {key_heads} key heads, which do not divide"
+        )
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": keys.count("ssm.state_size"),
+        "linear_value_head_dim": inner // value_heads,
+        "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
+        "full_attention_interval": keys.count("full_attention_interval", 4),
+    }
 
 
 def generation_config_of(file: GGUFFile) -> dict[str, Any]:

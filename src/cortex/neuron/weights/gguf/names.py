@@ -27,24 +27,42 @@ _PER_LAYER: Final = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+_PER_HYBRID_LAYER: Final = {
+    **{part: name for part, name in _PER_LAYER.items() if part != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+"""In models with gated delta nets, whose own tensors `delta.py` names."""
 _LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_IN_LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)")
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """Not a weight but a table, which the config expresses as `rope_scaling`."""
 
 
-def hub_name(name: str) -> str:
+def layer_part(name: str) -> tuple[int, str] | None:
+    """The layer of a tensor and its name there, `"blk.3.ssm_a"` → `(3, "ssm_a")`; None: it belongs to no layer."""
+    match = _IN_LAYER.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def hub_name(name: str, *, is_hybrid: bool = False) -> str:
     """The hub's name of GGUF tensor `name`. The stack of all experts of a layer has no expert number.
 
     Raises Unsupported for an unknown tensor: dropping it would change the output of the model.
     """
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
-        if part in _PER_LAYER:
-            return f"model.layers.{int(layer)}.{_PER_LAYER[part]}.{kind}"
+        known = _PER_HYBRID_LAYER if is_hybrid else _PER_LAYER
+        if part in known:
+            return f"model.layers.{int(layer)}.{known[part]}.{kind}"
     elif match := _GLOBAL.fullmatch(name):
         part, kind = match.groups()
         if part in _WHOLE_MODEL:
@@ -59,6 +77,11 @@ def is_expert_stack(hub_tensor_name: str) -> bool:
     return ".mlp.experts." in hub_tensor_name
 
 
-def expert_name(stack_name: str, expert: int) -> str:
-    """`….experts.gate_proj.weight` → `….experts.7.gate_proj.weight`."""
-    return stack_name.replace(".mlp.experts.", f".mlp.experts.{expert}.")
+def expert_names(stack_name: str) -> tuple[str, ...]:
+    """The tensors of one expert in a stack, in order, with a place for its number.
+
+    `….experts.gate_proj.weight` → `….experts.{}.gate_proj.weight`
+    """
+    prefix, _, part = stack_name.partition(".mlp.experts.")
+    parts = ("gate_proj.weight", "up_proj.weight") if part == "gate_up_proj.weight" else (part,)
+    return tuple(f"{prefix}.mlp.experts.{{}}.{part}" for part in parts)

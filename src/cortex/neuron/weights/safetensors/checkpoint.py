@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cortex.neuron.weights.directory import model_file, read_json, read_optional_json
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malformed, TensorMissing
 from cortex.neuron.weights.mapping import MappedFile
+from cortex.neuron.weights.safetensors.arranged import by_part, stacked_expert
 from cortex.neuron.weights.safetensors.header import parse_header
 from cortex.neuron.weights.safetensors.published import assemble
 from cortex.neuron.weights.stored import StoredTensor, TensorInfo
@@ -21,7 +22,11 @@ _SINGLE: Final = "model.safetensors"
 
 
 class SafetensorsCheckpoint:
-    """See `checkpoint.Checkpoint`."""
+    """See `checkpoint.Checkpoint`.
+
+    `tensors` lists the stack of all experts of a layer where the files have one. `read` and `stored` also accept the
+    name of one expert's matrix.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Open `directory` and check every header. Raises CheckpointError."""
@@ -30,7 +35,7 @@ class SafetensorsCheckpoint:
         self.generation_config: Mapping[str, Any] = read_optional_json(directory, "generation_config.json")
         self._files: list[MappedFile] = []
         try:
-            self._stored = assemble(directory, self.config, self._open_tensors())
+            self._stored = by_part(self.config, assemble(directory, self.config, self._open_tensors()))
         except CheckpointError:
             self.close()
             raise
@@ -43,12 +48,10 @@ class SafetensorsCheckpoint:
         return decode(stored, mapped_bytes(stored))
 
     def stored(self, name: str) -> StoredTensor:
-        try:
-            return self._stored[name]
-        except KeyError:
-            raise TensorMissing(
-                f"{self.path} has no tensor {name!r}; check that config.json belongs to these weights"
-            ) from None
+        stored = self._stored.get(name) or stacked_expert(self._stored, name)
+        if stored is None:
+            raise TensorMissing(f"{self.path} has no tensor {name!r}; check that config.json belongs to these weights")
+        return stored
 
     def close(self) -> None:
         for file in self._files:

@@ -30,13 +30,14 @@ def numbers_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int
     """Rows of a quantised matrix in float32. raw: their bytes, flat → [rows, inputs]"""
     if stored.format == "FP8":
         values = raw.view(torch.float8_e4m3fn).view(-1, stored.shape[1]).float()
-        return values * _block_scales(stored, beside, first_row, len(values), raw.device)
+        return values * _block_scales(stored, beside, _rows(stored, first_row, len(values), raw.device))
     if beside.ordered is None:
         groups = groups_of(stored, beside, raw, first_row)
         return groups.numbers().flatten(1)
     codes = _codes(stored, beside, raw)
     column_group = _read(beside.ordered).to(raw.device).long()
-    scale, zero = (part[first_row : first_row + len(codes)] for part in _group_scales(stored, beside, raw.device))
+    rows = _rows(stored, first_row, len(codes), raw.device)
+    scale, zero = (part[rows] for part in _group_scales(stored, beside, raw.device))
     if not 0 <= int(column_group.min()) <= int(column_group.max()) < scale.shape[1]:
         raise Malformed(f"{stored.file.path}: {beside.name} has columns in groups without scales; download it again")
     return (codes.float() - zero[:, column_group]) * scale[:, column_group]
@@ -47,13 +48,14 @@ def groups_of(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int)
     if beside.kind == "mxfp4":
         return _mxfp4(stored, beside, raw, first_row)
     codes = _codes(stored, beside, raw)
+    rows = _rows(stored, first_row, len(codes), raw.device)
     if beside.kind == "plain":
-        scale = _block_scales(stored, beside, first_row, len(codes), raw.device)[:, ::GROUP]
+        scale = _block_scales(stored, beside, rows)[:, ::GROUP]
         zero = torch.full_like(scale, 128.0)
         if beside.zero is not None:
-            zero += _spread(_read(beside.zero).float(), stored, beside, first_row, len(codes), raw.device)[:, ::GROUP]
+            zero += _spread(_read(beside.zero).float(), stored, beside, rows)[:, ::GROUP]
     else:
-        scale, zero = (part[first_row : first_row + len(codes)] for part in _group_scales(stored, beside, raw.device))
+        scale, zero = (part[rows] for part in _group_scales(stored, beside, raw.device))
         repeats = beside.columns // GROUP
         scale, zero = scale.repeat_interleave(repeats, 1), zero.repeat_interleave(repeats, 1)
     scale = scale.bfloat16().float()  # rounded first, so that the code of zero stays exactly zero
@@ -67,10 +69,20 @@ def _codes(stored: StoredTensor, beside: Beside, raw: Tensor) -> Tensor:
     words = raw.view(torch.int32)
     if beside.kind == "packed":
         return _unpacked(words.view(-1, stored.shape[1] * beside.bits // 32), beside.bits).flatten(1)
-    outputs, inputs = stored.shape
+    inputs = stored.shape[1]
+    outputs = stored.num_rows if stored.rows is None else stored.rows.width
     if beside.kind == "awq":
-        return _unpacked(words.view(inputs, -1), 4)[..., _AWQ_ORDER].reshape(inputs, outputs).t().contiguous()
-    return _unpacked(words.view(-1, outputs).t().contiguous(), beside.bits).flatten(1)
+        codes = _unpacked(words.view(inputs, -1), 4)[..., _AWQ_ORDER].reshape(inputs, outputs).t()
+    else:
+        codes = _unpacked(words.view(-1, outputs).t().contiguous(), beside.bits).flatten(1)
+    return codes.contiguous() if stored.rows is None else codes[_rows(stored, 0, stored.num_rows, raw.device)]
+
+
+def _rows(stored: StoredTensor, first_row: int, num_rows: int, device: torch.device) -> Tensor:
+    """Where some rows are in the file: [rows]"""
+    return torch.cat(
+        [torch.arange(run.start, run.stop, device=device) for run in stored.rows_in_file(first_row, num_rows)]
+    )
 
 
 def _group_scales(stored: StoredTensor, beside: Beside, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -94,27 +106,23 @@ def _group_scales(stored: StoredTensor, beside: Beside, device: torch.device) ->
     return scale, zero + 1 if beside.kind == "gptq" else zero
 
 
-def _block_scales(stored: StoredTensor, beside: Beside, first_row: int, num_rows: int, device: torch.device) -> Tensor:
-    """The scale of every element of some rows: [rows, inputs]"""
-    scale = _finite(stored, beside, _read(beside.scale).float())
-    return _spread(scale, stored, beside, first_row, num_rows, device)
+def _block_scales(stored: StoredTensor, beside: Beside, rows: Tensor) -> Tensor:
+    """The scale of every element of some rows of the file: [rows, inputs]"""
+    return _spread(_finite(stored, beside, _read(beside.scale).float()), stored, beside, rows)
 
 
-def _spread(
-    by_block: Tensor, stored: StoredTensor, beside: Beside, first_row: int, num_rows: int, device: torch.device
-) -> Tensor:
-    """For every element of some rows what its block has: [rows, inputs]"""
-    by_block = (by_block if by_block.dim() == 2 else by_block.view(-1, 1)).to(device)
-    row = torch.arange(first_row, first_row + num_rows, device=device) // beside.rows
-    column = torch.arange(stored.shape[1], device=device) // beside.columns
-    return by_block[row][:, column]
+def _spread(by_block: Tensor, stored: StoredTensor, beside: Beside, rows: Tensor) -> Tensor:
+    """For every element of some rows of the file what its block has: [rows, inputs]"""
+    by_block = (by_block if by_block.dim() == 2 else by_block.view(-1, 1)).to(rows.device)
+    column = torch.arange(stored.shape[1], device=rows.device) // beside.columns
+    return by_block[rows // beside.rows][:, column]
 
 
 def _mxfp4(stored: StoredTensor, beside: Beside, raw: Tensor, first_row: int) -> Groups:
     pairs = raw.view(-1, stored.shape[1] // 2)
     levels = torch.tensor(_MXFP4_LEVELS, dtype=torch.uint8, device=raw.device)
     codes = levels[torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(1).int()]
-    exponent = _read(beside.scale)[first_row : first_row + len(codes)]
+    exponent = _read(beside.scale)[_rows(stored, first_row, len(codes), torch.device("cpu"))]
     if bool((exponent == 255).any()):
         raise Malformed(f"{stored.file.path}: {beside.name} has scales that are not numbers; download it again")
     scale = torch.exp2(exponent.to(raw.device).float() - 128.0)[..., None]

@@ -73,7 +73,7 @@ def _tensor(file: MappedFile, data_start: int, name: str, entry: Any) -> StoredT
         raise malformed(f"spans {end - start} bytes, its shape and dtype need {num_bytes}")
     if data_start + end > file.num_bytes:
         raise malformed(f"ends at byte {data_start + end} of a file with {file.num_bytes}: the file is truncated")
-    return StoredTensor(file, data_start + start, tuple(shape), dtype, num_bytes)
+    return StoredTensor(file, data_start + start, tuple(shape), dtype, num_bytes, name=name[:200])
 
 
 def _is_count(value: Any) -> bool:

@@ -92,6 +92,7 @@ function NodeCard({ name, onOrder }) {
           <//>`}
       </header>
       ${here.problem && html`<p class="problem">${here.problem}</p>`}
+      ${here.ceiling_bytes != null && html`<p class="dim">Models may take ${bytes(here.ceiling_bytes)} of this node (memory_mb).</p>`}
       ${here.devices.map((device) => html`<${Device} key=${device.index} device=${device} index=${here.devices.length > 1 ? `${device.index} · ` : ""} models=${here.models} up=${here.up} />`)}
       ${asleep.length > 0 && html`
         <div class="host"><span class="dim">Asleep in host memory</span>
@@ -133,6 +134,7 @@ function Device({ device, index, models, up }) {
         <span class="dim facts">
           ${device.temperature_c != null && html`<span class=${device.temperature_c >= 85 ? "bad-text" : ""}>${Math.round(device.temperature_c)} °C</span>`}
           ${device.utilisation != null && html`<span title="Utilisation">${percent(device.utilisation)} busy</span>`}
+          ${device.ceiling_bytes != null && html`<span title="Models may take this much of the device (memory_mb)">models ≤ ${bytes(device.ceiling_bytes)}</span>`}
           <span>${bytes(used)} / ${bytes(device.total_bytes)}</span>
         </span>
       </div>
@@ -157,7 +159,11 @@ function segments(device, models) {
   }
   if (device.foreign_bytes) parts.push({ key: "\nother", kind: "foreign", size: device.foreign_bytes, label: "Other programs" });
   const taken = sum(parts, (part) => part.size);
-  parts.push({ key: "\nfree", kind: "free", size: Math.max(0, device.total_bytes - taken), label: "Free" });
+  const free = Math.max(0, device.total_bytes - taken);
+  const held = taken - (device.foreign_bytes ?? 0);
+  const usable = device.ceiling_bytes == null ? free : Math.min(free, Math.max(0, device.ceiling_bytes - held));
+  parts.push({ key: "\nfree", kind: "free", size: usable, label: "Free" });
+  if (free > usable) parts.push({ key: "\nbeyond", kind: "free beyond", size: free - usable, label: "Free, but over the ceiling of models (memory_mb)" });
   return parts;
 }
 

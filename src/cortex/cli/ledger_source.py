@@ -1,0 +1,30 @@
+"""Where commands read keys and usage: from a configuration and its database on this machine, or from a gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from cortex.cli.client import GatewayClient, GatewayUnreachable
+from cortex.cli.output import file_here
+
+
+def configuration(named: Path | None) -> Path | None:
+    """The configuration to read: the one that `--config` names, or the one in the working directory unless the user
+    named a gateway. None: ask the gateway."""
+    if named is not None:
+        return named
+    source = click.get_current_context().get_parameter_source("url")
+    return file_here("cortex.toml") if source is ParameterSource.DEFAULT else None
+
+
+def ask(gateway: GatewayClient, path: str) -> Any:
+    """The gateway's response. Raises CommandError."""
+    try:
+        return gateway.get(path)
+    except GatewayUnreachable as error:
+        remedy = "name the gateway with --url or CORTEX_URL, or its configuration with --config"
+        raise GatewayUnreachable(gateway.url, error.reason, remedy) from error

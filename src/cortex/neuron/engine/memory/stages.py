@@ -1,0 +1,155 @@
+"""How the layers of a model are divided among devices with different amounts of memory (pipeline parallelism).
+
+Stages are contiguous. All of them have the same number of KV pages and state slots, because the leader plans one step
+for all: the division is the one with the most pages in the tightest stage. Pure; imports no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.sizes import WeightStorage, end_bytes, kv_bytes_per_token, layer_bytes, state_bytes
+
+_STEPS = 1 << 10
+"""How finely amounts of cache, and shares of the devices, are tried."""
+MIN_SLOTS = 2
+"""Recurrent states of one row, and of the padding row."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What one layer takes."""
+
+    weight_bytes: int
+    page_bytes: int = 0
+    """Of one KV page."""
+    slot_bytes: int = 0
+    """Of one recurrent state."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The memory of sequences, in pages and in slots, which every stage has."""
+
+    num_pages: int
+    num_slots: int = 0
+
+    def bytes_of(self, layer: LayerSizes) -> int:
+        """What the layer takes with a cache of this size."""
+        return layer.weight_bytes + self.num_pages * layer.page_bytes + self.num_slots * layer.slot_bytes
+
+    def towards(self, other: CacheSize, step: int) -> CacheSize:
+        """From this size (step 0) to `other` (the last step)."""
+        return CacheSize(
+            self.num_pages + (other.num_pages - self.num_pages) * step // _STEPS,
+            self.num_slots + (other.num_slots - self.num_slots) * step // _STEPS,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    layers: range
+    num_bytes: int
+    """Weights and cache."""
+
+
+def divide_layers(
+    layers: Sequence[LayerSizes],
+    first_bytes: int,
+    capacities: Sequence[int],
+    least: CacheSize,
+    most: CacheSize,
+) -> tuple[StagePlan, ...] | None:
+    """The layers of each device, in the order of `capacities`, which are the bytes that each can give.
+
+    `first_bytes`: what the first stage takes besides its layers. The cache is as large as the tightest stage allows,
+    from `least` up to `most`. Among the divisions with that cache, the one is chosen whose fullest device is least
+    full. None if even `least` does not fit, or if there are fewer layers than devices.
+    """
+
+    def filled(cache: CacheSize, share: int) -> tuple[range, ...] | None:
+        costs = [cache.bytes_of(layer) for layer in layers]
+        return _fill(costs, first_bytes, [capacity * share // _STEPS for capacity in capacities])
+
+    if filled(least, _STEPS) is None:
+        return None
+    too_large = bisect_left(
+        range(1, _STEPS + 1), True, key=lambda step: filled(least.towards(most, step), _STEPS) is None
+    )
+    cache = least.towards(most, too_large)
+    share = bisect_left(range(_STEPS), True, key=lambda share: filled(cache, share) is not None)
+    stages = filled(cache, share) or ()
+    return tuple(
+        StagePlan(stage, sum(cache.bytes_of(layers[index]) for index in stage) + (0 if stage.start else first_bytes))
+        for stage in stages
+    )
+
+
+def divide_model(
+    architecture: Architecture,
+    storage: WeightStorage,
+    capacities: Sequence[int],
+    *,
+    context_tokens: int | None,
+    limit_bytes: int | None,
+    max_rows: int,
+    device_kind: str,
+) -> tuple[StagePlan, ...] | None:
+    """`divide_layers` for a model. `limit_bytes`: the most that all stages together should take.
+
+    Memory for penalties is counted on the first stage, which draws the tokens.
+    """
+    sizes = ModelSizes.of(architecture, storage, context_tokens)
+    penalties = penalty_bytes(max_rows + 1, sizes.vocab, sizes.context_tokens)
+    have_bytes = sum(capacities) - penalties
+    if limit_bytes is not None:
+        have_bytes = min(have_bytes, limit_bytes)
+    whole = plan_memory(sizes, have_bytes, max_rows=max_rows, device_kind=device_kind)
+    least = CacheSize(MIN_PAGES, MIN_SLOTS)
+    most = CacheSize(max(MIN_PAGES, whole.num_pages), max(MIN_SLOTS, whole.slots.num_slots))
+    first_bytes = end_bytes(architecture, storage) + penalties
+    return divide_layers(layer_sizes(architecture, storage), first_bytes, capacities, least, most)
+
+
+def layer_sizes(architecture: Architecture, storage: WeightStorage) -> list[LayerSizes]:
+    kv_item_bytes = storage.kv_item_bytes or storage.item_bytes
+    found = []
+    for index, weight_bytes in enumerate(layer_bytes(architecture, storage)):
+        layer = architecture.staged(range(index, index + 1))
+        page_bytes = PAGE_TOKENS * kv_bytes_per_token(layer, kv_item_bytes)
+        found.append(LayerSizes(weight_bytes, page_bytes, state_bytes(layer, storage.item_bytes)))
+    return found
+
+
+def _fill(costs: Sequence[int], first_bytes: int, capacities: Sequence[int]) -> tuple[range, ...] | None:
+    """Any division in which every device has room for its layers, of which it has at least one; None if there is
+    none."""
+    totals = [0, *accumulate(costs)]
+    starts: list[int] = [0]
+    """Where the next stage can begin, in order."""
+    begins: list[dict[int, int]] = []
+    """For each stage: where it can end → where it begins then."""
+    for number, capacity in enumerate(capacities):
+        free_bytes = capacity if number else capacity - first_bytes
+        ends: dict[int, int] = {}
+        latest = 0
+        for start in starts:
+            farthest = bisect_right(totals, totals[start] + free_bytes) - 1
+            for stop in range(max(start, latest) + 1, farthest + 1):
+                ends[stop] = start
+            latest = max(latest, farthest)
+        begins.append(ends)
+        starts = list(ends)
+    stages: list[range] = []
+    stop = len(costs)
+    for ends in reversed(begins):
+        if stop not in ends:
+            return None
+        stages.append(range(ends[stop], stop))
+        stop = ends[stop]
+    return tuple(reversed(stages))

@@ -1,0 +1,124 @@
+"""Room for models on the devices of the node: which devices a load gets, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from cortex.neuron.node.devices import NodeDevices, ReadDevices
+from cortex.neuron.node.instance import Instance
+from cortex.neuron.node.loading.forecast import Forecast
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices
+from cortex.neuron.node.memory_ceilings import MemoryCeilings
+from cortex.neuron.worker.model_host import ModelHost
+from cortex.wire.errors import InsufficientCapacity
+from cortex.wire.node import Device
+
+_SETTLE_S = 2.0
+"""A device may report memory as used for this long after it was freed."""
+SETTLE_INTERVAL_S = 0.2
+
+
+class DeviceRoom:
+    """Belongs to the daemon's loop.
+
+    Loads onto one device run one after another, so that each sees the memory that the previous one left free. With a
+    ceiling for the whole node, all loads do.
+    """
+
+    def __init__(
+        self, devices: NodeDevices, forecast: Forecast, ceilings: MemoryCeilings, read_devices: ReadDevices
+    ) -> None:
+        self._devices = devices.all
+        self._supervisors = devices.supervisors
+        self._forecast = forecast
+        self._ceilings = ceilings
+        self._read_devices = read_devices
+        self._device_locks = {device.index: asyncio.Lock() for device in devices.all}
+        self._node_lock = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def for_load(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[tuple[Device, ...]]:
+        """The devices with room for the model, as many as it needs; no other load runs there meanwhile.
+        Raises InsufficientCapacity."""
+        async with self._alone_under_ceiling(), self._free_devices(model, facts) as devices:
+            yield devices
+
+    @contextlib.asynccontextmanager
+    async def _free_devices(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[tuple[Device, ...]]:
+        without_load = tuple(device for device in self._devices if not self._device_locks[device.index].locked())
+        try:
+            indices = await self._choose(model, facts, without_load)
+        except InsufficientCapacity:
+            indices = await self._choose(model, facts, self._devices)
+        async with self.locked(indices):
+            devices = tuple(device for device in self._devices if device.index in indices)
+            await self._choose(model, facts, devices)  # the load before this one may have taken the memory
+            yield devices
+
+    @contextlib.asynccontextmanager
+    async def locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
+        """No other load runs on these devices. Loads that need several of them wait in the same order."""
+        async with contextlib.AsyncExitStack() as locked:
+            for index in sorted(indices):
+                await locked.enter_async_context(self._device_locks[index])
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _alone_under_ceiling(self) -> AsyncIterator[None]:
+        """With a ceiling for the whole node, no other load runs, so that two cannot exceed it together."""
+        if self._ceilings.configured.node_bytes is None:
+            yield
+        else:
+            async with self._node_lock:
+                yield
+
+    @contextlib.asynccontextmanager
+    async def for_wake(self, instance: Instance) -> AsyncIterator[None]:
+        """No other load runs on the devices of the sleeping model. Raises InsufficientCapacity."""
+        async with self._alone_under_ceiling(), self.locked(instance.host.device_indices):
+            self._check_ceilings(instance)
+            yield
+
+    def _check_ceilings(self, instance: Instance) -> None:
+        """Raises InsufficientCapacity where a ceiling has no room for the model, awake."""
+        devices = instance.host.device_indices
+        need_bytes = instance.resident.measured_bytes // len(devices)
+        for index in devices:
+            left_bytes = self._ceilings.left_bytes(index, len(devices), but=instance.model_id)
+            if left_bytes is not None and need_bytes > left_bytes:
+                raise InsufficientCapacity(
+                    f"{instance.model_id} needs {need_bytes / 1e9:.2f} GB on device {index} to wake up, but other"
+                    f" models leave {left_bytes / 1e9:.2f} GB of memory_mb; unload something, or raise it"
+                )
+
+    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> tuple[int, ...]:
+        """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
+        while True:
+            readings = await asyncio.to_thread(self._read_devices, self._devices)
+            try:
+                return choose_devices(
+                    model.id,
+                    self._forecast.least_bytes(model, facts, self._devices[0]),
+                    candidates,
+                    readings,
+                    count=model.num_devices,
+                    allowed=model.devices,
+                    reserve=self._forecast.reserve,
+                    ceiling=lambda device: self._ceilings.configured.share_bytes(device.index, model.num_devices),
+                    left=lambda device: self.left_bytes(model, device),
+                )
+            except InsufficientCapacity:
+                if not any(map(is_settling, self._supervisors.values())):
+                    raise
+            await asyncio.sleep(SETTLE_INTERVAL_S)
+
+    def left_bytes(self, model: KnownModel, device: Device) -> int | None:
+        return self._ceilings.left_bytes(device.index, model.num_devices, but=model.id)
+
+
+def is_settling(host: ModelHost) -> bool:
+    """Whether memory was freed there just now, so that a reading of it may be too low."""
+    return asyncio.get_running_loop().time() - host.freed_at_s <= _SETTLE_S

@@ -1,0 +1,73 @@
+"""The operator's ceilings on the memory of models (`limits.memory_mb`, `devices.memory_mb`), and what is left of them.
+
+A ceiling counts what models hold: weights, KV caches and what their workers allocate beside them. It is independent of
+what is free, which `limits.min_free_vram_mb` is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cortex.neuron.config import NeuronConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A model in device memory."""
+
+    model_id: str
+    devices: tuple[int, ...]
+    num_bytes: int
+    """On all of them together; each has an equal share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """As configured."""
+
+    node_bytes: int | None = None
+    """For all devices together."""
+    device_bytes: tuple[tuple[int, int], ...] = ()
+    """Device index and bytes."""
+
+    @classmethod
+    def of(cls, config: NeuronConfig) -> Ceilings:
+        limit_mb = config.limits.memory_mb
+        return cls(
+            None if limit_mb is None else limit_mb << 20,
+            tuple((device.index, device.memory_mb << 20) for device in config.devices),
+        )
+
+    def on(self, index: int) -> int | None:
+        """The ceiling of one device."""
+        return dict(self.device_bytes).get(index)
+
+    def share_bytes(self, index: int, num_devices: int) -> int | None:
+        """What a model over `num_devices` may take of the device while no other model is loaded."""
+        return smallest(self.on(index), None if self.node_bytes is None else self.node_bytes // num_devices)
+
+
+class MemoryCeilings:
+    """Belongs to the daemon's loop."""
+
+    def __init__(self, ceilings: Ceilings, holdings: Callable[[], Iterable[Holding]]) -> None:
+        """`holdings`: the models that are in device memory now."""
+        self.configured = ceilings
+        self._holdings = holdings
+
+    def left_bytes(self, index: int, num_devices: int, *, but: str) -> int | None:
+        """What the model `but`, over `num_devices`, may take of the device beside the other models; None without a
+        ceiling."""
+        others = [holding for holding in self._holdings() if holding.model_id != but]
+        here = sum(holding.num_bytes // len(holding.devices) for holding in others if index in holding.devices)
+        own, node = self.configured.on(index), self.configured.node_bytes
+        return smallest(
+            None if own is None else max(0, own - here),
+            None if node is None else max(0, node - sum(holding.num_bytes for holding in others)) // num_devices,
+        )
+
+
+def smallest(*limits: int | None) -> int | None:
+    """The lowest of the limits that are set."""
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,264 @@
+"""Tiny models of the reference library as GGUF files, written the way that published ones are converted.
+
+Names come from the `gguf` package. What a converter does to the numbers is written here from its definition.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB, HIDDEN = 96, 256
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}
+SHARED = {"shared_expert_intermediate_size": 512}
+
+BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, SIZES),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, SIZES),
+    "qwen3moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, SIZES | EXPERTS),
+    "qwen3next": (
+        transformers.Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
+        SIZES | EXPERTS | SHARED | HYBRID,
+    ),
+    "qwen35": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, SIZES | HYBRID),
+    "qwen35moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        transformers.Qwen3_5MoeForCausalLM,
+        SIZES | EXPERTS | SHARED | HYBRID,
+    ),
+}
+MIXED = (
+    "Q4_K",
+    "Q6_K",
+    "Q8_0",
+    "Q5_K",
+    "Q3_K",
+    "Q2_K",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "IQ4_NL",
+    "IQ4_XS",
+    "F16",
+    "BF16",
+)
+"""The formats that matrices of a mixed file take in turn."""
+_SCALE_BYTES = {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+
+
+def reference_of(architecture: str, **changes: Any) -> Any:
+    """A model whose every parameter matters: the library initialises norms and biases to one or zero."""
+    torch.manual_seed(0)
+    config_class, model_class, sizes = BUILDS[architecture]
+    reference = model_class(config_class(**(sizes | changes), attn_implementation="eager")).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.06)
+    return reference
+
+
+Override = Callable[[str, Tensor, str], list[tuple[str, Tensor]] | None]
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    reference: Any,
+    formats: tuple[str, ...] = ("F32",),
+    *,
+    override: Override = lambda *_: None,
+    prediction_layers: int = 0,
+    extra: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the model, its matrices in `formats` in turn. The model then has the numbers that the file decodes to.
+
+    `override`: a parameter's name, value and layer → what it becomes instead of what `converted` says.
+    """
+    config = reference.config
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_keys(writer, config, architecture)
+    writer.add_block_count(config.num_hidden_layers + prediction_layers)
+    if prediction_layers:
+        writer.add_nextn_predict_layers(prediction_layers)
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor.numpy())
+
+    def tensors_of(source: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        layer = source.split(".")[2] if ".layers." in source else ""
+        return override(source, tensor, layer) or list(converted(source, tensor, config, architecture, layer))
+
+    turns = itertools.cycle(formats)
+    with torch.no_grad():
+        for source, parameter in reference.named_parameters():
+            if source == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            if "norm" in source or parameter.dim() == 1 or "conv1d" in source:
+                for name, tensor in tensors_of(source, parameter.float()):
+                    writer.add_tensor(name, tensor.numpy(), raw_dtype=gguf.GGMLQuantizationType.F32)
+                continue
+            # Every matrix is converted by moving its elements, so the same moves of their numbers say where each went.
+            places = torch.arange(parameter.numel()).view(parameter.shape)
+            flat = parameter.view(-1)
+            moved = zip(tensors_of(source, parameter), tensors_of(source, places), strict=True)
+            for (name, tensor), (_, index) in moved:
+                format_name = "F32" if name.endswith("ffn_gate_inp_shexp.weight") else next(turns)
+                data, values = _encoded(tensor.contiguous(), format_name)
+                writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[format_name])
+                flat[index.reshape(-1)] = values.reshape(-1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the file that one parameter becomes."""
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+
+    def name_of(hub_name: str) -> str:
+        found = names.get_name(hub_name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, hub_name
+        return found
+
+    is_hybrid = architecture in ("qwen3next", "qwen35", "qwen35moe")
+    if architecture in ("qwen35", "qwen35moe") and "linear_attn." in source:
+        tensor = _tiled(source, tensor, config)
+    if source.endswith("A_log"):
+        yield f"blk.{layer}.ssm_a", -torch.exp(tensor)
+    elif source.endswith("dt_bias"):
+        yield f"blk.{layer}.ssm_dt.bias", tensor
+    elif "conv1d" in source:
+        yield name_of(source), tensor.squeeze(1)
+    elif is_hybrid and source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight"):
+        yield name_of(source), tensor + 1
+    elif "in_proj_qkvz" in source:
+        parts = _by_part(tensor, config)
+        yield f"blk.{layer}.attn_qkv.weight", torch.cat(parts[:3])
+        yield f"blk.{layer}.attn_gate.weight", parts[3]
+    elif "experts.gate_up_proj" in source:
+        gate, up = tensor.chunk(2, dim=1)
+        yield f"blk.{layer}.ffn_gate_exps.weight", gate
+        yield f"blk.{layer}.ffn_up_exps.weight", up
+    elif "experts.down_proj" in source:
+        yield f"blk.{layer}.ffn_down_exps.weight", tensor
+    elif architecture == "llama" and (".q_proj." in source or ".k_proj." in source):
+        heads = config.num_attention_heads if ".q_proj." in source else config.num_key_value_heads
+        yield name_of(source), tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    elif "shared_expert_gate" in source:
+        yield name_of(source), tensor.squeeze(0)
+    else:
+        yield name_of(source), tensor
+
+
+def _tiled(source: str, tensor: Tensor, config: Any) -> Tensor:
+    """Value heads from the order of their key heads to the first of every key head, the second of every key head, …"""
+    key_size = config.linear_num_key_heads * config.linear_key_head_dim
+    width = config.linear_value_head_dim
+
+    def tile(part: Tensor, dim: int, width: int) -> Tensor:
+        split = (config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads, width)
+        return part.unflatten(dim, split).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    if "in_proj_qkv." in source or "conv1d" in source:
+        return torch.cat((tensor[: 2 * key_size], tile(tensor[2 * key_size :], 0, width)))
+    if "in_proj_z." in source:
+        return tile(tensor, 0, width)
+    if "out_proj" in source:
+        return tile(tensor, 1, width)
+    return tensor if "norm" in source else tile(tensor, 0, 1)
+
+
+def _by_part(tensor: Tensor, config: Any) -> list[Tensor]:
+    """Rows that are grouped by key head, by part: q, k, v, z."""
+    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    sizes = [config.linear_key_head_dim, config.linear_key_head_dim, values, values]
+    return [part.flatten(0, 1) for part in tensor.unflatten(0, (config.linear_num_key_heads, -1)).split(sizes, dim=1)]
+
+
+def _encoded(tensor: Tensor, format_name: str) -> tuple[np.ndarray, Tensor]:
+    """The bytes of a tensor in a format, and the numbers that they stand for."""
+    kind = gguf.GGMLQuantizationType[format_name]
+    numbers = tensor.numpy().astype(np.float32)
+    if format_name in _SCALE_BYTES:  # the package only decodes these: random blocks with small scales
+        elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        random = np.random.default_rng(numbers.size)
+        data = random.integers(0, 256, (*numbers.shape[:-1], numbers.shape[-1] // elements, num_bytes), dtype=np.uint8)
+        for at in _SCALE_BYTES[format_name]:
+            scales = random.uniform(2e-5, 1e-4, data.shape[:-1]).astype(np.float16)
+            data[..., at : at + 2] = scales[..., None].view(np.uint8)
+        data = data.reshape(*numbers.shape[:-1], -1)
+    else:
+        data = gguf.quantize(numbers, kind)
+    return data, torch.from_numpy(gguf.dequantize(data, kind).astype(np.float32).reshape(numbers.shape).copy())
+
+
+def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    if architecture not in ("qwen3next", "qwen35moe"):
+        writer.add_feed_forward_length(config.intermediate_size)
+    if architecture in ("qwen3moe", "qwen3next", "qwen35moe"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture in ("qwen3next", "qwen35moe"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture in ("qwen3next", "qwen35", "qwen35moe"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(HYBRID["full_attention_interval"])
+        writer.add_rope_dimension_count(config.head_dim // 4)

@@ -1,0 +1,85 @@
+"""Models whose matrices stay quantised, as on a GPU, against the same models in dense form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.neuron.models.gguf_models import BUILDS, VOCAB, reference_of, write_gguf
+from tests.neuron.models.test_qwen3_next import logits_of
+
+from cortex.neuron.engine.loading import LoadedModel, build_model
+from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.packing import empty_matrix, unpacked
+from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
+from cortex.neuron.layers.parameters import NOTHING_PACKED, PackingOffer, Parameters
+from cortex.neuron.models.packing import packed_layouts
+from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
+from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 20
+
+
+def load(checkpoint: Checkpoint, packing: PackingOffer) -> LoadedModel:
+    def fill(parameters: Parameters) -> None:
+        placements = [
+            Placement(binding.source, binding.destination, transform=binding.transform)
+            for binding in parameters.bindings_from(checkpoint.tensors)
+        ]
+        packed = [
+            PackedPlacement(binding.source, binding.matrix, binding.first_row, binding.num_rows)
+            for binding in parameters.packed_bindings
+        ]
+        load_into(checkpoint, placements, packed, progress=lambda *_: None, cancelled=lambda: False)
+
+    spec = LoadSpec(str(checkpoint.path), dtype="float32", max_num_seqs=3)
+    return build_model(checkpoint.config, spec, CPU, fill, packing=packing)
+
+
+def rounded(checkpoint: Checkpoint, layouts: Mapping[str, Layout], path: Path) -> Checkpoint:
+    """The checkpoint in dense form with the numbers that packed matrices have."""
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    for name, layout in layouts.items():
+        matrix = empty_matrix(layout, *checkpoint.stored(name).shape, CPU)
+        placement = PackedPlacement(name, matrix, 0, matrix.outputs)
+        load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
+        tensors[name] = unpacked(matrix)
+    stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    path.mkdir()
+    save_file({name: tensors[name].contiguous() for name in tensors if name not in stacks}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(checkpoint.config))
+    return open_checkpoint(path)
+
+
+def assert_packed_computes_as_dense(path: Path, dense_path: Path, recipe: Recipe | None = None) -> None:
+    checkpoint = open_checkpoint(path)
+    routers = (".mlp.gate.weight", ".shared_expert_gate.weight")
+    layouts = packed_layouts(checkpoint.tensors, recipe)
+    layouts = {name: layout for name, layout in layouts.items() if not name.endswith(routers)}
+    packed = load(checkpoint, PackingOffer(layouts))
+    assert sorted(binding.source for binding in packed.model.parameters.packed_bindings) == sorted(layouts)
+    dense = load(rounded(checkpoint, layouts, dense_path), NOTHING_PACKED)
+    tokens = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
+    expected = logits_of(dense, tokens, [NUM_TOKENS - 2])
+    assert (logits_of(packed, tokens, [NUM_TOKENS - 2]) - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("architecture", BUILDS)
+@torch.inference_mode()
+def test_gguf_of_every_architecture_stays_quantised(architecture: str, tmp_path: Path) -> None:
+    reference = reference_of(architecture)
+    write_gguf(tmp_path / "m.gguf", architecture, reference, ("Q4_K",))
+    assert_packed_computes_as_dense(tmp_path / "m.gguf", tmp_path / "dense")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "qwen35", "qwen35moe"])
+@torch.inference_mode()
+def test_safetensors_of_every_family_are_quantised_at_load(architecture: str, tmp_path: Path) -> None:
+    reference_of(architecture).save_pretrained(tmp_path)
+    assert_packed_computes_as_dense(tmp_path, tmp_path / "dense", RECIPES["q4_k"])

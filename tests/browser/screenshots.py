@@ -1,4 +1,4 @@
-"""Takes the screenshots of the documentation: `python tests/browser/screenshots.py docs/images [VIEW…]`.
+"""Takes the screenshots of the documentation: `python -m tests.browser.screenshots docs/images [VIEW…]`.
 
 The gateway is real. The nodes are directed, so that the pictures show a busy fleet on any machine.
 """
@@ -17,8 +17,6 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from playwright.sync_api import Page, sync_playwright
 

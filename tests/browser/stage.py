@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -14,8 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import ClientSession, web
 from multidict import CIMultiDict
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # the fake node is shared with the gateway's tests
 
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.ledger.keys import KeySection, as_toml

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.cli.up.demo import SMOLLM2
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "browser"))  # which browser is installed
 
 from ..browser import chromium
 

@@ -69,7 +69,7 @@ def requests() -> list[EngineRequest]:
     ]
 
 
-def test_divided_model_draws_the_same_tokens_as_one_device(pair: Pair, path) -> None:
+def test_divided_model_draws_the_same_tokens_as_one_device(pair: RankThreads, path) -> None:
     whole = Engine.load(LoadSpec(str(path), dtype="float32", max_num_seqs=4), "cpu", lambda *_: None, lambda: False)
     expected = run(whole, *requests())
     whole.close()
@@ -86,7 +86,7 @@ def test_divided_model_draws_the_same_tokens_as_one_device(pair: Pair, path) -> 
     pair.leader.check_integrity()
 
 
-def test_leader_sleeps_and_wakes_after_and_before_the_others(pair: Pair) -> None:
+def test_leader_sleeps_and_wakes_after_and_before_the_others(pair: RankThreads) -> None:
     before = tokens_of(run(pair.leader, requests()[0])["greedy"])
     pair.leader.sleep()
     pair.follower.sleep()

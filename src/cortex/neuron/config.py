@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
-from cortex.settings import Listen, Section
+from cortex.settings import Listen, SamplingSection, Section
 from cortex.telemetry import TelemetrySection
 from cortex.wire.node import KVDtype
 
@@ -130,6 +130,9 @@ class ModelEntry(Section, frozen=True):
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
+    `tensor_parallel` devices. Only this node serves it."""
     replicas: Count = 1
     """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
     least work."""
@@ -138,6 +141,9 @@ class ModelEntry(Section, frozen=True):
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
     default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
+    absent."""
 
 
 class DefaultModel(Section, frozen=True):
@@ -153,6 +159,9 @@ class DefaultModel(Section, frozen=True):
     quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
+    `tensor_parallel` devices. Only this node serves it."""
     replicas: Count = 1
     """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
     least work."""
@@ -170,6 +179,26 @@ class DefaultModel(Section, frozen=True):
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     control_tokens_in_messages: bool = False
     """Read control tokens in the text of messages as such; see `models`."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing; see `models`."""
+
+
+class PeerEntry(Section, frozen=True):
+    """Another node, on which models of this node may have a part (`nodes` of a model)."""
+
+    name: str
+    """Its name in `nodes`."""
+    endpoint: str
+    """Base URL of its API, such as `http://benjy.internal:13131`."""
+    key_env: str | None = None
+    """The environment variable that holds one of its `keys`."""
+    ca_file: Path | None = None
+    """The certificates, in PEM, of the authorities that may sign the certificate of an `https://` endpoint, relative to
+    this file. Absent: those that the system trusts."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint must look like `http://benjy.internal:13131`, got `{self.endpoint}`")
 
 
 class DeviceEntry(Section, frozen=True):
@@ -227,6 +256,10 @@ class NeuronConfig(Section, frozen=True):
     cpu_devices: Count = 1
     """On a host without GPUs: the number of CPU devices, each with its own worker and an equal share of the host's
     cores and memory. A model may be placed on any of them."""
+    peers: tuple[PeerEntry, ...] = ()
+    peer_address: str | None = None
+    """The address of this host at which peers reach it while a model spans nodes. Absent: the one from which this node
+    reaches the first peer of the model."""
     devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
@@ -243,6 +276,7 @@ class NeuronConfig(Section, frozen=True):
         for name, ids in (
             ("models", [entry.id for entry in self.models]),
             ("default_models", [entry.model_id for entry in self.default_models]),
+            ("peers", [entry.name for entry in self.peers]),
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")

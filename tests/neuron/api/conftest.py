@@ -36,6 +36,7 @@ from cortex.wire.node import (
     ModelStatus,
     NodeEvent,
     PullStatus,
+    SamplingDefaults,
     UnloadRequest,
 )
 from cortex.wire.packed_request import PackedRequest, unpack
@@ -53,7 +54,6 @@ TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 EOS = "<|im_end|>"
-KEEPALIVE_S = 0.05
 
 
 def write_text_files(folder: Path) -> None:
@@ -146,6 +146,7 @@ class ScriptedNode:
     script: Script = field(default_factory=Script)
     state: ModelState = ModelState.READY
     context_tokens: int = 2000
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     load_s: float = 0.0
     load_gate: asyncio.Event = field(default_factory=opened_gate)
     """Loads wait for it."""
@@ -176,6 +177,7 @@ class ScriptedNode:
                 id="org/tiny",
                 state=self.state,
                 context_tokens=self.context_tokens,
+                sampling=self.sampling,
                 measured_bytes=6,
                 host_bytes=5 if self.state is ModelState.ASLEEP else 0,
                 load=ModelLoad(running=2, waiting=3, kv_used_fraction=0.25),
@@ -300,10 +302,19 @@ def node_keys() -> NodeKeys:
 
 
 @pytest.fixture
-async def api(node: ScriptedNode, node_keys: NodeKeys) -> AsyncIterator[Api]:
+def keepalive_s() -> float:
+    """Longer than a response takes on a busy machine: a keepalive starts the stream, and then an error is an event.
+
+    Tests of keepalives replace it: `@pytest.mark.parametrize("keepalive_s", [0.05])`.
+    """
+    return 30.0
+
+
+@pytest.fixture
+async def api(node: ScriptedNode, node_keys: NodeKeys, keepalive_s: float) -> AsyncIterator[Api]:
     drain_gate = DrainGate()
     access = NodeAccess(node_keys, ("node.example.com",))
-    application = app.build(node, drain_gate, keepalive_s=KEEPALIVE_S, max_body_bytes=1_000_000, access=access)
+    application = app.build(node, drain_gate, keepalive_s=keepalive_s, max_body_bytes=1_000_000, access=access)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     accepting = await server.accept(runner, server.bind(Listen("127.0.0.1:0")))

@@ -14,6 +14,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
+from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node import Device, LoadRequest, ModelState, UnloadRequest
 
@@ -95,7 +96,8 @@ async def test_sleeping_model_on_a_cpu_counts_with_the_weights_that_stay_there(t
 
 async def test_model_does_not_wake_over_the_ceiling() -> None:
     other = ceilings(node_mb=60, holdings=[("awake", (0,), 30), ("m", (0,), 0)])
-    devices = SimpleNamespace(all=(Device(index=0, kind="cuda", name="card", total_bytes=1 << 40),), supervisors={})
+    card = Device(index=0, kind="cuda", name="card", total_bytes=1 << 40)
+    devices = SimpleNamespace(all=(card,), supervisors={}, claims=DeviceClaims())
     room = DeviceRoom(devices, Forecast(NeuronConfig()), other, lambda _: {})
 
     def asleep(size_mb):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Raw
 
-from cortex.gateway.proxy.inference import Inference, ReceivedRequest
+from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
 from cortex.gateway.proxy.routes import JSON_HEADERS
 from cortex.gateway.responses import items
 from cortex.gateway.responses.keeper import head_of, last_event, new_response_id, response_in_event
@@ -333,7 +333,9 @@ class BackgroundRuns:
         own_items: list[Raw],
     ) -> None:
         kept = KeptResponse(new_response_id(), previous_id, background=True)
-        parsed = await self._inference.services.parser.parse("openai_responses", streamed.body)
+        parsed = await self._inference.services.parser.parse(
+            "openai_responses", streamed.body, client_of(received.key, received.exchange.request)
+        )
         request = kept.described(parsed.head)
         created = int(self._store.clock())
         body = response_body(request, id=kept.id, created=created, model=request.model) | {"status": "queued"}
@@ -344,7 +346,7 @@ class BackgroundRuns:
                 "background: the request is too large to be stored (responses.max_entry_mb).", param="input"
             )
         await self._store.add(NewResponse(kept.id, key_id, previous_id, "queued", stored_input, queued))
-        streams, max_bytes = bool(received.envelope.stream), self._store.max_entry_bytes
+        streams, max_bytes = received.envelope.facts.stream, self._store.max_entry_bytes
         run = BackgroundRun(kept, key_id, queued, self._ended, streams=streams, max_bytes=max_bytes)
         run.exchange = DetachedExchange(_without_body(received.exchange.request), run)
         self._runs[kept.id] = run

@@ -16,9 +16,10 @@ from cortex.neuron.api import app, responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.log_context import common_fields
+from cortex.neuron.api.peer_connections import PeerConnector
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
-from cortex.neuron.node.node import Node
+from cortex.neuron.node.node import Node, Parts
 from cortex.settings import Listen, SettingsError, stamp
 from cortex.tasks import Supervisor
 from cortex.telemetry import Tracer, logs, open_tracer
@@ -176,7 +177,8 @@ async def serve(
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        node = await Node.start(config)
+        connector = PeerConnector(path.parent if path is not None else Path.cwd())
+        node = await Node.start(config, Parts(connect_peer=connector.connect))
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:

@@ -8,6 +8,7 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.forecast import Footprint
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Survey
+from cortex.neuron.text.defaults import as_sampling
 from cortex.wire.node import Capabilities, ModelLoad, ModelState, ModelStatus
 
 
@@ -34,6 +35,7 @@ def describe(
         state=life.state if life is not None else ModelState.COLD,
         devices=instance.host.device_indices if instance is not None else model.devices,
         num_devices=model.num_devices,
+        nodes=model.nodes,
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,
@@ -47,6 +49,7 @@ def describe(
         context_tokens=context_tokens,
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
+        sampling=model.sampling if survey is None else model.sampling.over(as_sampling(survey.text.generation)),
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
         reason=life.reason if life is not None else None,
@@ -58,7 +61,7 @@ def describe(
 def _capabilities(survey: Survey | None, engine_notes: tuple[str, ...]) -> Capabilities:
     if survey is None:
         return Capabilities()
-    template = survey.capabilities
+    template = survey.text.capabilities
     return Capabilities(
         chat=template.chat,
         tools=template.tools,

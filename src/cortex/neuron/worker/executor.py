@@ -63,7 +63,7 @@ PREPARE_AFTER_S = 0.2
 """Idle time before models prepare: a request that waited for its model to load arrives sooner than that."""
 
 EngineLoader = Callable[..., "Engine"]
-"""`load_engine`: (spec, device, progress, cancelled) -> engine; the leader of a divided model also gets its link."""
+"""`load_engine`: (spec, device, progress, cancelled) -> engine; a rank of a divided model also gets its link."""
 
 
 def resolve_loader(name: str) -> EngineLoader:
@@ -244,19 +244,24 @@ class Executor:
             return LoadedModel(handle, self._load_engine(*arguments), self._device, self._emit)
         link: LeaderLink | FollowerLink
         if rank.rank:
-            engine = self._load_engine(*arguments)
-            try:
-                link = FollowerLink(rank, lambda plan: self.inbox.put([FollowStep(handle, plan)]))
-            except OSError as error:
-                engine.close()
-                raise LoadCancelled(f"the leader of the model ended its load: {error}") from error
-            return LoadedModel(handle, engine, self._device, self._emit, link)
-        link = LeaderLink(rank, self._follow_others)
+            link = FollowerLink(rank, lambda plan: self.inbox.put([FollowStep(handle, plan)]), self._follow_others)
+        else:
+            link = LeaderLink(rank, self._follow_others)
         try:
-            return LoadedModel(handle, self._load_engine(*arguments, link), self._device, self._emit, link)
+            engine = self._load_engine(*arguments, link)
+            if isinstance(link, FollowerLink):
+                self._open(link, engine)
+            return LoadedModel(handle, engine, self._device, self._emit, link)
         except BaseException:
             link.close()
             raise
+
+    def _open(self, link: FollowerLink, engine: Engine) -> None:
+        try:
+            link.open()
+        except OSError as error:
+            engine.close()
+            raise LoadCancelled(f"the leader of the model ended its load: {error}") from error
 
     def _load_failed(self, handle: int, kind: FaultKind, message: str, error: Exception) -> None:
         self._free_memory_of(error)

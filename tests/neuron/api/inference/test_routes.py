@@ -15,10 +15,10 @@ import pytest
 from cortex.wire import failure_report, usage_report
 from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
-from cortex.wire.node import ModelState
+from cortex.wire.node import ModelState, SamplingDefaults
 from cortex.wire.sse import Frame, Parser
 
-from ..conftest import KEEPALIVE_S, Api
+from ..conftest import Api
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -115,6 +115,13 @@ async def test_sampling_comes_from_the_request_then_the_model_then_defaults(api:
     assert (first.sampling.seed, second.sampling.seed) == (7, 8)
     assert first.max_tokens == api.node.context_tokens - len(first.prompt)
     assert first.stop_token_ids == api.node.text_model.eos_ids
+
+
+async def test_operators_sampling_comes_before_the_models_own_and_after_the_request(api: Any, chat_body: Any) -> None:
+    api.node.sampling = SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
+    await api.post("/v1/chat/completions", chat_body(top_p=0.5))
+    sampling = api.node.submitted[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.2, 0.5, 1.1)
 
 
 async def test_applies_ignore_eos_and_max_tokens(api: Any, chat_body: Any) -> None:
@@ -214,8 +221,9 @@ async def received_until(response: aiohttp.ClientResponse, mark: bytes, count: i
     return data
 
 
+@pytest.mark.parametrize("keepalive_s", [0.05])
 @pytest.mark.parametrize("path", ROUTES)
-async def test_sends_keepalives_while_there_is_no_output(api: Any, path: str) -> None:
+async def test_sends_keepalives_while_there_is_no_output(api: Any, path: str, keepalive_s: float) -> None:
     keepalive = b"event: ping" if path == "/v1/messages" else b": keepalive"
     api.node.script.first_gate = asyncio.Event()
     began_s = time.monotonic()
@@ -223,10 +231,11 @@ async def test_sends_keepalives_while_there_is_no_output(api: Any, path: str) ->
         data = await received_until(response, keepalive, 3)
         api.node.script.first_gate.set()
         data += await response.read()
-    assert data.count(keepalive) <= (time.monotonic() - began_s) / KEEPALIVE_S, "not more often than configured"
+    assert data.count(keepalive) <= (time.monotonic() - began_s) / keepalive_s, "not more often than configured"
     assert b'"H"' in data
 
 
+@pytest.mark.parametrize("keepalive_s", [0.05])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_loads_a_cold_model_for_the_first_request(api: Any, chat_body: Any, stream: bool, until: Any) -> None:
     api.node.state = ModelState.COLD
@@ -283,6 +292,7 @@ async def test_unexpected_exception_is_an_internal_error_without_details(api: An
     assert "a bug" not in last.data
 
 
+@pytest.mark.parametrize("keepalive_s", [0.05])
 async def test_error_after_keepalives_is_an_event_of_the_stream(api: Any, chat_body: Any) -> None:
     api.node.state = ModelState.COLD
     api.node.load_gate = asyncio.Event()

@@ -5,8 +5,9 @@ import pytest
 
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
+from cortex.settings import SamplingSection
 from cortex.wire.errors import LoadFailed, ModelNotFound
-from cortex.wire.node import LoadRequest
+from cortex.wire.node import LoadRequest, SamplingDefaults
 
 
 @pytest.mark.parametrize(
@@ -130,3 +131,15 @@ def test_number_of_ids_that_requests_add_is_bounded(rooted) -> None:
     with pytest.raises(LoadFailed, match="limit"):
         rooted.adopt(LoadRequest(model_id="org/one-more"))
     assert rooted.adopt(LoadRequest(model_id="org/m0")).source == "org/m0"
+
+
+def test_sampling_of_a_request_comes_before_that_of_the_node_value_by_value() -> None:
+    config = NeuronConfig(
+        models=(ModelEntry(id="a", source="org/a", sampling=SamplingSection(temperature=0.7, top_k=20)),),
+        default_models=(DefaultModel(model_id="a", sampling=SamplingSection(temperature=0.0)),),
+    )
+    library = Library(config, {})
+    assert library.find("a").sampling == SamplingDefaults(temperature=0.0, top_k=20)
+    adopted = library.adopt(LoadRequest(model_id="a", sampling=SamplingDefaults(top_p=0.9, top_k=0)))
+    assert adopted.sampling == SamplingDefaults(temperature=0.0, top_p=0.9, top_k=0)
+    assert library.find("a").sampling.top_p is None, "it holds for one load"

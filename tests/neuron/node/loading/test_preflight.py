@@ -23,7 +23,7 @@ def device(index, total):
     return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
 
 
-def choose(readings, allowed=(), kept=0, count=1):
+def choose(readings, allowed=(), kept=0, count=1, excluded=None):
     devices = [device(0, 24), device(1, 24), device(2, 6)]
     return choose_devices(
         "big",
@@ -32,6 +32,7 @@ def choose(readings, allowed=(), kept=0, count=1):
         {index: DeviceReading(24 * GIGABYTE, free * GIGABYTE) for index, free in readings.items()},
         count=count,
         allowed=allowed,
+        excluded=excluded or {},
         reserve=lambda _: MemoryReserve(kept * GIGABYTE),
     )
 
@@ -40,6 +41,12 @@ def test_chooses_the_device_with_the_most_free_memory() -> None:
     assert choose({0: 10, 1: 20, 2: 6}) == (1,)
     assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == (0,)
     assert choose({0: 10, 1: 10, 2: 6}) == (0,)
+
+
+def test_leaves_out_a_device_and_says_why() -> None:
+    assert choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}) == (0,)
+    with pytest.raises(InsufficientCapacity, match=r"device 1 .*: it has a part of other"):
+        choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}, count=2)
 
 
 def test_chooses_as_many_devices_as_the_model_is_divided_among() -> None:
@@ -61,6 +68,7 @@ def test_ceiling_excludes_a_device_and_is_named() -> None:
             readings,
             count=1,
             allowed=(),
+            excluded={},
             reserve=lambda _: MemoryReserve(0),
             ceiling=lambda device: ceiling.get(device.index),
             left=lambda device: left.get(device.index),

@@ -33,6 +33,7 @@ class DeviceRoom:
     ) -> None:
         self._devices = devices.all
         self._supervisors = devices.supervisors
+        self._claims = devices.claims
         self._forecast = forecast
         self._ceilings = ceilings
         self._read_devices = read_devices
@@ -106,6 +107,7 @@ class DeviceRoom:
                     readings,
                     count=model.num_devices,
                     allowed=model.devices,
+                    excluded=self._claims.conflicts(spans=bool(model.nodes)) if facts.num_ranks > 1 else {},
                     reserve=self._forecast.reserve,
                     ceiling=lambda device: self._ceilings.configured.share_bytes(device.index, model.num_devices),
                     left=lambda device: self.left_bytes(model, device),

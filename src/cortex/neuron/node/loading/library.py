@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.memory_ceilings import smallest
@@ -19,7 +21,7 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
-from cortex.wire.node import KVDtype, LoadRequest
+from cortex.wire.node import KVDtype, LoadRequest, SamplingDefaults
 
 _CACHE_PREFIX = "models--"
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -44,12 +46,16 @@ class KnownModel:
     control_tokens_in_messages: bool = False
     replicas: int = 1
     kv_dtype: KVDtype = "auto"
+    nodes: tuple[str, ...] = ()
+    """Nodes that share it, this one first; empty: this one alone."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """The operator's."""
     deterministic: bool = False
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes, each replica its own."""
-        return self.tensor_parallel * self.replicas
+        """How many devices it takes on this node, each replica its own."""
+        return self.tensor_parallel * self.replicas // max(1, len(self.nodes))
 
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
@@ -123,6 +129,8 @@ class Library:
             context_tokens=request.context_tokens or known.context_tokens,
             control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
             kv_dtype=request.kv_dtype or known.kv_dtype,
+            nodes=request.nodes or known.nodes,
+            sampling=request.sampling.over(known.sampling),
             deterministic=request.deterministic or known.deterministic,
             memory_bytes=smallest(known.memory_bytes, max_bytes),
         )
@@ -217,6 +225,8 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             replicas=entry.replicas,
             control_tokens_in_messages=entry.control_tokens_in_messages,
             kv_dtype=entry.kv_dtype,
+            nodes=entry.nodes,
+            sampling=_sampling(entry.sampling.given),
             deterministic=entry.deterministic,
         )
     for default in config.default_models:
@@ -234,5 +244,11 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             control_tokens_in_messages=default.control_tokens_in_messages
             or (configured is not None and configured.control_tokens_in_messages),
             kv_dtype=configured.kv_dtype if configured and default.kv_dtype == "auto" else default.kv_dtype,
+            nodes=default.nodes or (configured.nodes if configured else ()),
+            sampling=_sampling((configured.sampling.given if configured else {}) | default.sampling.given),
             deterministic=default.deterministic or (configured is not None and configured.deterministic),
         )
+
+
+def _sampling(given: dict[str, float]) -> SamplingDefaults:
+    return msgspec.convert(given, SamplingDefaults)

@@ -24,12 +24,14 @@ from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.memory_ceilings import smallest
+from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.texts import Texts
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.model_host import LoadRejected
+from cortex.neuron.worker.model_host import LoadRejected, ModelHost
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -38,7 +40,7 @@ from cortex.wire.errors import (
     LoadFailed,
     SourceNotFound,
 )
-from cortex.wire.node import Capabilities, Device
+from cortex.wire.node import Device
 from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class Survey:
 
     facts: ModelFacts
     """Of the whole model, or of one rank of a divided one."""
-    capabilities: Capabilities
+    text: TextSurvey
     requested_quant: str | None
 
 
@@ -74,18 +76,20 @@ class ModelLoader:
         fetch: Fetch,
         find_local: FindLocal,
         texts: Texts,
-        capabilities_of: Callable[[Path], Capabilities],
+        survey_text: Callable[[Path], TextSurvey],
+        lead: Lead,
     ) -> None:
         self._config = config
         self._library = library
         self._devices = devices.all
-        self._host = devices.host
+        self._hosts = devices
+        self._lead = lead
         self._forecast = forecast
         self._room = room
         self._fetch = fetch
         self._find_local = find_local
         self._texts = texts
-        self._capabilities_of = capabilities_of
+        self._survey_text = survey_text
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._unreadable: set[str] = set()
@@ -98,10 +102,22 @@ class ModelLoader:
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
         async with self._room.for_load(model, survey.facts) as devices:
-            host = self._host([device.index for device in devices], model.replicas, self._room.locked)
+            host = await self._host(model, survey.facts, [device.index for device in devices])
             instance = Instance(model.id, host, self._config.limits, callbacks)
-            await self._load_weights(instance, self._spec(model, survey.facts, devices), path)
+            await self._load_weights(instance, self.spec(model, survey.facts, devices), path)
             return instance
+
+    async def _host(self, model: KnownModel, facts: ModelFacts, indices: list[int]) -> ModelHost:
+        """Where the model goes that takes these devices here. Raises LoadFailed or WorkerLost."""
+        if not model.nodes:
+            return self._hosts.host(model.id, indices, model.replicas, self._room.locked)
+        claim = self._hosts.claims.new(model.id, indices, spans=True)
+        claim.take()  # now: a peer that leads a model itself must not wait here for devices that wait for it
+        try:
+            return await self._lead.host(model, facts.digest, indices, claim)
+        except BaseException:
+            claim.release()
+            raise
 
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
@@ -146,6 +162,7 @@ class ModelLoader:
 
     def _reject_unsupported(self, model: KnownModel) -> None:
         """Raises LoadFailed for options that this node cannot satisfy."""
+        self._lead.reject_unsupported(model)
         allowed = len(set(model.devices)) if model.devices else len(self._devices)
         if model.num_devices > allowed:
             replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
@@ -201,7 +218,7 @@ class ModelLoader:
                 "hub), or omit `quant`"
             )
         try:
-            return Survey(facts, self._capabilities_of(path), model.quant)
+            return Survey(facts, self._survey_text(path), model.quant)
         except UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
 
@@ -211,7 +228,7 @@ class ModelLoader:
 
     # Worker and weights
 
-    def _spec(self, model: KnownModel, facts: ModelFacts, devices: tuple[Device, ...]) -> LoadSpec:
+    def spec(self, model: KnownModel, facts: ModelFacts, devices: tuple[Device, ...]) -> LoadSpec:
         """What each of `devices` loads, of which the one with the least to give decides."""
         ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in devices]
         ceilings += [self._room.left_bytes(model, device) for device in devices]

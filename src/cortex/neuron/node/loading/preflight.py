@@ -4,6 +4,8 @@ requested one, the model fits. Reads headers only and imports no torch. Run it o
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections import Counter
@@ -64,6 +66,12 @@ class ModelFacts:
     @property
     def context_tokens(self) -> int:
         return self.architecture.config.context_tokens
+
+    @property
+    def digest(self) -> str:
+        """Equal for the same model on different nodes: its configuration and how its tensors are stored."""
+        described = json.dumps([self.architecture.raw, sorted(self.formats.items())], sort_keys=True, default=str)
+        return hashlib.sha256(described.encode()).hexdigest()
 
     def sizes(
         self,
@@ -158,13 +166,14 @@ def choose_devices(
     *,
     count: int,
     allowed: Sequence[int],
+    excluded: Mapping[int, str],
     reserve: Callable[[Device], MemoryReserve],
     ceiling: Callable[[Device], int | None] = lambda _: None,
     left: Callable[[Device], int | None] = lambda _: None,
 ) -> tuple[int, ...]:
     """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
-    `allowed` ones, if any are given. `ceiling`: the most that the model may ever take of a device; `left`: what other
-    models leave of that.
+    `allowed` ones, if any are given, and none of `excluded`, which has the reasons. `ceiling`: the most that the model
+    may ever take of a device; `left`: what other models leave of that.
 
     Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
     """
@@ -180,6 +189,8 @@ def choose_devices(
             have_bytes = min(have_bytes, left_bytes)
         if allowed and device.index not in allowed:
             reason = "not among the requested devices"
+        elif device.index in excluded:
+            reason = excluded[device.index]
         elif reading is None:
             reason = "the device does not respond"
         elif need_bytes > kept.usable_bytes(device.total_bytes):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.catalogue import Alias, Catalogue
 from cortex.wire.node import ModelState
 
 from ..gateway.fake_neuron import GB, FakeNeuron
@@ -99,7 +99,7 @@ async def test_no_body_occupies_the_loop_of_a_gateway(
     if way == "translated":
         client = await start_gateway(foreign=(node,))
     else:
-        aliases = {"m": "other"} if way == "renamed" else {}
+        aliases: dict[str, str | Alias] = {"m": "other"} if way == "renamed" else {}
         client = await start_gateway(node, catalogue=Catalogue(aliases=aliases))
     port = int(client.url.rpartition(":")[2])
     await asyncio.to_thread(post, port, "/v1/chat/completions", b"{" + b" " * (2 << 20))  # starts the processes

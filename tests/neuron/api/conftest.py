@@ -317,8 +317,8 @@ async def api(node: ScriptedNode, node_keys: NodeKeys, keepalive_s: float) -> As
     application = app.build(node, drain_gate, keepalive_s=keepalive_s, max_body_bytes=1_000_000, access=access)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    accepting = await server.accept(runner, server.bind(Listen("127.0.0.1:0")))
-    host, port = accepting.sockets[0].getsockname()
+    accepting = server.accept(runner, server.bind(Listen("127.0.0.1:0")))
+    host, port = accepting.socket.getsockname()
     async with ClientSession(headers={"content-type": "application/json"}) as client:
         yield Api(node, drain_gate, f"http://{host}:{port}", client)
     accepting.close()

@@ -1,7 +1,6 @@
 """A real model, small enough to be loaded in every test, and a response of it."""
 
 import json
-from pathlib import Path
 
 import torch
 from faulty_models import CONFIG
@@ -11,8 +10,8 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
 
 
-def write_llama(folder: Path, seed: int, vocab: int = 1000) -> str:
-    hidden, inner, layers, kv = 64, 128, 2, 32
+def write_llama(folder: Path, seed: int, vocab: int = 1000, num_layers: int = 2) -> str:
+    hidden, inner, kv = 64, 128, 32
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -23,7 +22,7 @@ def write_llama(folder: Path, seed: int, vocab: int = 1000) -> str:
         "lm_head.weight": random(vocab, hidden),
         "model.norm.weight": torch.ones(hidden),
     }
-    for layer in range(layers):
+    for layer in range(num_layers):
         block = f"model.layers.{layer}"
         tensors |= {
             f"{block}.input_layernorm.weight": torch.ones(hidden),
@@ -38,7 +37,8 @@ def write_llama(folder: Path, seed: int, vocab: int = 1000) -> str:
         }
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab, "rope_theta": 10_000.0}))
+    changes = {"vocab_size": vocab, "num_hidden_layers": num_layers, "rope_theta": 10_000.0}
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return str(folder)
 
 

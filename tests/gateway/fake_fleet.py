@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.decision import Origin
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import ModelOnNode, Reservation
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
@@ -131,6 +131,12 @@ class FakeFleet:
             self.asleep[node, model] = self.now
         self.poll(node)
         self.dispatcher.unload_ended(ModelOnNode(node, model), None)
+
+    def reservations(self, name: str) -> tuple[Reservation, ...]:
+        """Memory of a node that is reserved for loads."""
+        node = self.dispatcher.fleet.node(name)
+        assert node is not None
+        return tuple(node.reservations)
 
     def ask(self, name: str) -> list[Lease | CortexError]:
         """A request; what it got, once it did, is in the list."""

@@ -17,6 +17,7 @@ from cortex.neuron.api import app, server
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
@@ -235,6 +236,11 @@ class ScriptedNode:
 
     async def recycle(self, device: int) -> bool:
         return self.state is ModelState.COLD
+
+    async def host_share(self, connection: Connection) -> None:
+        """Returns every message."""
+        async for message in connection:
+            await connection.send(message)
 
     def submit(self, model_id: str, request: EngineRequest) -> ScriptedGeneration:
         if self.submit_error is not None:

@@ -31,6 +31,7 @@ LOAD = {"model_id": "org/tiny"}
     [
         *(("POST", "/models/load"), ("POST", "/devices/0/recycle"), ("POST", "/v1/chat/completions")),
         *(("GET", "/models"), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/events"), ("GET", "/nowhere")),
+        ("GET", "/shares"),
     ],
 )
 async def test_rejects_every_route_without_a_valid_key(

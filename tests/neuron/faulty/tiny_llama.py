@@ -1,7 +1,6 @@
 """A real model, small enough to be loaded in every test, and a response of it."""
 
 import json
-from pathlib import Path
 
 import torch
 from faulty_models import CONFIG
@@ -11,8 +10,8 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
 
 
-def write_llama(folder: Path, seed: int, vocab: int = 1000, num_layers: int = 2) -> str:
-    hidden, inner, kv = 64, 128, 32
+def write_llama(folder: Path, seed: int, vocab: int = 1000, num_layers: int = 2, kv_heads: int = 2) -> str:
+    hidden, inner, kv = 64, 128, 16 * kv_heads
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -39,6 +38,7 @@ def write_llama(folder: Path, seed: int, vocab: int = 1000, num_layers: int = 2)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     changes = {"vocab_size": vocab, "num_hidden_layers": num_layers, "rope_theta": 10_000.0}
+    changes["num_key_value_heads"] = kv_heads
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return str(folder)
 

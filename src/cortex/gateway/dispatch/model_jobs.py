@@ -199,6 +199,7 @@ class ModelJobs:
         occupied = {
             index for held in node.residencies.values() if held.state in in_worker for index in held.status.devices
         }
+        occupied |= {index for share in node.shares for index in share.devices}
         old = {device.index for device in node.devices} - self._recycled.get(node.name, set())
         devices = tuple(sorted(old - occupied))
         if devices and node.name not in self._recycling:
@@ -231,6 +232,10 @@ class ModelJobs:
         for jobs in (self._fleet_state.loads, self._fleet_state.unloads):
             for target in [target for target in jobs if target.node == node]:
                 del jobs[target]
+        for job in [job for job in self._fleet_state.loads.values() if node in {victim.node for victim in job.victims}]:
+            # It waits for an unload that never ends. Whether it may be tried again is decided anew.
+            del self._fleet_state.loads[job.target]
+            self.notify(job.target, "load", UpstreamUnavailable(f"Node {node} {why}."))
         for target, kind in [watched for watched in self._watchers if watched[0].node == node]:
             self.notify(target, kind, UpstreamUnavailable(f"Node {node} {why}."))
 

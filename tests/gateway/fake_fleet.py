@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.decision import Origin
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import ModelOnNode, Reservation
+from cortex.fleet.topology import MemoryReservation, ModelOnNode
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
@@ -132,7 +132,7 @@ class FakeFleet:
         self.poll(node)
         self.dispatcher.unload_ended(ModelOnNode(node, model), None)
 
-    def reservations(self, name: str) -> tuple[Reservation, ...]:
+    def reservations(self, name: str) -> tuple[MemoryReservation, ...]:
         """Memory of a node that is reserved for loads."""
         node = self.dispatcher.fleet.node(name)
         assert node is not None

@@ -1,6 +1,7 @@
 """A real model, small enough to be loaded in every test, and a response of it."""
 
 import json
+from pathlib import Path
 
 import torch
 from faulty_models import CONFIG

@@ -149,6 +149,10 @@ class ModelStatus(NodeValue, frozen=True):
     devices: tuple[int, ...] = ()
     num_devices: Annotated[int, Meta(ge=1)] = 1
     """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
+    stage_layers: tuple[int, ...] = ()
+    """Number of layers on each of `devices`, if it is divided by layers; before a load, on the empty devices."""
+    device_bytes: tuple[int, ...] = ()
+    """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
     nodes: tuple[str, ...] = ()
     """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
     harness: str = "torch"
@@ -264,6 +268,9 @@ class LoadRequest(NodeValue, frozen=True):
     devices: Devices = ()
     """Empty: the node chooses."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Number of devices that divide every layer."""
+    pipeline_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Number of devices that divide the layers by their memory; not together with `tensor_parallel`."""
     context_tokens: Annotated[int, Meta(ge=2)] | None = None
     """At least one prompt token and one generated token."""
     control_tokens_in_messages: bool = False
@@ -279,6 +286,10 @@ class LoadRequest(NodeValue, frozen=True):
     """Whether a request gets the same tokens alone and in company."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
+            raise ValueError(f"`{self.model_id}` has tensor_parallel and pipeline_parallel: send only one of them")
 
 
 class SleepOption(NodeValue, frozen=True, kw_only=True):

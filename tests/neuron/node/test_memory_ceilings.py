@@ -23,7 +23,7 @@ def ceilings(node_mb=None, devices=(), holdings=()):
     configured = Ceilings(
         None if node_mb is None else node_mb * MEBIBYTE, tuple((index, mb * MEBIBYTE) for index, mb in devices)
     )
-    held = [Holding(name, indices, mb * MEBIBYTE) for name, indices, mb in holdings]
+    held = [Holding(name, indices, (mb * MEBIBYTE // len(indices),) * len(indices)) for name, indices, mb in holdings]
     return MemoryCeilings(configured, lambda: held)
 
 
@@ -95,7 +95,7 @@ async def test_model_does_not_wake_over_the_ceiling():
     room = DeviceRoom(devices, Forecast(NeuronConfig()), other, lambda _: {})
 
     def asleep(size_mb):
-        resident = SimpleNamespace(measured_bytes=size_mb * MEBIBYTE)
+        resident = SimpleNamespace(device_bytes=lambda _: (size_mb * MEBIBYTE,))
         return SimpleNamespace(model_id="m", host=SimpleNamespace(device_indices=(0,)), resident=resident)
 
     async with room.for_wake(asleep(30)):

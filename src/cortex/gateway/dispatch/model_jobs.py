@@ -199,6 +199,7 @@ class ModelJobs:
         occupied = {
             index for held in node.residencies.values() if held.state in in_worker for index in held.status.devices
         }
+        occupied |= {index for share in node.shares for index in share.devices}
         old = {device.index for device in node.devices} - self._recycled.get(node.name, set())
         devices = tuple(sorted(old - occupied))
         if devices and node.name not in self._recycling:
@@ -231,6 +232,10 @@ class ModelJobs:
         for jobs in (self._fleet_state.loads, self._fleet_state.unloads):
             for target in [target for target in jobs if target.node == node]:
                 del jobs[target]
+        for job in [job for job in self._fleet_state.loads.values() if node in {victim.node for victim in job.victims}]:
+            # It waits for an unload that never ends. Whether it may be tried again is decided anew.
+            del self._fleet_state.loads[job.target]
+            self.notify(job.target, "load", UpstreamUnavailable(f"Node {node} {why}."))
         for target, kind in [watched for watched in self._watchers if watched[0].node == node]:
             self.notify(target, kind, UpstreamUnavailable(f"Node {node} {why}."))
 
@@ -259,6 +264,7 @@ class ModelJobs:
     def _load(self, job: LoadJob) -> None:
         node, model = job.target
         spec = self._fleet_state.settings.catalogue.spec(model)
+        in_stages = spec.pipeline_parallel > 1
         self._event_log.happened("load_started", node=node, model=model)
         self._effects.load(
             node,
@@ -268,7 +274,8 @@ class ModelJobs:
                 harness=spec.harness,
                 quant=spec.quant,
                 devices=job.devices,
-                tensor_parallel=max(1, len(job.devices)) * max(1, len(spec.nodes)),
+                tensor_parallel=1 if in_stages else max(1, len(job.devices)) * max(1, len(spec.nodes)),
+                pipeline_parallel=spec.pipeline_parallel,
                 nodes=spec.nodes,
                 context_tokens=spec.context,
                 control_tokens_in_messages=spec.control_tokens_in_messages,

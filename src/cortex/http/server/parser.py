@@ -171,8 +171,8 @@ class RequestParser:
             self._pieces.write(data)
         if self.num_body_bytes > self._body_limit:
             self.rejection = self._body_too_large()
-        elif buffered.num_bytes > self._limits.buffered_bytes:
-            self.rejection = _no_room()
+        elif not buffered.has_room():
+            self.rejection = no_room()
 
     def on_message_complete(self) -> None:
         if self._declines_upgrade or self.rejection is not None:
@@ -249,8 +249,7 @@ class RequestParser:
             self._body_limit = min(limit, self._body_limit)
         if max(self._content_length, self.num_body_bytes) > self._body_limit:
             return self._body_too_large()
-        num_bytes = self._buffered.num_bytes + self._num_due_bytes()
-        return _no_room() if num_bytes > self._limits.buffered_bytes else None
+        return None if self._buffered.has_room(self._num_due_bytes()) else no_room()
 
     def _num_due_bytes(self) -> int:
         """Bytes that the Content-Length of the arriving body still announces; 0 in a head and for chunks."""
@@ -282,7 +281,8 @@ def _bad_target() -> MalformedHTTP:
     return MalformedHTTP("the request target must be a path or an absolute http URL")
 
 
-def _no_room() -> Overloaded:
+def no_room() -> Overloaded:
+    """The error for a request whose body would exceed the limit on all bodies in memory."""
     return Overloaded("the request bodies in memory have reached their limit; try again in a moment")
 
 

@@ -32,7 +32,7 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
+from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings, equal_parts
 from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_sleep, sleep_budget_bytes
 from cortex.neuron.node.spanning.hosted_shares import HostedShares, Place
 from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
@@ -178,8 +178,11 @@ class Node:
         model = controller.model if controller is not None else known
         survey = self._loader.surveys.get(model_id)
         footprint = self._loader.footprint(model, survey.facts) if survey is not None else None
+        stage_layers = self._loader.stage_layers(model, survey.facts) if survey is not None else ()
         num_in_preparation = self._texts.num_jobs(model_id)
-        return describe(model, controller, survey, footprint, num_in_preparation, self.files.disk_bytes(model))
+        return describe(
+            model, controller, survey, footprint, stage_layers, num_in_preparation, self.files.disk_bytes(model)
+        )
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' counters by model id, as of their latest reports; models in memory only."""
@@ -343,20 +346,20 @@ class Node:
 
     def _holdings(self) -> list[Holding]:
         """What models hold of the devices. A sleeping one may hold a part still."""
-        shares = [
-            Holding(share.model_id, share.devices, share.num_bytes) for share in self.shares.statuses() if share.devices
+        found = [
+            Holding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
+            for share in self.shares.statuses()
+            if share.devices
         ]
-        return shares + [
-            Holding(
-                controller.model_id,
-                instance.host.device_indices,
-                instance.resident.process_bytes
-                if controller.life.state is ModelState.ASLEEP
-                else instance.resident.measured_bytes,
-            )
-            for controller in self._controllers.values()
-            if (instance := controller.instance) is not None
-        ]
+        for controller in self._controllers.values():
+            if (instance := controller.instance) is None:
+                continue
+            indices, resident = instance.host.device_indices, instance.resident
+            held = resident.device_bytes(len(indices))
+            if controller.life.state is ModelState.ASLEEP:
+                held = equal_parts(resident.process_bytes, len(indices))
+            found.append(Holding(controller.model_id, indices, held))
+        return found
 
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
         surveys = self._loader.surveys

@@ -81,6 +81,28 @@ def test_configured_division_wins_over_a_request_for_fewer_devices():
     assert library.adopt(LoadRequest(model_id="one", devices=(0,), tensor_parallel=2)).devices == (0,)
 
 
+@pytest.mark.parametrize(
+    ("configured", "requested", "expected"),
+    [
+        ({}, {"pipeline_parallel": 2}, (1, 2)),
+        ({"pipeline_parallel": 2}, {}, (1, 2)),
+        ({"pipeline_parallel": 2}, {"tensor_parallel": 2}, (1, 2)),  # of a gateway that knows the number of devices
+        ({"tensor_parallel": 2}, {"pipeline_parallel": 2}, (1, 2)),
+        ({"tensor_parallel": 2}, {}, (2, 1)),
+        ({"pipeline_parallel": 2, "replicas": 2}, {"tensor_parallel": 4}, (1, 2)),
+    ],
+)
+def test_stages_of_either_program_are_preferred_to_shares(configured, requested, expected):
+    library = Library(NeuronConfig(models=(ModelEntry(id="m", source="/m", **configured),)), {})
+    adopted = library.adopt(LoadRequest(model_id="m", **requested))
+    assert (adopted.tensor_parallel, adopted.pipeline_parallel) == expected
+
+
+def test_load_request_for_stages_and_shares_is_rejected():
+    with pytest.raises(ValueError, match="`m` has tensor_parallel and pipeline_parallel"):
+        LoadRequest(model_id="m", tensor_parallel=2, pipeline_parallel=2)
+
+
 @pytest.fixture
 def rooted(tmp_path):
     """A library with a cache, a model root and a configured model, beside a secret and a link to it."""

@@ -51,11 +51,16 @@ class KnownModel:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """The operator's."""
     deterministic: bool = False
+    pipeline_parallel: int = 1
 
     @property
     def num_devices(self) -> int:
         """How many devices it takes on this node, each replica its own."""
-        return self.tensor_parallel * self.replicas // max(1, len(self.nodes))
+        return self.tensor_parallel * self.pipeline_parallel * self.replicas // max(1, len(self.nodes))
+
+    @property
+    def is_divided(self) -> bool:
+        return self.tensor_parallel > 1 or self.pipeline_parallel > 1
 
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
@@ -116,16 +121,20 @@ class Library:
             known = self._models[request.model_id] = KnownModel(request.model_id, source)
         # A gateway may name fewer devices than the model is configured to take here.
         has_enough = len(request.devices) >= known.num_devices
-        # It divides a model among the devices that it names, but does not know of replicas.
-        tensor_parallel = max(request.tensor_parallel, known.tensor_parallel)
+        # It divides a model among the devices that it names, but does not know of replicas. Stages are preferred to
+        # a division of every layer: where either program is configured for them, the links need them.
+        divided = known
+        if known.replicas == 1:
+            stages = max(request.pipeline_parallel, known.pipeline_parallel)
+            shares = max(request.tensor_parallel, known.tensor_parallel)
+            divided = replace(known, pipeline_parallel=stages, tensor_parallel=1 if stages > 1 else shares)
         max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
         return replace(
-            known,
+            divided,
             source=source,
             harness=request.harness,
             quant=request.quant or known.quant,
             devices=request.devices if has_enough else known.devices,
-            tensor_parallel=tensor_parallel if known.replicas == 1 else known.tensor_parallel,
             context_tokens=request.context_tokens or known.context_tokens,
             control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
             kv_dtype=request.kv_dtype or known.kv_dtype,
@@ -220,6 +229,7 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             entry.quant,
             entry.devices,
             entry.tensor_parallel,
+            pipeline_parallel=entry.pipeline_parallel,
             context_tokens=entry.context_tokens,
             memory_bytes=entry.memory_mb << 20 if entry.memory_mb else None,
             replicas=entry.replicas,
@@ -238,6 +248,7 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             default.quant or (configured.quant if configured else None),
             default.devices,
             max(default.tensor_parallel, configured.tensor_parallel if configured else 1),
+            pipeline_parallel=max(default.pipeline_parallel, configured.pipeline_parallel if configured else 1),
             context_tokens=default.context_tokens,
             memory_bytes=default.memory_mb << 20 if default.memory_mb else None,
             replicas=max(default.replicas, configured.replicas if configured else 1),

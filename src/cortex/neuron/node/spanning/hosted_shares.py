@@ -16,6 +16,7 @@ import msgspec
 
 from cortex.neuron.engine.request import EngineStats, LoadSpec, StepOutput
 from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
@@ -174,13 +175,19 @@ class _Share:
         try:
             for share in self._stale:
                 await share.end()
-            model = replace(self._place.library.adopt(request), replicas=1, nodes=request.nodes)
+            model = replace(
+                self._place.library.adopt(request),
+                replicas=1,
+                nodes=request.nodes,
+                tensor_parallel=request.tensor_parallel,
+                pipeline_parallel=1,
+            )
             path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
             facts = await asyncio.to_thread(_inspect, model, path)
             async with contextlib.AsyncExitStack() as room:
-                devices = await self._room_for(model, facts, room)
-                self._group = self._new_group(model, devices)
-                self._resident = await self._group.load(self._spec(model, facts, devices), self)
+                chosen = await self._room_for(model, facts, room)
+                self._group = self._new_group(model, chosen.devices)
+                self._resident = await self._group.load(self._spec(model, facts, chosen), self)
             answer = ShareLoaded(self._resident.info.notes)
         except CortexError as error:
             kind = FaultKind.OUT_OF_MEMORY if isinstance(error, InsufficientCapacity) else FaultKind.REQUEST
@@ -191,9 +198,7 @@ class _Share:
             answer = ShareLost(str(error))
         await self._connection.send(encode(answer))
 
-    async def _room_for(
-        self, model: KnownModel, facts: ModelFacts, room: contextlib.AsyncExitStack
-    ) -> tuple[Device, ...]:
+    async def _room_for(self, model: KnownModel, facts: ModelFacts, room: contextlib.AsyncExitStack) -> ChosenDevices:
         """The devices of the share; no other load runs there until `room` ends. Raises LoadFailed or
         InsufficientCapacity."""
         if facts.digest != self._order.digest:
@@ -215,9 +220,9 @@ class _Share:
         claim = self._place.devices.claims.new(model.id, indices, spans=True)
         return self._place.devices.group(indices, claim, Span(ranks, rank.size, meeting))
 
-    def _spec(self, model: KnownModel, facts: ModelFacts, devices: tuple[Device, ...]) -> LoadSpec:
+    def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
         """What the lead loads, with the files and the memory limits of this node."""
-        own = self._loader.spec(model, facts, devices)
+        own = self._loader.spec(model, facts, chosen)
         return replace(
             self._order.spec,
             path=own.path,

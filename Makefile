@@ -50,6 +50,9 @@ hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` do
 clients: $(TESTABLE) $(CLIENTS) ## Run SDKs, frameworks and coding agents, unmodified, against gateway and node (needs Node)
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
+distribution: $(TESTABLE) ## Build wheel and sdist and try them in clean environments (needs a package index)
+	CORTEX_TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
+
 format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)

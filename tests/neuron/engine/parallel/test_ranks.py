@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from rank_threads import QueueLink, RankThreads, run, tokens_of
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
+
+from ...rank_threads import QueueLink, RankThreads, run, tokens_of
 
 SIZES = {
     "vocab_size": 97,

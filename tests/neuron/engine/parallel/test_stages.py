@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from rank_threads import RankThreads, run, tokens_of
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
+
+from ...rank_threads import RankThreads, run, tokens_of
 
 VOCAB = 97
 SIZES = {

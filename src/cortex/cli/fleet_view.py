@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from cortex.cli.client import GatewayClient
-from cortex.wire.node import ModelStatus, NodeValue
+from cortex.wire.node import ModelShare, ModelStatus, NodeValue
 
 
 class DeviceView(NodeValue, frozen=True, kw_only=True):
@@ -41,6 +41,8 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
     cold_models: tuple[str, ...] = ()
+    shares: tuple[ModelShare, ...] = ()
+    """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes on disk, by model."""
 

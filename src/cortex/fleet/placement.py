@@ -15,6 +15,7 @@ from .eviction import occupies
 from .fitting import fit, need_and_have
 from .memory import Need, need_of
 from .rules import PlacementRules
+from .spanning import fit_over_nodes
 from .topology import STARTING, Fleet, Node, Residency
 
 _ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
@@ -67,6 +68,8 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     if (raised := node.raised_needs.get(spec.id)) is not None:
         need = Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
     found = _without_memory(spec, node, held, fleet, now, origin)
+    if found is None and spec.nodes:
+        return fit_over_nodes(spec, node, fleet, now, need=need, origin=origin)
     if found is None:
         return fit(spec, node, fleet, now, need=need, origin=origin)
     verdict, reason = found
@@ -110,8 +113,15 @@ class Feasibility:
         return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
 
 
+def _layers(held: Residency) -> str:
+    """How many layers each device holds, of a model that is divided by layers."""
+    layers = zip(held.status.stage_layers, held.status.devices, strict=False)
+    parts = [f"{count} on device {device}" for count, device in layers]
+    return f"; layers: {', '.join(parts)}" if parts else ""
+
+
 def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
-    return spec.min_devices if held is None else len(held.status.devices) or spec.min_devices
+    return spec.devices_per_node if held is None else len(held.status.devices) or spec.devices_per_node
 
 
 class UnmetPin(NamedTuple):
@@ -155,7 +165,7 @@ def _without_memory(
     if node.draining:
         return Verdict.DRAINING, "drained by the operator: run `cortex undrain`" if node.drained else "shutting down"
     if held is not None and held.state is ModelState.READY:
-        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}"
+        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{_layers(held)}"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):
@@ -170,6 +180,10 @@ def _without_memory(
         return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
     if spec.only_on and node.name not in spec.only_on:
         return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.only_on)} (`only_on` in models.toml)"
+    if spec.nodes and node.name in spec.nodes[1:]:
+        return Verdict.EXCLUDED, f"takes a part of it; {spec.nodes[0]} serves it (`nodes` in models.toml)"
+    if spec.nodes and node.name != spec.nodes[0]:
+        return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.nodes)} (`nodes` in models.toml)"
     if spec.harness not in node.harnesses:
         return Verdict.WRONG_HARNESS, f"has no harness `{spec.harness}`, only {', '.join(node.harnesses) or 'none'}"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":

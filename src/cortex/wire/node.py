@@ -149,6 +149,12 @@ class ModelStatus(NodeValue, frozen=True):
     devices: tuple[int, ...] = ()
     num_devices: Annotated[int, Meta(ge=1)] = 1
     """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
+    stage_layers: tuple[int, ...] = ()
+    """Number of layers on each of `devices`, if it is divided by layers; before a load, on the empty devices."""
+    device_bytes: tuple[int, ...] = ()
+    """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
+    nodes: tuple[str, ...] = ()
+    """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None
@@ -221,6 +227,18 @@ class DiskUse(NodeValue, frozen=True):
     """What the cache takes."""
 
 
+class ModelShare(NodeValue, frozen=True):
+    """A part of a model that spans nodes, on a node that does not serve it."""
+
+    model_id: str
+    lead: str
+    """The node that serves the model, under the name that it has for itself."""
+    state: Literal["loading", "ready"]
+    devices: tuple[int, ...] = ()
+    num_bytes: int = 0
+    """Device memory of the part; 0 while it is being loaded."""
+
+
 class Health(NodeValue, frozen=True):
     status: Literal["ok", "degraded", "draining"]
     """`degraded`: the node serves, but tasks in `failing_tasks` keep failing."""
@@ -235,6 +253,8 @@ class Health(NodeValue, frozen=True):
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load: those in progress, and the latest that ended."""
     disk: DiskUse | None = None
+    shares: tuple[ModelShare, ...] = ()
+    """Parts of models that other nodes serve."""
 
 
 class LoadRequest(NodeValue, frozen=True):
@@ -248,18 +268,28 @@ class LoadRequest(NodeValue, frozen=True):
     devices: Devices = ()
     """Empty: the node chooses."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Number of devices that divide every layer."""
+    pipeline_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Number of devices that divide the layers by their memory; not together with `tensor_parallel`."""
     context_tokens: Annotated[int, Meta(ge=2)] | None = None
     """At least one prompt token and one generated token."""
     control_tokens_in_messages: bool = False
     """Whether the text of control tokens in messages becomes these tokens."""
     kv_dtype: KVDtype | None = None
     """The dtype of the KV cache; as the node is configured when absent."""
+    nodes: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
+    """The nodes that the model spans, this one first. The others are `peers` of this node; each takes an equal number
+    of the `tensor_parallel` devices. Empty: as the node is configured."""
     sampling: SamplingDefaults = SamplingDefaults()
     """How the model samples where a request says nothing; as the node is configured where absent."""
     deterministic: bool = False
     """Whether a request gets the same tokens alone and in company."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
+            raise ValueError(f"`{self.model_id}` has tensor_parallel and pipeline_parallel: send only one of them")
 
 
 class SleepOption(NodeValue, frozen=True, kw_only=True):

@@ -1,19 +1,21 @@
 """A real model, small enough to be loaded in every test, and a response of it."""
 
 import json
+from pathlib import Path
 
 import torch
 from faulty_models import CONFIG
 from safetensors.torch import save_file
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.node.node import Node
 
 
-def write_llama(folder, seed, vocab=1000):
-    hidden, inner, layers, kv = 64, 128, 2, 32
+def write_llama(folder: Path, seed: int, vocab: int = 1000, num_layers: int = 2, kv_heads: int = 2) -> str:
+    hidden, inner, kv = 64, 128, 16 * kv_heads
     generator = torch.Generator().manual_seed(seed)
 
-    def random(*shape):
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.05
 
     tensors = {
@@ -21,7 +23,7 @@ def write_llama(folder, seed, vocab=1000):
         "lm_head.weight": random(vocab, hidden),
         "model.norm.weight": torch.ones(hidden),
     }
-    for layer in range(layers):
+    for layer in range(num_layers):
         block = f"model.layers.{layer}"
         tensors |= {
             f"{block}.input_layernorm.weight": torch.ones(hidden),
@@ -36,11 +38,13 @@ def write_llama(folder, seed, vocab=1000):
         }
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab, "rope_theta": 10_000.0}))
+    changes = {"vocab_size": vocab, "num_hidden_layers": num_layers, "rope_theta": 10_000.0}
+    changes["num_key_value_heads"] = kv_heads
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return str(folder)
 
 
-async def generate(node, model_id, request_id="r"):
+async def generate(node: Node, model_id: str, request_id: str = "r") -> list[int]:
     greedy = SamplingParams(temperature=0.0)
     request = EngineRequest(id=request_id, prompt=tuple(range(5, 25)), max_tokens=8, sampling=greedy)
     return [token async for batch in node.submit(model_id, request) for output in batch for token in output.tokens]

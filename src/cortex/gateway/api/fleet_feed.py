@@ -138,6 +138,7 @@ def _node_status(node: Node, pinned: set[str]) -> dict[str, Any]:
             for held in node.residencies.values()
             if held.state is not ModelState.COLD
         ],
+        "shares": [msgspec.to_builtins(share) for share in node.shares],
         "disk": msgspec.to_builtins(node.disk),
         "pulls": [msgspec.to_builtins(pull) for pull in node.pulls],
         "files": {

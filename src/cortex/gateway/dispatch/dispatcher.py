@@ -98,7 +98,7 @@ class Dispatcher(StateMachine):
     def awaited_victims(self, target: ModelOnNode) -> frozenset[str]:
         """The models that must be unloaded before the load at `target` can begin."""
         job = self._fleet_state.loads.get(target)
-        return frozenset() if job is None else job.victims
+        return frozenset() if job is None else frozenset(victim.model for victim in job.victims)
 
     def explain(self, model: str, origin: Origin = "request", *, only_on: str | None = None) -> Decision:
         """What would be decided now. Changes nothing."""

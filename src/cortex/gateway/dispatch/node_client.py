@@ -184,9 +184,9 @@ class NodeClient:
             raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
         return status
 
-    async def request_usage(self, request_id: str) -> Usage:
+    async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""
-        return await self._get(f"/requests/{quote(request_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
+        return await self._get(f"/requests/{quote(attempt_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
 
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""

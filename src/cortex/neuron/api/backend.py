@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.wire.node import (
@@ -70,6 +71,8 @@ class Backend(Protocol):
     async def unload(self, request: UnloadRequest) -> ModelStatus: ...
 
     async def recycle(self, device: int) -> bool: ...
+
+    async def host_share(self, connection: Connection) -> None: ...
 
     def subscribe(self) -> AsyncIterator[NodeEvent]: ...
 

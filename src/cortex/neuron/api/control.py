@@ -15,6 +15,7 @@ from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import body_of
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.peer_connections import SHARES_PATH, accepted
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
@@ -43,6 +44,7 @@ class Control:
             web.post("/models/load", self.load),
             web.post("/models/unload", self.unload),
             web.post(r"/devices/{index:\d{1,4}}/recycle", self.recycle),
+            web.get(SHARES_PATH, self.share),
             web.post("/files/pull", self.pull),
             web.get("/files/pulls/{id:.+}", self.pull_status),
             web.post("/files/cancel", self.cancel_pull),
@@ -98,6 +100,14 @@ class Control:
         with self.drain_gate.enter():
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
+
+    async def share(self, request: web.Request) -> web.StreamResponse:
+        """A node that leads a model has this one hold a part of it, for as long as its connection lasts."""
+        with self.drain_gate.enter():  # rejects it while the node shuts down
+            pass
+        connection = await accepted(request)
+        await self.backend.host_share(connection)
+        return connection.response
 
     async def unload(self, request: web.Request) -> web.Response:
         unload_request = _decode(await body_of(request), UnloadRequest)

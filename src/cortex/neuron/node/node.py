@@ -32,8 +32,11 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
+from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings, equal_parts
 from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_sleep, sleep_budget_bytes
+from cortex.neuron.node.spanning.hosted_shares import HostedShares, Place
+from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
@@ -79,6 +82,7 @@ class Parts:
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
+    connect_peer: ConnectPeer = unconnected
 
 
 class Node:
@@ -108,7 +112,9 @@ class Node:
             find_local=parts.find_local,
             texts=self._texts,
             survey_text=parts.survey_text,
+            lead=Lead(config, self.devices, parts.connect_peer),
         )
+        self.shares = HostedShares(Place(self._library, self._loader, room, self.devices))
         self._controllers: dict[str, ModelController] = {}
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._sleep_budget = SleepBudget(
@@ -159,6 +165,7 @@ class Node:
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
+            shares=self.shares.statuses(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -171,8 +178,11 @@ class Node:
         model = controller.model if controller is not None else known
         survey = self._loader.surveys.get(model_id)
         footprint = self._loader.footprint(model, survey.facts) if survey is not None else None
+        stage_layers = self._loader.stage_layers(model, survey.facts) if survey is not None else ()
         num_in_preparation = self._texts.num_jobs(model_id)
-        return describe(model, controller, survey, footprint, num_in_preparation, self.files.disk_bytes(model))
+        return describe(
+            model, controller, survey, footprint, stage_layers, num_in_preparation, self.files.disk_bytes(model)
+        )
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' counters by model id, as of their latest reports; models in memory only."""
@@ -270,6 +280,10 @@ class Node:
         self._reject_when_closing()
         return self._controller(model_id).serving_instance().submit(request)
 
+    async def host_share(self, connection: Connection) -> None:
+        """Holds a part of a model that another node leads, for as long as its connection lasts."""
+        await self.shares.serve(connection)
+
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which frees all of its memory. False while models are on it."""
         return await self.devices.supervisors[device].recycle()
@@ -296,6 +310,7 @@ class Node:
             instance.end(_shutting_down())
         for controller in controllers:
             controller.close()
+        await self.shares.close()
         await self.devices.close()
         await self._texts.close()
         await self.files.close()
@@ -331,24 +346,27 @@ class Node:
 
     def _holdings(self) -> list[Holding]:
         """What models hold of the devices. A sleeping one may hold a part still."""
-        return [
-            Holding(
-                controller.model_id,
-                instance.host.device_indices,
-                instance.resident.process_bytes
-                if controller.life.state is ModelState.ASLEEP
-                else instance.resident.measured_bytes,
-            )
-            for controller in self._controllers.values()
-            if (instance := controller.instance) is not None
+        found = [
+            Holding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
+            for share in self.shares.statuses()
+            if share.devices
         ]
+        for controller in self._controllers.values():
+            if (instance := controller.instance) is None:
+                continue
+            indices, resident = instance.host.device_indices, instance.resident
+            held = resident.device_bytes(len(indices))
+            if controller.life.state is ModelState.ASLEEP:
+                held = equal_parts(resident.process_bytes, len(indices))
+            found.append(Holding(controller.model_id, indices, held))
+        return found
 
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
         surveys = self._loader.surveys
         return [
             (model_id, surveys[model_id].facts.path if model_id in surveys else None)
-            for model_id in self._controllers
-            if self._is_in_memory(model_id)
+            for model_id in (*self._controllers, *(share.model_id for share in self.shares.statuses()))
+            if self._is_in_memory(model_id) or self.shares.has(model_id)
         ]
 
     def _sleeping_models(self) -> list[SleepingModel]:

@@ -17,10 +17,12 @@ def describe(
     controller: ModelController | None,
     survey: Survey | None,
     footprint: Footprint | None,
+    stage_layers: tuple[int, ...],
     num_in_preparation: int,
     disk_bytes: int | None,
 ) -> ModelStatus:
-    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet."""
+    """`stage_layers`: those of a model that is not loaded. `num_in_preparation`: requests that are tokenised, or wait
+    for that, and so are not with the instance yet."""
     facts = survey.facts if survey is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
@@ -35,6 +37,9 @@ def describe(
         state=life.state if life is not None else ModelState.COLD,
         devices=instance.host.device_indices if instance is not None else model.devices,
         num_devices=model.num_devices,
+        stage_layers=instance.stage_layers if instance is not None else stage_layers,
+        device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
+        nodes=model.nodes,
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,

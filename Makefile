@@ -15,6 +15,9 @@ SOURCES  := src tests bench
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py
 PARALLEL := --numprocesses auto --maxprocesses 8
 
+# The suite starts many programs. Without compiled files every one of them would compile the sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup up test lint types suite kernels hostile clients format bench docs locks clean
 

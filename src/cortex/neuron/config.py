@@ -104,7 +104,7 @@ class TextLimits(Section, frozen=True):
     max_grammar_kb: Count = 1024
     """Schemas, choices and grammars that need more thousand characters as a grammar are rejected with 400."""
     max_grammar_cpu_s: Seconds = 2.0
-    """So are those that take longer to compile: the engine compiles them again, while other requests wait."""
+    """So are those that take longer to compile: the worker of the device compiles them again."""
 
     @property
     def num_workers(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from cortex.neuron.weights.checkpoint import Checkpoint
 from cortex.neuron.weights.decode import decode_groups, mapped_bytes
 from cortex.neuron.weights.errors import Cancelled
+from cortex.neuron.weights.finite import ScaleCheck, finish
 from cortex.neuron.weights.gguf.quants import Groups
 from cortex.neuron.weights.placement import (
     PackedPlacement,
@@ -44,7 +45,8 @@ def load_into(
 ) -> None:
     """Fill every destination from the checkpoint. All destinations are on one device.
 
-    Raises TensorMissing before any transfer if a name or a shape is wrong, CheckpointError if a file cannot be read,
+    Raises TensorMissing before any transfer if a name or a shape is wrong, CheckpointError if a file cannot be read or
+    a scale is not a number,
     and Cancelled within a tenth of a second after `cancelled()` turns true. After an error the destinations hold
     undefined values. On return, all weights are on the device.
     """
@@ -66,6 +68,7 @@ def load_into(
         for piece in arrivals:
             done_bytes += piece.num_bytes
             progress(done_bytes, total_bytes)
+        finish(target.check for target in targets)
 
 
 def _mapped(pieces: Sequence[WeightPiece], cancelled: Callable[[], bool]) -> Iterator[WeightPiece]:
@@ -84,8 +87,11 @@ def group_runs(checkpoint: Checkpoint, name: str, row_multiple: int) -> Iterator
     a format without groups.
     """
     stored = checkpoint.stored(name)
+    check = ScaleCheck(stored)
     run_groups = math.lcm(row_multiple, stored.group_rows) // stored.group_rows
     run_groups *= max(1, RUN_ELEMENTS // (run_groups * stored.group_rows * stored.shape[1]))
     for start in range(0, stored.num_groups, run_groups):
         raw = mapped_bytes(stored, start, min(run_groups, stored.num_groups - start))
-        yield start * stored.group_rows, decode_groups(stored, raw, start)
+        groups = decode_groups(stored, raw, start)
+        check.add(groups.scale + groups.minimum)
+        yield start * stored.group_rows, groups

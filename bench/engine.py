@@ -77,7 +77,7 @@ def packing(quant: str | None) -> PackingOffer:
     return PackingOffer(Everything(recipe))
 
 
-def random_engine(shape: str, device: torch.device, max_num_seqs: int, quant: str | None) -> Engine:
+def random_engine(shape: str, device: torch.device, spec: LoadSpec, quant: str | None) -> Engine:
     def fill(parameters: Parameters) -> None:
         for packed in parameters.packed_bindings:
             for first in range(0, packed.num_rows, 4096):
@@ -88,7 +88,6 @@ def random_engine(shape: str, device: torch.device, max_num_seqs: int, quant: st
             view = binding.destination
             view.normal_(1.0, 0.1) if view.dim() == 1 else view.normal_(0.0, view.shape[-1] ** -0.5)
 
-    spec = LoadSpec(path="", max_num_seqs=max_num_seqs)
     return Engine(build_model(SHAPES[shape], spec, device, fill, packing=packing(quant)), spec)
 
 
@@ -250,11 +249,6 @@ def best_seconds(function: Callable[[], object], repeats: int = 10) -> float:
     return min(times)
 
 
-def loaded_engine(path: Path, device: torch.device, max_num_seqs: int) -> Engine:
-    spec = LoadSpec(str(path), max_num_seqs=max_num_seqs)
-    return Engine(load_model(spec, device, lambda *_: None, lambda: False), spec)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
@@ -263,6 +257,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}; on a CPU {','.join(CPU_SCENARIOS)}")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--deterministic", action="store_true", help="the same tokens alone and in company")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -272,10 +267,13 @@ def main() -> None:
         torch.cuda.set_device(0)
     limits = gpu_limits(device) if is_gpu else cpu_limits()
     start = time.perf_counter()
+    spec = LoadSpec(
+        str(arguments.checkpoint or ""), max_num_seqs=arguments.max_num_seqs, deterministic=arguments.deterministic
+    )
     if arguments.checkpoint is not None:
-        engine = loaded_engine(arguments.checkpoint, device, arguments.max_num_seqs)
+        engine = Engine(load_model(spec, device, lambda *_: None, lambda: False), spec)
     else:
-        engine = random_engine(arguments.model, device, arguments.max_num_seqs, arguments.quant)
+        engine = random_engine(arguments.model, device, spec, arguments.quant)
     synchronise(device)
     built = time.perf_counter()
     engine.warm_up()

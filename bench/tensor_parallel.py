@@ -44,6 +44,9 @@ class QueueLink:
     def __init__(self, queues: list[Any]) -> None:
         self._queues = queues
 
+    def follow_others(self) -> None:
+        """There are no other models."""
+
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         yield

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import ModelState
+from cortex.wire.node import HubRepository, HubVariant, ModelState
 
 from .stage import GB, DirectedNode, Stage
 
@@ -134,6 +134,33 @@ def test_model_is_pulled_with_progress_cancelled_and_deleted(page, node: Directe
     page.get_by_role("button", name="Delete…").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
     page.get_by_text(re.compile("spare: .* deleted from beast")).wait_for()
+
+
+def test_sizes_of_a_repository_are_shown_before_the_pull(page, node: DirectedNode, sign_in) -> None:
+    node.hub["org/new-model"] = HubRepository(
+        repository="org/new-model",
+        commit="c0ffee",
+        variants=(
+            HubVariant(quant="Q4_K_M", num_bytes=5 * GB, num_files=1),
+            HubVariant(quant="Q8_0", num_bytes=9 * GB, num_files=2),
+            HubVariant(quant="<b>BF16</b>", num_bytes=90 * GB, num_files=9),
+        ),
+    )
+    sign_in(OPERATOR.text, "models")
+    page.get_by_role("button", name="Pull from the hub").click()
+    page.get_by_label("Repository").fill("org/unknown")
+    page.get_by_text("The sizes are not known. beast: the hub has no such repository").wait_for()
+    page.get_by_label("Repository").fill("org/new-model")
+    variants = page.get_by_role("group", name="What to download")
+    variants.get_by_text("9.0 GiB").wait_for()
+    assert page.get_by_label("Quantisation").count() == 0
+    assert variants.get_by_role("radio", name="Q4_K_M").is_checked()
+    huge = variants.get_by_role("listitem").filter(has_text="<b>BF16</b>")
+    assert "fits nowhere" in huge.inner_text()
+    variants.get_by_role("radio", name="Q8_0").check()
+    page.get_by_role("dialog").get_by_role("button", name="Pull", exact=True).click()
+    page.get_by_role("list", name="Jobs").get_by_text("Downloading").wait_for()
+    assert (node.pull_requests[-1].model_id, node.pull_requests[-1].quant) == ("org/new-model", "Q8_0")
 
 
 def test_activity_is_live_and_shows_a_request_in_full(page, stage: Stage, sign_in) -> None:

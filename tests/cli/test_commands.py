@@ -228,7 +228,7 @@ def test_followed_logs_show_each_request_once_also_after_a_restart(
 
 
 def test_move_loads_on_the_node_and_unloads_elsewhere(gateway: CannedGateway, invoke: Invoke) -> None:
-    gateway.responses["GET", "/fleet/status"] = fleet({**READY, "pinned": True})
+    gateway.responses["GET", "/fleet/status"] = fleet({**READY, "pinned": True, "pinned_by": "operator"})
     for order in ("load", "pin", "unload"):
         response = {"model": "small", "nodes": ["attic"], "job": job()}
         gateway.responses["POST", f"/fleet/models/small/{order}"] = response

@@ -28,12 +28,14 @@ from cortex.wire.node import (
     DiskUse,
     FilesRequest,
     Health,
+    HubRepository,
     LoadRequest,
     ModelLoad,
     ModelState,
     ModelStatus,
     Progress,
     PullStatus,
+    SamplingDefaults,
     UnloadRequest,
 )
 
@@ -74,11 +76,13 @@ class FakeNeuron:
     load_gate: asyncio.Event | None = None
     """Loads wait for it."""
     unload_gate: asyncio.Event | None = None
+    can_sleep: bool = True
     parks: bool = False
     """Whether it has host memory for sleeping models."""
     load_faults: list[tuple[int, str, str]] = field(default_factory=list)
     """(status, code, message) for the next loads, in order."""
     loads: dict[str, ModelLoad] = field(default_factory=dict)
+    sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
     answer: Answer | None = None
     silent: bool = False
     """Accept control requests and never respond."""
@@ -89,8 +93,10 @@ class FakeNeuron:
     pull_requests: list[FilesRequest] = field(default_factory=list)
     pull: PullStatus | None = None
     """The latest download; a test ends it by replacing it."""
+    hub: dict[str, HubRepository] = field(default_factory=dict)
+    """What the hub offers, by source."""
     costs: dict[str, Usage] = field(default_factory=dict)
-    """Usage of requests whose clients disconnected, by request id."""
+    """Usage of requests whose clients disconnected, by the id that the client chose."""
     tls: ssl.SSLContext | None = None
     """Speaks HTTPS with it."""
     reason: str | None = None
@@ -123,6 +129,7 @@ class FakeNeuron:
             context_tokens=32768,
             max_output_tokens=8192,
             capabilities=Capabilities(tools=True, reasoning=True),
+            sampling=self.sampling.get(model, SamplingDefaults()),
             load=self.loads.get(model, ModelLoad()),
             reason=self.reason if state is ModelState.FAILED else None,
             state_age_s=1000.0,
@@ -142,7 +149,14 @@ class FakeNeuron:
 
     def discovery(self) -> Discovery:
         device = Device(index=0, kind="cuda", name="Fake 3090", total_bytes=self.total_bytes)
-        return Discovery(host=self.name, os="linux", version="0.1.0", devices=(device,), dialects=self.dialects)
+        return Discovery(
+            host=self.name,
+            os="linux",
+            version="0.1.0",
+            devices=(device,),
+            dialects=self.dialects,
+            can_sleep=self.can_sleep,
+        )
 
     @web.middleware
     async def _check_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -165,6 +179,7 @@ class FakeNeuron:
         app.router.add_get("/files/pulls/{id:.+}", self._pull_status)
         app.router.add_post("/files/cancel", self._cancel_pull)
         app.router.add_post("/files/delete", self._delete_files)
+        app.router.add_get("/hub/{source:.+}", self._hub)
         app.router.add_post("/devices/{index}/recycle", self._recycle)
         app.router.add_get("/requests/{id:.+}/usage", self._usage)
         app.router.add_get("/v1/models", self._foreign_models)
@@ -243,8 +258,15 @@ class FakeNeuron:
             return _json({"error": {"message": f"{wanted.model_id} is in memory", "code": "model_in_use"}}, 409)
         return _json(DeletedFiles(model_id=wanted.model_id, freed_bytes=1234))
 
+    async def _hub(self, request: web.Request) -> web.Response:
+        found = self.hub.get(request.match_info["source"])
+        if found is None:
+            return _json({"error": {"message": "the hub has no such repository", "code": "model_not_found"}}, 404)
+        return _json(found)
+
     async def _usage(self, request: web.Request) -> web.Response:
-        cost = self.costs.get(request.match_info["id"])
+        attempts = {seen.headers.get("x-cortex-attempt-id"): seen.headers["x-request-id"] for seen in self.seen}
+        cost = self.costs.get(attempts.get(request.match_info["id"], ""))
         if cost is None:
             return _json({"error": {"message": "unknown", "code": "route_not_found"}}, 404)
         return _json(cost)

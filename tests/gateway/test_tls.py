@@ -51,6 +51,29 @@ async def test_node_with_a_certificate_of_a_stranger_is_down_and_says_why(neuron
     assert "certificate" in problem
 
 
+async def test_changed_ca_file_is_used_for_new_connections(neurons, spawn, authority, tmp_path):
+    beast = await neurons("beast", sizes={"a": GB}, tls=ServerCertificate(*astuple(authority.issue("node"))).context)
+    trusted, ca = Path(authority.own.cert), tmp_path / "ca.pem"
+    shutil.copy(authority.issue("stranger").cert, ca)
+    gateway = await spawn(beast, extra='node_ca_file = "ca.pem"')
+
+    async def node() -> dict[str, str]:
+        url = f"http://127.0.0.1:{gateway.port}/health"
+        async with ClientSession() as session, session.get(url) as response:
+            return (await response.json())["nodes"]
+
+    async with asyncio.timeout(60):
+        while await node() != {"beast": "down"}:
+            await asyncio.sleep(0.05)
+        shutil.copy(trusted, ca)
+        while await node() != {"beast": "up"}:
+            await asyncio.sleep(0.05)
+        ca.write_text("no certificate")
+        while "not reloaded" not in gateway.log:
+            await asyncio.sleep(0.05)
+    assert await node() == {"beast": "up"}, "the authority that was in force still is"
+
+
 async def test_missing_ca_file_or_certificate_is_an_error_of_the_configuration(neurons, start_gateway, authority):
     beast = await neurons("beast", tls=ServerCertificate(*astuple(authority.issue("node"))).context)
     with pytest.raises(SettingsError, match="ca_file"):

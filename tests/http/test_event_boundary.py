@@ -51,6 +51,15 @@ def test_passes_only_whole_events_and_loses_none(blank, events, rest, cuts):
     assert passed + boundary.flush() == stream
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
+def test_drops_comments_behind_the_last_event_that_no_blank_line_ends(piece_bytes):
+    events = b": keepalive\n\ndata: 1\n\ndata: [DONE]\n\n"
+    stream = events + b': failed overloaded\n: usage {"prompt_tokens":1}\n'
+    boundary = EventBoundary()
+    passed = b"".join(boundary.push(stream[at : at + piece_bytes]) for at in range(0, len(stream), piece_bytes))
+    assert passed + boundary.flush() == events
+
+
 @pytest.mark.parametrize("piece_bytes", [1000, 100_000])
 def test_passes_an_event_too_long_to_hold_in_pieces(piece_bytes):
     boundary = EventBoundary()

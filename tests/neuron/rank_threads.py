@@ -20,6 +20,9 @@ class QueueLink:
     def __init__(self, num_followers: int = 1) -> None:
         self.queues = [queue.SimpleQueue[StepPlan | None]() for _ in range(num_followers)]
 
+    def follow_others(self) -> None:
+        pass
+
     def turn(self):
         return contextlib.nullcontext()
 

@@ -58,6 +58,14 @@ def test_accepts_every_name_of_the_engine(tmp_path, name):
     ("text", "message"),
     [
         ("[limits]\nmax_qeue = 3", "max_queue"),
+        (
+            "[[models]]\nid = 'a'\ntensor_parallel = 2\npipeline_parallel = 2",
+            "`a` has tensor_parallel and pipeline_parallel; choose one of them",
+        ),
+        (
+            "[[models]]\nid = 'a'\ntensor_parallel = 2\n[[default_models]]\nmodel_id = 'a'\npipeline_parallel = 2",
+            "`a` has tensor_parallel and pipeline_parallel; choose one of them",
+        ),
         ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
         ("[[default_models]]\nmodel_id = 'a'\nharness = 'vllm'", "harness"),
         ("[[harnesses]]\nname = 'vllm'", "name"),

@@ -109,3 +109,14 @@ def test_sysusers_file_is_valid(tmp_path: Path) -> None:
         ["systemd-sysusers", f"--root={tmp_path}", "--dry-run", file], capture_output=True, text=True, check=False
     )
     assert (done.returncode, "neuron" in done.stdout + done.stderr) == (0, True), done.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("name", ["cortex", "neuron"])
+def test_unit_is_valid(tmp_path: Path, name: str) -> None:
+    """Only the program, which is not installed here, is replaced."""
+    unit = (PACKAGING / "systemd" / f"{name}.service").read_text()
+    copy = tmp_path / f"{name}.service"
+    copy.write_text(unit.replace(f"ExecStart=/opt/cortex/bin/{name}", "ExecStart=/bin/true"))
+    done = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

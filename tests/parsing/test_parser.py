@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
-from cortex.parsing.parser import LARGE_BYTES, BodyParser
+from cortex.parsing import relayed
+from cortex.parsing.cost import LARGE_BYTES
+from cortex.parsing.parser import BodyParser
 from cortex.parsing.protocol import ParsedText
 from cortex.wire import openai_chat
 from cortex.wire.dialects import DIALECTS
-from cortex.wire.errors import MAX_ECHO, InvalidValue, MalformedJSON, PreparationLimitExceeded
+from cortex.wire.errors import MAX_ECHO, InvalidValue, MalformedJSON, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node import Dialect
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.raw_fields import replace_model
 
 LONG = "x" * LARGE_BYTES
+CLIENT = "alice"
 BILLING = {"type": "text", "text": "x-anthropic-billing-header: v=1"}
 
 
@@ -39,45 +42,45 @@ async def test_request_is_parsed_packed_and_translated(parser: BodyParser, text:
     dialects: list[Dialect] = ["openai_chat", "openai_responses", "anthropic_messages"]
     for dialect in dialects:
         expected = DIALECTS[dialect].parse(body(text))
-        packed = await parser.parse(dialect, body(text))
+        packed = await parser.parse(dialect, body(text), CLIENT)
         assert unpack(packed.whole) == expected
         assert not packed.head.messages
-        head, translated = await parser.translate(dialect, body(text), "m")
+        head, translated = await parser.translate(dialect, body(text), "m", CLIENT)
         assert head == packed.head
         assert translated == openai_chat.build(expected)
-    assert await parser.rename(body(text), "other") == replace_model(body(text), "other")
-    tokens = await parser.parse_tokenize(json.dumps({"model": "m", "prompt": text}).encode())
+    assert await parser.rename(body(text), "other", CLIENT) == replace_model(body(text), "other")
+    tokens = await parser.parse_tokenize(json.dumps({"model": "m", "prompt": text}).encode(), CLIENT)
     assert tokens == ParsedText("m", text)
-    assert isinstance(await parser.parse_tokenize(body(text)), PackedRequest)
-    stripped = await parser.parse("anthropic_messages", body(text, system=[BILLING]), strip_billing=True)
-    assert stripped.whole == (await parser.parse("anthropic_messages", body(text))).whole
+    assert isinstance(await parser.parse_tokenize(body(text), CLIENT), PackedRequest)
+    stripped = await parser.parse("anthropic_messages", body(text, system=[BILLING]), CLIENT, strip_billing=True)
+    assert stripped.whole == (await parser.parse("anthropic_messages", body(text), CLIENT)).whole
 
 
 async def test_errors_keep_their_class_and_field(parser: BodyParser) -> None:
     with pytest.raises(InvalidValue) as invalid:
-        await parser.parse("openai_chat", body(LONG, temperature="hot"))
+        await parser.parse("openai_chat", body(LONG, temperature="hot"), CLIENT)
     assert invalid.value.param == "temperature"
     with pytest.raises(MalformedJSON):
-        await parser.parse("openai_chat", body(LONG)[:-1])
+        await parser.parse("openai_chat", body(LONG)[:-1], CLIENT)
 
 
 async def test_body_that_takes_too_much_memory_is_rejected_and_the_next_one_is_parsed() -> None:
     parser = BodyParser(memory_bytes=48 << 20)
     with pytest.raises(PreparationLimitExceeded, match="memory"):
-        await parser.parse("openai_chat", body("x", extra=[[]] * 2_000_000))
-    assert (await parser.parse("openai_chat", body(LONG))).head.model == "m"
+        await parser.parse("openai_chat", body("x", extra=[[]] * 2_000_000), CLIENT)
+    assert (await parser.parse("openai_chat", body(LONG), CLIENT)).head.model == "m"
     await parser.close()
 
 
 async def test_cancelled_calls_end_their_work(parser: BodyParser) -> None:
-    await parser.parse("openai_chat", body(LONG))
-    calls = [asyncio.create_task(parser.parse("openai_chat", body(LONG * 20))) for _ in range(6)]
+    await parser.parse("openai_chat", body(LONG), CLIENT)
+    calls = [asyncio.create_task(parser.parse("openai_chat", body(LONG * 20), CLIENT)) for _ in range(6)]
     await asyncio.sleep(0)
     for call in calls:
         call.cancel()
     await asyncio.wait(calls)
     assert all(call.cancelled() for call in calls)
-    assert (await parser.parse("openai_chat", body(LONG))).head.model == "m"
+    assert (await parser.parse("openai_chat", body(LONG), CLIENT)).head.model == "m"
 
 
 async def test_head_holds_little_of_what_is_only_reported(parser: BodyParser) -> None:
@@ -85,7 +88,9 @@ async def test_head_holds_little_of_what_is_only_reported(parser: BodyParser) ->
     patterns = {f"{name[:300]}{number}": {"pattern": "(?=a)"} for number in range(400)}
     schema = {"type": "object", "properties": patterns}
     response_format = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
-    packed = await parser.parse("openai_chat", body("x", response_format=response_format, **{name: 1, "other": 2}))
+    packed = await parser.parse(
+        "openai_chat", body("x", response_format=response_format, **{name: 1, "other": 2}), CLIENT
+    )
     assert packed.head.ignored_fields == ("input", name[:MAX_ECHO], "other")
     assert packed.head.unenforced
     assert all(len(path) <= MAX_ECHO for path in packed.head.unenforced)
@@ -104,6 +109,51 @@ async def test_head_holds_little_of_what_is_only_reported(parser: BodyParser) ->
 )
 async def test_rejects_head_that_would_block_the_loop(parser: BodyParser, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue, match=param) as invalid:
-        await parser.parse("openai_chat", body("x", **fields))
+        await parser.parse("openai_chat", body("x", **fields), CLIENT)
     assert invalid.value.param == param
-    assert (await parser.parse("openai_chat", body("x" * 3_000_000))).head.model == "m"
+    assert (await parser.parse("openai_chat", body("x" * 3_000_000), CLIENT)).head.model == "m"
+
+
+@pytest.mark.parametrize("text", ["short", "y" * (2 << 20)], ids=["short", "long"])
+@pytest.mark.parametrize("fields", [{}, {"system": [BILLING]}, {"stream": True, "n": 3}, {"previous_response_id": "r"}])
+async def test_relayed_body_reads_the_same_here_and_elsewhere(
+    parser: BodyParser, text: str, fields: dict[str, Any]
+) -> None:
+    sent = body(text, prompt=["a", "b"], **fields)
+    dialects: list[Dialect] = ["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
+    for dialect in dialects:
+        for generates in (True, False):
+            here = relayed.read(sent, dialect, generates=generates, strip_billing=True)
+            elsewhere = await parser.read_relayed(dialect, sent, CLIENT, generates=generates, strip_billing=True)
+            assert elsewhere.body == here.body
+            assert elsewhere.is_stripped == here.is_stripped == (dialect == "anthropic_messages" and "system" in fields)
+            assert elsewhere.envelope.facts == here.envelope.facts
+            assert list(map(bytes, elsewhere.envelope.conversation)) == list(map(bytes, here.envelope.conversation))
+
+
+async def test_relayed_body_with_lone_surrogates_is_repaired_elsewhere(parser: BodyParser) -> None:
+    sent = body("@" + LONG).replace(b"@", rb"\ud83d")
+    read = await parser.read_relayed("openai_chat", sent, CLIENT, generates=True, strip_billing=False)
+    assert read.body == sent.replace(rb"\ud83d", rb"\ufffd")
+    with pytest.raises(MalformedJSON):
+        await parser.read_relayed("openai_chat", sent[:-1], CLIENT, generates=True, strip_billing=False)
+
+
+async def test_flood_of_one_client_does_not_delay_another(parser: BodyParser) -> None:
+    flood = body("x", extra=[[[]] * 1000] * 400)
+    await parser.parse("openai_chat", body(LONG), CLIENT)
+    calls = [asyncio.create_task(parser.parse("openai_chat", flood, CLIENT)) for _ in range(12)]
+    await asyncio.sleep(0)
+    assert (await parser.parse("openai_chat", body(LONG), "bob")).head.model == "m"
+    assert sum(call.done() for call in calls) <= 6, "they are served in turns"
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+
+
+async def test_number_of_waiting_bodies_is_bounded_for_each_client(parser: BodyParser) -> None:
+    calls = [asyncio.create_task(parser.parse("openai_chat", body(LONG), CLIENT)) for _ in range(30)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    rejected = [result for result in results if isinstance(result, BaseException)]
+    assert 0 < len(rejected) < len(calls)
+    assert all(isinstance(result, RateLimitExceeded) for result in rejected)

@@ -14,7 +14,7 @@ def test_header_round_trips() -> None:
     assert usage_report.from_header(usage_report.header_value(USAGE).encode()) == USAGE
 
 
-@pytest.mark.parametrize("behind", [b"", b"data: [DONE]\n\n", b": keepalive\n\n"])
+@pytest.mark.parametrize("behind", [b"", b"data: [DONE]\n\n", b": keepalive\n\n", b": failed overloaded\n"])
 def test_stream_round_trips(behind: bytes) -> None:
     stream = sse.frame(b'{"choices":[]}') + usage_report.comment(USAGE) + behind
     assert usage_report.from_stream(stream) == USAGE

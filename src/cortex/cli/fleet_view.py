@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from cortex.cli.client import GatewayClient
-from cortex.wire.node import ModelStatus, NodeValue
+from cortex.wire.node import ModelShare, ModelStatus, NodeValue
 
 
 class DeviceView(NodeValue, frozen=True, kw_only=True):
@@ -26,6 +26,7 @@ class HeldModel(ModelStatus, frozen=True, kw_only=True):
 
     in_flight: int = 0
     pinned: bool = False
+    pinned_by: Literal["operator", "catalogue"] | None = None
 
 
 class NodeView(NodeValue, frozen=True, kw_only=True):
@@ -40,6 +41,8 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
     cold_models: tuple[str, ...] = ()
+    shares: tuple[ModelShare, ...] = ()
+    """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes on disk, by model."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cortex.settings import Section
+from cortex.settings import SamplingSection, Section
 from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.node import KVDtype
@@ -62,6 +62,9 @@ class ModelSpec(Section, frozen=True):
     """Nodes that always keep it; they are preferred, and never evict it."""
     only_on: tuple[str, ...] = ()
     """It is loaded on these nodes and no others. Empty: on every node."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that share the model, for one that outgrows a node: each takes an equal number of `min_devices` devices, at
+    least one. The first serves it and has the others as `peers` in its `neuron.toml`."""
     load: LoadPolicy | None = None
     """`on_demand`: loaded by the first request. `pinned`: loaded at start, and kept. `manual`: loaded only by the
     operator. When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
@@ -75,9 +78,15 @@ class ModelSpec(Section, frozen=True):
     kv_dtype: KVDtype | None = None
     """`fp8`: the KV cache takes one byte a number, for about twice the context in the same memory. As the node is
     configured when absent."""
+    deterministic: bool = False
+    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
+    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
     the next load on. By default they are only text, so that clients cannot forge turns."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; from the next load on. As its files
+    recommend where absent."""
     cost: Cost = Cost()
     capabilities: tuple[Capability, ...] = ()
     """Shown to clients; as the node reports when empty."""
@@ -85,6 +94,27 @@ class ModelSpec(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.only_on and (excluded := [name for name in self.pinned_on if name not in self.only_on]):
             raise ValueError(f"`{self.id}` is pinned on {', '.join(excluded)}, which `only_on` excludes")
+
+        if self.nodes:
+            self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        lead = self.nodes[0]
+        if len(self.nodes) < 2 or len(set(self.nodes)) < len(self.nodes):
+            raise ValueError(f"`nodes` of `{self.id}` must name two or more nodes, each once")
+        if self.min_devices > 1 and self.min_devices % len(self.nodes):
+            raise ValueError(
+                f"min_devices = {self.min_devices} of `{self.id}` cannot be shared equally by {len(self.nodes)} nodes"
+            )
+        if self.only_on or any(name != lead for name in self.pinned_on):
+            raise ValueError(
+                f"`{self.id}` is served by {lead}, the first of its `nodes`: remove `only_on` and other pins"
+            )
+
+    @property
+    def devices_per_node(self) -> int:
+        """The fewest devices that it takes on each node that it is loaded on."""
+        return max(1, self.min_devices // max(1, len(self.nodes)))
 
     @property
     def policy(self) -> LoadPolicy:

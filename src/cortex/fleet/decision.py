@@ -10,6 +10,7 @@ import msgspec
 from cortex.wire.node import DeviceKind
 
 from .eviction import Occupant, Protection
+from .topology import ModelOnNode
 
 Origin = Literal["request", "background", "operator"]
 """A client, a client through a background alias (never evicts), or the operator (may load `manual` models)."""
@@ -98,6 +99,8 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """The models that hold memory there, and why each may or may not be evicted."""
     load: float = 0.0
     """How busy the model is there, where it is resident."""
+    parts: tuple[Assessment, ...] = ()
+    """Of a model that spans nodes: the assessments of the nodes that share it with this one."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +129,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def victims(self) -> tuple[str, ...]:
         """Models to unload on `node` before the load."""
         return tuple(victim.model_id for victim in self.chosen.victims) if self.chosen else ()
+
+    @property
+    def evictions(self) -> tuple[ModelOnNode, ...]:
+        """The victims, with those on the other nodes of a model that spans nodes."""
+        places = (self.chosen, *self.chosen.parts) if self.chosen else ()
+        return tuple(ModelOnNode(place.node, victim.model_id) for place in places for victim in place.victims)
+
+    @property
+    def parts(self) -> tuple[Assessment, ...]:
+        return self.chosen.parts if self.chosen else ()
 
     @property
     def need_bytes(self) -> int | None:

@@ -35,6 +35,8 @@ class Protection(StrEnum):
     """The newcomer is a background request."""
     UNMANAGED = "unmanaged"
     """The node does not unload models on request."""
+    PART = "part"
+    """It is a part of a model that another node serves."""
 
     @property
     def is_temporary(self) -> bool:

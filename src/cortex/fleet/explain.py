@@ -44,9 +44,11 @@ def outcome(decision: Decision) -> str:
             return f"{model_id} is starting on {node}."
         case "wake" | "load":
             verb = "wake" if decision.action == "wake" else "load"
-            victims = f" after unloading {', '.join(decision.victims)}" if decision.victims else ""
+            names = [f"{model} on {place}" if place != node else model for place, model in decision.evictions]
+            victims = f" after unloading {', '.join(names)}" if names else ""
             devices = f" (device {', '.join(map(str, decision.devices))})" if decision.devices else ""
-            return f"{verb} {model_id} on {node}{devices}{victims}."
+            parts = "".join(f" and a part on {part.node}" for part in decision.parts)
+            return f"{verb} {model_id} on {node}{devices}{parts}{victims}."
         case "wait":
             first = decision.assessments[0]
             return f"{model_id} waits for room on {first.node}: {first.reason}."
@@ -63,7 +65,7 @@ def as_json(decision: Decision) -> dict[str, Any]:
         "action": decision.action,
         "node": decision.node,
         "devices": list(decision.devices),
-        "victims": list(decision.victims),
+        "victims": list(dict.fromkeys(eviction.model for eviction in decision.evictions)),
         "outcome": outcome(decision),
         "nodes": [_assessment_json(assessment) for assessment in decision.assessments],
     }
@@ -153,6 +155,17 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
         "takes_bytes": assessment.takes_bytes,
         "ceiling_bytes": assessment.ceiling_bytes,
         "victims": [victim.model_id for victim in assessment.victims],
+        "parts": [
+            {
+                "node": part.node,
+                "verdict": part.verdict.value,
+                "reason": part.reason,
+                "takes_bytes": part.takes_bytes,
+                "devices": list(part.devices),
+                "victims": [victim.model_id for victim in part.victims],
+            }
+            for part in assessment.parts
+        ],
         "devices": [
             {
                 "index": row.index,

@@ -163,11 +163,14 @@ def _occupants(
     """Every model that holds memory on `node` or has reserved some."""
     found = []
     reserved = {reservation.model_id for reservation in node.reservations}
-    for model_id in {**node.residencies, **dict.fromkeys(reserved)}:
+    leads = {share.model_id: share.lead for share in node.shares}
+    for model_id in {**node.residencies, **dict.fromkeys((*reserved, *leads))}:
         held = node.residencies.get(model_id)
         kept: tuple[Protection, str] | None
         if model_id in reserved:
             kept = Protection.CHANGING, "load ordered"
+        elif model_id in leads:
+            kept = Protection.PART, f"a part of it; {leads[model_id]} serves it, and unloads it"
         elif held is not None and occupies(held):
             kept = protection(held, node, spec, fleet, now, background=origin == "background")
         else:

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from cortex.wire.node import ModelStatus
+
 from .catalogue import ModelSpec
 from .topology import ON_DEVICE, Device, Fleet, Node
 
@@ -85,6 +87,9 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
         if held.model_id not in reserved and held.state in ON_DEVICE and held.num_bytes:
             basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"
             _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis)
+    for share in node.shares:
+        if share.model_id not in reserved:
+            _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured")
     ceiling = node.ceiling_bytes
     held_bytes = sum(holding.num_bytes for entries in holdings.values() for holding in entries)
     return tuple(
@@ -115,28 +120,40 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
         """This need, raised to `num_bytes` where it is less."""
         return Need(takes_bytes=max(self.takes_bytes, num_bytes), least_bytes=max(self.least_bytes, num_bytes))
 
+    def part_of(self, num_parts: int) -> Need:
+        """One of `num_parts` equal parts."""
+        return Need(takes_bytes=-(-self.takes_bytes // num_parts), least_bytes=-(-self.least_bytes // num_parts))
+
 
 def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     """What `spec` needs on `node`: measured before estimated, the operator's estimate before the node's.
+    Of a model that spans nodes, the part of one node.
 
     A node that has read the model's files also reports a minimum; the operator's estimate has none.
     """
     held = node.residencies.get(spec.id)
     candidates = (
-        None if held is None else held.status.measured_bytes,
+        None if held is None else _whole(held.status, held.status.measured_bytes),
         fleet.measured.get((spec.id, spec.quant, spec.context)),
         spec.vram_bytes,
-        None if held is None else held.status.estimate_bytes,
+        None if held is None else _whole(held.status, held.status.estimate_bytes),
         _estimate_elsewhere(spec.id, fleet),
     )
     takes_bytes = next((candidate for candidate in candidates if candidate is not None), None)
     if takes_bytes is None:
         return None
-    least_bytes = None if held is None or spec.vram_bytes is not None else held.status.least_bytes
+    least_bytes = None if held is None or spec.vram_bytes is not None else _whole(held.status, held.status.least_bytes)
     if least_bytes is None:
-        return Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
-    # The minimum includes memory that is not taken at load, so it can exceed the measured size.
-    return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
+        need = Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
+    else:
+        # The minimum includes memory that is not taken at load, so it can exceed the measured size.
+        need = Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
+    return need.part_of(max(1, len(spec.nodes)))
+
+
+def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
+    """The size of the whole model, of which a node reports its part."""
+    return None if num_bytes is None else num_bytes * max(1, len(status.nodes))
 
 
 def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
@@ -146,14 +163,15 @@ def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
         for held in node.residencies.values():
             if held.status.measured_bytes is not None:
                 spec = fleet.catalogue.spec(held.model_id)
-                found[(spec.id, spec.quant, spec.context)] = held.status.measured_bytes
+                whole_bytes = held.status.measured_bytes * max(1, len(held.status.nodes))
+                found[(spec.id, spec.quant, spec.context)] = whole_bytes
     return found
 
 
 def _estimate_elsewhere(model_id: str, fleet: Fleet) -> int | None:
     """The largest size that any node reports for the model."""
     others = [node.residencies[model_id] for node in fleet.nodes if model_id in node.residencies]
-    return max((known for held in others if (known := held.num_bytes) is not None), default=None)
+    return max((known for held in others if (known := _whole(held.status, held.num_bytes)) is not None), default=None)
 
 
 def _enter(

@@ -9,12 +9,13 @@ import msgspec
 
 from cortex.wire.node import ModelState
 
-from .catalogue import ModelSpec
+from .catalogue import MEBIBYTE, Catalogue, ModelSpec
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .eviction import occupies
 from .fitting import fit, need_and_have
 from .memory import Need, need_of
 from .rules import PlacementRules
+from .spanning import fit_over_nodes
 from .topology import STARTING, Fleet, Node, Residency
 
 _ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
@@ -52,6 +53,14 @@ def place(
     return Decision(model_id=model_id, at=now, origin=origin, action=action, assessments=tuple(assessments))
 
 
+def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decision:
+    """Where the operator could load a model that no node has yet, of which only the size is known."""
+    spec = ModelSpec(id=model_id, vram_mb=max(1, -(-num_bytes // MEBIBYTE)))
+    others = tuple(known for known in fleet.catalogue.models if known.id != model_id)
+    catalogue = Catalogue(models=(*others, spec))
+    return place(model_id, msgspec.structs.replace(fleet, catalogue=catalogue), now, origin="operator")
+
+
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
     """Assess `spec` on `node`."""
     held = node.residencies.get(spec.id)
@@ -59,6 +68,8 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     if (raised := node.raised_needs.get(spec.id)) is not None:
         need = Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
     found = _without_memory(spec, node, held, fleet, now, origin)
+    if found is None and spec.nodes:
+        return fit_over_nodes(spec, node, fleet, now, need=need, origin=origin)
     if found is None:
         return fit(spec, node, fleet, now, need=need, origin=origin)
     verdict, reason = found
@@ -103,7 +114,7 @@ class Feasibility:
 
 
 def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
-    return spec.min_devices if held is None else len(held.status.devices) or spec.min_devices
+    return spec.devices_per_node if held is None else len(held.status.devices) or spec.devices_per_node
 
 
 class UnmetPin(NamedTuple):
@@ -162,6 +173,10 @@ def _without_memory(
         return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
     if spec.only_on and node.name not in spec.only_on:
         return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.only_on)} (`only_on` in models.toml)"
+    if spec.nodes and node.name in spec.nodes[1:]:
+        return Verdict.EXCLUDED, f"takes a part of it; {spec.nodes[0]} serves it (`nodes` in models.toml)"
+    if spec.nodes and node.name != spec.nodes[0]:
+        return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.nodes)} (`nodes` in models.toml)"
     if spec.harness not in node.harnesses:
         return Verdict.WRONG_HARNESS, f"has no harness `{spec.harness}`, only {', '.join(node.harnesses) or 'none'}"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":

@@ -84,24 +84,25 @@ def _close_for(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozens
     later = place(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
     if later.action not in ("load", "wake") or later.node is None:
         return fleet, frozenset()
-    closing = frozenset(ModelOnNode(later.node, victim) for victim in later.victims)
-    return _started(fleet, later), closing
+    return _started(fleet, later), frozenset(later.evictions)
 
 
 def _started(fleet: Fleet, decision: Decision) -> Fleet:
-    """The fleet after a start was ordered: its bytes reserved, its victims unloading."""
-    node = fleet.node(decision.node or "")
-    if node is None:
-        return fleet
-    reservation = MemoryReservation(
-        model_id=decision.model_id, devices=decision.devices, num_bytes=decision.takes_bytes or 0
-    )
-    unloading = {victim: _unloading(node.residencies[victim]) for victim in decision.victims}
-    return fleet.with_node(
-        msgspec.structs.replace(
-            node, reservations=(*node.reservations, reservation), residencies={**node.residencies, **unloading}
+    """The fleet after a start was ordered: its bytes reserved, its victims unloading, on every node that it takes."""
+    for taken in (decision.chosen, *decision.parts):
+        node = None if taken is None else fleet.node(taken.node)
+        if taken is None or node is None:
+            continue
+        reservation = MemoryReservation(
+            model_id=decision.model_id, devices=taken.devices, num_bytes=taken.takes_bytes or 0
         )
-    )
+        unloading = {each.model_id: _unloading(node.residencies[each.model_id]) for each in taken.victims}
+        fleet = fleet.with_node(
+            msgspec.structs.replace(
+                node, reservations=(*node.reservations, reservation), residencies={**node.residencies, **unloading}
+            )
+        )
+    return fleet
 
 
 def _unloading(held: Residency) -> Residency:

@@ -20,6 +20,7 @@ from cortex.wire.node import (
     DiskUse,
     Health,
     ModelLoad,
+    ModelShare,
     ModelState,
     ModelStatus,
     PullStatus,
@@ -132,6 +133,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     has_lifecycle: bool = True
     """Whether it loads and unloads models on request; foreign servers do not."""
     max_devices_per_model: int = 1
+    can_sleep: bool = True
+    """Whether models that it unloads may sleep."""
     harnesses: tuple[str, ...] = ("torch",)
     dialects: tuple[Dialect, ...] = ("openai_chat",)
     healthy: bool = False
@@ -149,6 +152,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     disk: DiskUse | None = None
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load."""
+    shares: tuple[ModelShare, ...] = ()
+    """Parts of models that other nodes serve."""
     raised_needs: dict[str, int] = {}
     """By model: the minimum bytes that it needs here, raised after a load ran out of memory."""
 
@@ -209,6 +214,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         ceiling_bytes=_smaller(before.ceilings.node_bytes, health.ceiling_bytes),
         residencies={status.id: Residency(status=status, seen_at=now) for status in health.models},
         max_devices_per_model=discovery.max_devices_per_model,
+        can_sleep=discovery.can_sleep,
         harnesses=discovery.harnesses,
         dialects=discovery.dialects,
         healthy=True,
@@ -218,6 +224,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         problem=discovery.driver_problem,
         disk=health.disk,
         pulls=health.pulls,
+        shares=health.shares,
     )
 
 
@@ -233,10 +240,17 @@ def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
 def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[Device, ...]:
     reports = {report.index: report for report in health.devices}
     known = {device.index: device for device in before.devices}
+    models = (*health.models, *map(_as_model, health.shares))
     return tuple(
-        _device(device, reports.get(device.index), known.get(device.index), health.models, before.ceilings)
+        _device(device, reports.get(device.index), known.get(device.index), models, before.ceilings)
         for device in discovery.devices
     )
+
+
+def _as_model(share: ModelShare) -> ModelStatus:
+    """A share holds device memory as a model does."""
+    state = ModelState.READY if share.state == "ready" else ModelState.LOADING
+    return ModelStatus(id=share.model_id, state=state, devices=share.devices, measured_bytes=share.num_bytes)
 
 
 def _device(

@@ -32,7 +32,14 @@ class ConfigurationFiles:
 
     def stamps(self, config: Config) -> tuple[Stamp, ...]:
         """A value that changes when a file of `config` does."""
-        return tuple(stamp(file) for file in (self.path, catalogue_path(config, self.path)) if file is not None)
+        own = tuple(stamp(file) for file in (self.path, catalogue_path(config, self.path)) if file is not None)
+        return (*own, *authority_stamps(config, self.directory).values())
+
+
+def authority_stamps(config: Config, directory: Path) -> dict[str, Stamp]:
+    """A value for each node with a `ca_file` that changes when the file does."""
+    files = {neuron.name: config.ca_file(neuron, directory) for neuron in config.neurons}
+    return {name: stamp(file) for name, file in files.items() if file is not None}
 
 
 def load_catalogue(config: Config, path: Path | None) -> Catalogue:

@@ -22,7 +22,7 @@ from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.config import Config, NeuronSection
-from cortex.gateway.configuration_files import ConfigurationFiles
+from cortex.gateway.configuration_files import ConfigurationFiles, authority_stamps
 from cortex.gateway.configuration_warnings import warn_about_access, warn_about_restart
 from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.dispatcher import Dispatcher
@@ -43,17 +43,18 @@ from cortex.gateway.proxy.activity import ActivityLog
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.inference import Inference
-from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server
+from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits
 from cortex.gateway.proxy.routes import error_response, rejection_response
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.responses.service import ResponsesService
 from cortex.gateway.router import RequestRouter
 from cortex.http.cross_site import CrossSiteCheck
+from cortex.http.limits import Buffered
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Server
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
-from cortex.settings import SettingsError
+from cortex.settings import SettingsError, Stamp
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.telemetry import logs, open_tracer
 from cortex.wire.errors import Family, RouteNotFound
@@ -84,6 +85,8 @@ class Gateway:
         self._configured, self._catalogue = config, catalogue
         self._discovery = DNSDiscovery(resolve)
         self._directory = directory
+        self._authorities: dict[str, Stamp] = {}
+        """The files of authorities that the connections to nodes are verified with."""
         self._ticker = Ticker(loop)
         self._nodes: dict[str, NodeClient] = {}
         self._pollers: dict[str, Poller] = {}
@@ -118,6 +121,7 @@ class Gateway:
             disconnected_usage=DisconnectedUsage(),
             activity=ActivityLog(config.activity),
             parser=BodyParser(),
+            buffered=Buffered(client_limits(config).buffered_bytes),
             clock=loop.time,
         )
         self._inference = Inference(self._services)
@@ -151,7 +155,14 @@ class Gateway:
         )
         self._page = Page(self._metering.meter, is_secure=self._certificate is not None)
         self._router = RequestRouter(self._inference, self._responses, self._control, self._page)
-        self.server = api_server(self._router.handle, config, self._ticker, self.metrics, self._admission.authenticate)
+        self.server = api_server(
+            self._router.handle,
+            config,
+            self._ticker,
+            self.metrics,
+            self._admission.authenticate,
+            self._services.buffered,
+        )
         limits = dataclasses.replace(self.server.limits, body_bytes=CONTROL_BODY_BYTES)
         self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
 
@@ -166,6 +177,7 @@ class Gateway:
         await self._discovery.refresh(self.config.discovery)
         self.config = self._with_discovered(self.config)
         self.dispatcher.reconfigure(DispatchSettings.of(self.config, self._catalogue))
+        self._authorities = authority_stamps(self.config, self._directory)
         for neuron in self.config.neurons:
             self._join(self._client(neuron, self.config))
         polls = [asyncio.create_task(poller.poll()) for poller in self._pollers.values()]
@@ -253,12 +265,14 @@ class Gateway:
         if config.telemetry != before.telemetry:
             await asyncio.to_thread(open_tracer(config.telemetry, "cortex").close)  # is it usable after a restart?
         settings = DispatchSettings.of(config, catalogue)
+        authorities = authority_stamps(config, self._directory)
         kept = {
             section.name
             for section in config.neurons
             if section in before.neurons
             and config.key_variable(section) == before.key_variable(section)
             and config.ca_file(section, self._directory) == before.ca_file(section, self._directory)
+            and authorities.get(section.name) == self._authorities.get(section.name)
         }
         joining = [self._client(section, config) for section in config.neurons if section.name not in kept]
         await self._use_keys(config)
@@ -269,6 +283,7 @@ class Gateway:
         for name in [name for name in self._nodes if name not in kept]:
             self._nodes.pop(name).pool.close()
         self.config, self._configured, self._catalogue = config, configured, catalogue
+        self._authorities = authorities
         self._services.config = config.gateway
         self._responses.use(config.responses)
         self._router.configure(config, is_open=self._metering.is_open)

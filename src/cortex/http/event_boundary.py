@@ -45,6 +45,12 @@ class EventBoundary:
         if data.endswith(BLANK_LINES):
             self.inside = False
             return data
+        end = data.rfind(b"\n\n") + 2
+        rest = data[end:]
+        if end > 1 and len(rest) <= _MAX_HELD_BYTES and b"\r" not in rest:  # as in nearly every stream
+            self.inside = False
+            self._held = rest
+            return data[:end]
         end = max(data.rfind(blank) + len(blank) if blank in data else 0 for blank in BLANK_LINES)
         if len(data) - end > _MAX_HELD_BYTES:
             self.inside = True
@@ -57,9 +63,12 @@ class EventBoundary:
         return data[:end]
 
     def flush(self) -> bytes:
-        """What is still held back when the stream has ended."""
+        """What is still held back when the stream has ended; comments that no blank line ended were for the relay."""
         held, self._held = self._held, b""
-        return held
+        if not held.startswith(b":"):
+            return held
+        is_one_line = held.find(b"\n") == len(held) - 1
+        return b"" if is_one_line or _COMMENTS.fullmatch(held) else held
 
     def escape(self) -> bytes:
         """Bytes that end an event that was passed on in part, if there is one, so that another can follow."""

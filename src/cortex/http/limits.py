@@ -36,12 +36,18 @@ class ClientLimits:
 
 
 class Buffered:
-    """Request bytes that all connections of one server hold now. Each connection adds and subtracts its own."""
+    """Request bytes that are in memory now, of all connections of one server and of what outlives them. Whoever holds
+    some adds and subtracts its own."""
 
-    __slots__ = ("num_bytes",)
+    __slots__ = ("max_bytes", "num_bytes")
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
+        self.max_bytes = max_bytes
+
+    def has_room(self, num_bytes: int = 0) -> bool:
+        """Whether `num_bytes` more are within the limit."""
+        return self.num_bytes + num_bytes <= self.max_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,15 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 _ARRAY_HEADER_BYTES = 16
 """Upper bound of what a frame holds besides its messages."""
 
+_JOINED_BYTES = 64 * 1024
+"""Frames up to this size are copied into one piece: writing several pieces costs more."""
+
 _LENGTH = struct.Struct("<I")
+# Of msgpack: an array with a length of 32 bits, bytes with a length of 32 bits, and no bytes.
+_ARRAY_HEADER = struct.Struct(">BI")
+_BYTES_HEADER = struct.Struct(">BI")
+_BYTES = 0xC6
+_NO_BYTES = b"\xc4\x00"
 _encoder = msgspec.msgpack.Encoder()
 
 T = TypeVar("T")
@@ -69,10 +77,11 @@ class FrameDecoder(Generic[T]):
                 end = start + _LENGTH.size + body_bytes
                 if len(self._buffer) < end:
                     return
-                body = bytes(memoryview(self._buffer)[start + _LENGTH.size : end])
-                start = end
+                body_start, start = start + _LENGTH.size, end
                 try:
-                    messages = self._decoder.decode(body)
+                    # Decoded in place: copying a body of a client's size would delay the loop.
+                    with memoryview(self._buffer) as frames, frames[body_start:end] as body:
+                        messages = self._decoder.decode(body)
                 except msgspec.MsgspecError as error:
                     raise ChannelError(f"a frame of {body_bytes} bytes does not decode: {error}") from error
                 yield messages
@@ -107,7 +116,9 @@ class LoopChannel(asyncio.Protocol, Generic[T]):
         self._on_closed = on_closed
         self._decoder: FrameDecoder[T] = FrameDecoder(message_type)
         self._transport: asyncio.Transport | None = None
-        self._unsent: list[msgspec.Raw] = []
+        self._unsent: list[bytes] = []
+        """Parts of the next frame."""
+        self._num_unsent = 0
         self._unsent_bytes = 0
         self._problem: str | None = None
 
@@ -116,20 +127,24 @@ class LoopChannel(asyncio.Protocol, Generic[T]):
         connection.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct, payload: bytes = b"") -> None:
         """Queues `message` for the next frame; does nothing once the channel is closed.
 
-        Raises Unsendable: each message is encoded here, so that an invalid one does not affect the others.
+        A `payload` takes the place of the last field of an array-like message, which must be `b""`. It may be large: it
+        is not copied. Raises Unsendable: each message is encoded here, so that an invalid one does not affect the
+        others.
         """
         if self._transport is None:
             return
-        encoded = _encode(message)
-        if self._unsent_bytes + len(encoded) > MAX_FRAME_BYTES - _ARRAY_HEADER_BYTES:
+        parts = _encode(message, payload)
+        num_bytes = sum(map(len, parts))
+        if self._unsent_bytes + num_bytes > MAX_FRAME_BYTES - _ARRAY_HEADER_BYTES:
             self._flush()
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append(msgspec.Raw(encoded))
-        self._unsent_bytes += len(encoded)
+        self._unsent += parts
+        self._num_unsent += 1
+        self._unsent_bytes += num_bytes
 
     def close(self) -> None:
         """Closes the connection after everything sent so far."""
@@ -139,9 +154,14 @@ class LoopChannel(asyncio.Protocol, Generic[T]):
 
     def _flush(self) -> None:
         if self._unsent and self._transport is not None:
-            self._transport.write(encode_frame(self._unsent))
-        self._unsent.clear()
-        self._unsent_bytes = 0
+            count = _array_header(self._num_unsent)
+            length = _LENGTH.pack(len(count) + self._unsent_bytes)
+            if self._unsent_bytes <= _JOINED_BYTES:
+                self._transport.write(b"".join((length, count, *self._unsent)))
+            else:
+                self._transport.writelines((length, count, *self._unsent))
+        self._unsent = []
+        self._num_unsent = self._unsent_bytes = 0
 
     # Called by the transport
 
@@ -165,11 +185,21 @@ class LoopChannel(asyncio.Protocol, Generic[T]):
         self._on_closed(self._problem or (str(exc) if exc else "the other side closed the channel"))
 
 
-def _encode(message: msgspec.Struct) -> bytes:
+def _encode(message: msgspec.Struct, payload: bytes) -> list[bytes]:
+    """The parts of an encoded message. Raises Unsendable."""
     try:
         encoded = _encoder.encode(message)
     except (OverflowError, ValueError) as error:
         raise Unsendable(f"the message cannot be encoded: {error}") from error
-    if len(encoded) > MAX_FRAME_BYTES - _ARRAY_HEADER_BYTES:
-        raise Unsendable(f"the message has {len(encoded)} bytes, the limit is {MAX_FRAME_BYTES}; send less")
-    return encoded
+    num_bytes = len(encoded) + len(payload)
+    if num_bytes > MAX_FRAME_BYTES - _ARRAY_HEADER_BYTES:
+        raise Unsendable(f"the message has {num_bytes} bytes, the limit is {MAX_FRAME_BYTES}; send less")
+    if not payload:
+        return [encoded]
+    assert encoded.endswith(_NO_BYTES), "the payload takes the place of an empty last field"
+    return [encoded[: -len(_NO_BYTES)] + _BYTES_HEADER.pack(_BYTES, len(payload)), payload]
+
+
+def _array_header(count: int) -> bytes:
+    """How an array of `count` messages begins in msgpack."""
+    return b"\x91" if count == 1 else _ARRAY_HEADER.pack(0xDD, count)

@@ -59,8 +59,9 @@ class WorkerPool(Generic[Reply]):
         """Whether the pool is unusable. A job may notice that before the loop reaps the process."""
         return self._is_lost or self._process.returncode is not None
 
-    async def run(self, request: msgspec.Struct, *, in_background: bool = False) -> Reply:
-        """Runs one job. Raises PoolLost, WorkerLost or Unsendable. Cancelling this call kills the worker."""
+    async def run(self, request: msgspec.Struct, payload: bytes = b"", *, in_background: bool = False) -> Reply:
+        """Runs one job; `payload` is as for `LoopChannel.send`. Raises PoolLost, WorkerLost or Unsendable. Cancelling
+        this call kills the worker."""
         worker = self._take_idle(in_background=in_background)
         connection = None
         if worker is None:
@@ -68,7 +69,7 @@ class WorkerPool(Generic[Reply]):
         try:
             if connection is not None:
                 await worker.attach(connection)
-            reply = await worker.run(request)
+            reply = await worker.run(request, payload)
         except WorkerLost:
             self._kill(worker)  # raises PoolLost instead, if that is the reason
             raise
@@ -169,12 +170,12 @@ class _Worker(Generic[Reply]):
     async def attach(self, connection: socket.socket) -> None:
         await self._channel.attach(connection)
 
-    async def run(self, request: msgspec.Struct) -> Reply:
+    async def run(self, request: msgspec.Struct, payload: bytes) -> Reply:
         if self.is_lost:
             raise WorkerLost("the worker ended before its job")
         self._reply = asyncio.get_running_loop().create_future()
         try:
-            self._channel.send(request)
+            self._channel.send(request, payload)
             return await self._reply
         finally:
             self._reply = None

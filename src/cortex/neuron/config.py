@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from cortex import settings
-from cortex.settings import Listen, Section
+from cortex.settings import Listen, SamplingSection, Section
 from cortex.telemetry import TelemetrySection
 from cortex.wire.node import KVDtype
 
@@ -60,6 +60,11 @@ class Limits(Section, frozen=True):
 
     renamed: ClassVar = {"parked_mb": "sleep_mb"}
 
+    max_connections: Count = 4096
+    """Client connections open at once; a further one is rejected with 503. Each request of a gateway takes one."""
+    max_connections_per_client: Count = 2048
+    """Of them from one address (IPv6: one /64 network); a further one is rejected with 429. It also bounds the
+    requests of one gateway."""
     prefill_chunk_tokens: Count | None = None
     """Maximum prompt tokens in one step; a smaller value keeps running streams smoother. Absent: by device."""
     max_prompt_tokens: Count | None = None
@@ -99,7 +104,7 @@ class TextLimits(Section, frozen=True):
     max_grammar_kb: Count = 1024
     """Schemas, choices and grammars that need more thousand characters as a grammar are rejected with 400."""
     max_grammar_cpu_s: Seconds = 2.0
-    """So are those that take longer to compile: the engine compiles them again, while other requests wait."""
+    """So are those that take longer to compile: the worker of the device compiles them again."""
 
     @property
     def num_workers(self) -> int:
@@ -123,10 +128,19 @@ class ModelEntry(Section, frozen=True):
     kv_dtype: KVDtype = "auto"
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
+    deterministic: bool = False
+    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
+    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
+    pipeline_parallel: Count = 1
+    """Number of devices that the model's layers are divided among, by their free memory. For devices of different sizes
+    and slow links; not together with `tensor_parallel`."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
+    `tensor_parallel` devices. Only this node serves it."""
     replicas: Count = 1
     """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
     least work."""
@@ -135,6 +149,9 @@ class ModelEntry(Section, frozen=True):
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
     default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; as its files recommend where
+    absent."""
 
 
 class DefaultModel(Section, frozen=True):
@@ -150,6 +167,12 @@ class DefaultModel(Section, frozen=True):
     quantised at load on a GPU: `q4_k`, `q5_k`, `q6_k` or `q8_0`."""
     tensor_parallel: Count = 1
     """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
+    pipeline_parallel: Count = 1
+    """Number of devices that the model's layers are divided among, by their free memory. For devices of different sizes
+    and slow links; not together with `tensor_parallel`."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
+    `tensor_parallel` devices. Only this node serves it."""
     replicas: Count = 1
     """How often the model is loaded on this node, each time on devices of its own; requests go to the replica with the
     least work."""
@@ -160,10 +183,33 @@ class DefaultModel(Section, frozen=True):
     kv_dtype: KVDtype = "auto"
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
     an Ada, Hopper or Blackwell GPU, or a CPU. `auto`: they have the dtype that the model computes in."""
+    deterministic: bool = False
+    """A request with a seed, or at temperature 0, gets the same tokens alone and in company, whatever is cached and
+    however its prompt is cut into steps. Slower; not for models that are divided among devices."""
     memory_mb: Count | None = None
     """Maximum memory of weights and KV cache. Absent: the weights and a cache for a few full contexts."""
     control_tokens_in_messages: bool = False
     """Read control tokens in the text of messages as such; see `models`."""
+    sampling: SamplingSection = SamplingSection()
+    """How it samples where a request says nothing; see `models`."""
+
+
+class PeerEntry(Section, frozen=True):
+    """Another node, on which models of this node may have a part (`nodes` of a model)."""
+
+    name: str
+    """Its name in `nodes`."""
+    endpoint: str
+    """Base URL of its API, such as `http://benjy.internal:13131`."""
+    key_env: str | None = None
+    """The environment variable that holds one of its `keys`."""
+    ca_file: Path | None = None
+    """The certificates, in PEM, of the authorities that may sign the certificate of an `https://` endpoint, relative to
+    this file. Absent: those that the system trusts."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint must look like `http://benjy.internal:13131`, got `{self.endpoint}`")
 
 
 class DeviceEntry(Section, frozen=True):
@@ -221,6 +267,10 @@ class NeuronConfig(Section, frozen=True):
     cpu_devices: Count = 1
     """On a host without GPUs: the number of CPU devices, each with its own worker and an equal share of the host's
     cores and memory. A model may be placed on any of them."""
+    peers: tuple[PeerEntry, ...] = ()
+    peer_address: str | None = None
+    """The address of this host at which peers reach it while a model spans nodes. Absent: the one from which this node
+    reaches the first peer of the model."""
     devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
@@ -237,9 +287,16 @@ class NeuronConfig(Section, frozen=True):
         for name, ids in (
             ("models", [entry.id for entry in self.models]),
             ("default_models", [entry.model_id for entry in self.default_models]),
+            ("peers", [entry.name for entry in self.peers]),
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
+        entries = [(entry.id, entry.tensor_parallel, entry.pipeline_parallel) for entry in self.models]
+        entries += [(each.model_id, each.tensor_parallel, each.pipeline_parallel) for each in self.default_models]
+        in_stages = {model_id for model_id, _, num_stages in entries if num_stages > 1}
+        for model_id, num_shares, _ in entries:  # a model may have an entry in both lists
+            if num_shares > 1 and model_id in in_stages:
+                raise ValueError(f"`{model_id}` has tensor_parallel and pipeline_parallel; choose one of them")
         indices = [device.index for device in self.devices]
         if len(set(indices)) < len(indices):
             raise ValueError("a device is listed twice in [[devices]]; remove one entry")

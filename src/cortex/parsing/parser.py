@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.pool import PoolLost, WorkerLost, WorkerPool
 from cortex.parsing import protocol
+from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.fair_queue import FairQueue, QueueFull
 from cortex.parsing.protocol import (
     Job,
     Parsed,
     ParsedText,
     ParseRequest,
     ParseTokenize,
+    ReadRelayed,
+    ReadRelayedBody,
     Renamed,
     RenameModel,
     Reply,
+    Result,
     TranslateRequest,
 )
-from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded
+from cortex.parsing.relayed import RelayedBody, envelope_of
+from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node import Dialect
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.rejection import Rejected, error_of
 from cortex.wire.requests import GenerateRequest
 
-LARGE_BYTES = 1 << 17
-"""Smaller bodies take milliseconds, whatever they contain."""
-_NUM_WORKERS = 2
+_NUM_WORKERS = 3
 _MAX_WAITING = 64
+_MAX_WAITING_PER_CLIENT = 16
 _TIMEOUT_S = 60.0
 _MEMORY_BYTES = 1 << 30
 """A body of 64 MB of text takes less than this, in any script."""
@@ -40,7 +47,8 @@ _heads = msgspec.json.Decoder(GenerateRequest)
 class BodyParser:
     """Belongs to one loop. Every method raises the CortexError of a body that is invalid, or too expensive to parse.
 
-    Cancelling a call ends its work. The processes start with the first large body.
+    `client` is who sends a body: clients share the processes fairly. Cancelling a call ends its work. The processes
+    start with the first large body.
     """
 
     def __init__(self, memory_bytes: int = _MEMORY_BYTES) -> None:
@@ -48,41 +56,48 @@ class BodyParser:
         self._memory_bytes = memory_bytes
         self._pool: WorkerPool[Reply] | None = None
         self._starting = asyncio.Lock()
-        self._places = asyncio.Semaphore(_NUM_WORKERS)
-        self._num_jobs = 0
+        self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, _MAX_WAITING_PER_CLIENT)
 
-    async def parse(self, dialect: Dialect, body: bytes, *, strip_billing: bool = False) -> PackedRequest:
+    async def parse(self, dialect: Dialect, body: bytes, client: str, *, strip_billing: bool = False) -> PackedRequest:
         """An inference request, without the billing line of the messages dialect if `strip_billing`."""
-        return _packed(await self._run(ParseRequest(dialect, body, strip_billing), body))
+        job = ParseRequest(dialect, strip_billing, body)
+        return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
 
-    async def translate(self, dialect: Dialect, body: bytes, model: str) -> tuple[GenerateRequest, bytes]:
+    async def translate(self, dialect: Dialect, body: bytes, model: str, client: str) -> tuple[GenerateRequest, bytes]:
         """The head of an inference request, and the request for `model` in OpenAI chat."""
-        translated = _packed(await self._run(TranslateRequest(dialect, body, model), body))
+        job = TranslateRequest(dialect, model, body)
+        translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
         return translated.head, translated.whole
 
-    async def rename(self, body: bytes, model: str) -> bytes:
+    async def rename(self, body: bytes, model: str, client: str) -> bytes:
         """`body`, which must be a JSON object, with another model name."""
-        reply = await self._run(RenameModel(body, model), body)
+        reply = await self._run(RenameModel(model, body), client, is_edited_elsewhere(body))
         assert isinstance(reply, Renamed)
         return reply.body
 
-    async def parse_tokenize(self, body: bytes) -> PackedRequest | ParsedText:
+    async def read_relayed(
+        self, dialect: Dialect, body: bytes, client: str, *, generates: bool, strip_billing: bool
+    ) -> RelayedBody:
+        """A body that is relayed, read in another process."""
+        reply = await self._run(ReadRelayed(dialect, generates, strip_billing, body), client, True)
+        assert isinstance(reply, ReadRelayedBody)
+        found = body if reply.changed is None else reply.changed
+        return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
+
+    async def parse_tokenize(self, body: bytes, client: str) -> PackedRequest | ParsedText:
         """A request for the tokens of a conversation or of a text."""
-        reply = await self._run(ParseTokenize(body), body)
+        reply = await self._run(ParseTokenize(body), client, is_parsed_elsewhere(body))
         return reply if isinstance(reply, ParsedText) else _packed(reply)
 
     async def close(self) -> None:
         if self._pool is not None:
             await self._pool.stop()
 
-    async def _run(self, job: Job, body: bytes) -> Parsed | ParsedText | Renamed:
-        if len(body) < LARGE_BYTES:
+    async def _run(self, job: Job, client: str, is_expensive: bool) -> Result:
+        if not is_expensive:
             return protocol.run(job)
-        if self._num_jobs >= _NUM_WORKERS + _MAX_WAITING:
-            raise Overloaded(f"{_MAX_WAITING} large requests are waiting to be parsed; try again.", retry_after_s=5)
-        self._num_jobs += 1
         try:
-            async with self._places, asyncio.timeout(_TIMEOUT_S):
+            async with self._place(client), asyncio.timeout(_TIMEOUT_S):
                 reply = await self._run_remotely(job)
         except TimeoutError:
             raise PreparationLimitExceeded(
@@ -94,17 +109,40 @@ class BodyParser:
             ) from error
         except Unsendable as error:
             raise BodyTooLarge(f"The body cannot be parsed: {error}.") from error
-        finally:
-            self._num_jobs -= 1
         if isinstance(reply, Rejected):
             raise error_of(reply)
         return reply
 
+    @asynccontextmanager
+    async def _place(self, client: str) -> AsyncIterator[None]:
+        """Waits for a place and holds it. Raises Overloaded, or RateLimitExceeded for a client that sends too many."""
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def start() -> None:
+            if not started.done():
+                started.set_result(None)
+
+        try:
+            entry = self._queue.enter(client, start)
+        except QueueFull as full:
+            problem = f"{full.num_waiting} large requests are waiting to be parsed; try again."
+            raise (
+                RateLimitExceeded(f"Of yours, {problem}", retry_after_s=5)
+                if full.is_own
+                else Overloaded(problem, retry_after_s=5)
+            ) from None
+        try:
+            await started
+            yield
+        finally:
+            self._queue.leave(entry)
+
     async def _run_remotely(self, job: Job) -> Reply:
         """Raises WorkerLost, Unsendable, or Overloaded when the processes cannot run."""
+        without_body = msgspec.structs.replace(job, body=b"")
         for _ in range(2):
             try:
-                return await (await self._running_pool()).run(job, in_background=True)
+                return await (await self._running_pool()).run(without_body, job.body, in_background=True)
             except PoolLost:
                 continue
         raise Overloaded("The process that parses large requests ended twice; try again.", retry_after_s=1)
@@ -123,6 +161,6 @@ class BodyParser:
             return self._pool
 
 
-def _packed(reply: Parsed | ParsedText | Renamed) -> PackedRequest:
+def _packed(reply: Result) -> PackedRequest:
     assert isinstance(reply, Parsed)
     return PackedRequest(_heads.decode(reply.head), reply.body)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from cortex.parsing import relayed
+from cortex.parsing.envelope import Facts
+from cortex.parsing.relayed import Span
 from cortex.wire import openai_chat
 from cortex.wire.anthropic_messages import strip_billing_header
 from cortex.wire.body import parse
@@ -23,24 +26,34 @@ class ParseRequest(_Message, frozen=True):
     """An inference request."""
 
     dialect: Dialect
-    body: bytes
     strip_billing: bool
     """Whether the billing line is removed from a body of the messages dialect."""
+    body: bytes
 
 
 class TranslateRequest(_Message, frozen=True):
     """An inference request for `model` of a server that speaks only OpenAI chat."""
 
     dialect: Dialect
-    body: bytes
     model: str
+    body: bytes
 
 
 class RenameModel(_Message, frozen=True):
     """A body in which `model` takes the place of the model's name; all else stays as it is."""
 
-    body: bytes
     model: str
+    body: bytes
+
+
+class ReadRelayed(_Message, frozen=True):
+    """A body that is relayed, of which only the envelope is read."""
+
+    dialect: Dialect
+    generates: bool
+    strip_billing: bool
+    """As in `ParseRequest`."""
+    body: bytes
 
 
 class ParseTokenize(_Message, frozen=True):
@@ -60,28 +73,43 @@ class Renamed(_Message, frozen=True):
     body: bytes
 
 
+class ReadRelayedBody(_Message, frozen=True):
+    facts: Facts
+    spans: tuple[Span, ...]
+    """Where the conversation is in the body."""
+    is_stripped: bool
+    changed: bytes | None
+    """The body, if it is not the client's."""
+
+
 class ParsedText(_Message, frozen=True):
     model: str
     text: str
 
 
-Job = ParseRequest | TranslateRequest | RenameModel | ParseTokenize
-Reply = Parsed | ParsedText | Renamed | Rejected
+Job = ParseRequest | TranslateRequest | RenameModel | ReadRelayed | ParseTokenize
+"""The body is the last field of each, so that it can be sent without being copied."""
+Result = Parsed | ParsedText | Renamed | ReadRelayedBody
+Reply = Result | Rejected
 
 
-def run(job: Job) -> Parsed | ParsedText | Renamed:
+def run(job: Job) -> Result:
     """Raises a CortexError for a body that is invalid."""
     match job:
-        case ParseRequest(dialect, body, strip_billing):
+        case ParseRequest(dialect, strip_billing, body):
             if strip_billing and dialect == "anthropic_messages":
                 body = strip_billing_header(body)
             return _packed(DIALECTS[dialect].parse(body))
-        case TranslateRequest(dialect, body, model):
+        case TranslateRequest(dialect, model, body):
             request = DIALECTS[dialect].parse(body)
             translated = openai_chat.build(msgspec.structs.replace(request, model=model))
             return Parsed(encode_head(request), translated)
-        case RenameModel(body, model):
+        case RenameModel(model, body):
             return Renamed(replace_model(body, model))
+        case ReadRelayed(dialect, generates, strip_billing, body):
+            found = relayed.read(body, dialect, generates=generates, strip_billing=strip_billing)
+            changed = found.body if found.body is not body else None
+            return ReadRelayedBody(found.envelope.facts, relayed.spans(found), found.is_stripped, changed)
         case ParseTokenize(body):
             fields = parse(body)
             if "messages" in fields:

@@ -8,7 +8,8 @@ plain numbers with the unit in the key: `ttl_s`, `vram_mb`.
 from .listen import Listen
 from .loading import load, loads
 from .reference import reference
+from .sampling import SamplingSection
 from .section import Section, SettingsError
 from .stamps import Stamp, stamp
 
-__all__ = ["Listen", "Section", "SettingsError", "Stamp", "load", "loads", "reference", "stamp"]
+__all__ = ["Listen", "SamplingSection", "Section", "SettingsError", "Stamp", "load", "loads", "reference", "stamp"]

@@ -30,10 +30,11 @@ MAX_REPLACED_SURROGATES = 100_000
 """Surrogates that are read in one body, lone or paired; more of them would occupy the event loop."""
 _REPLACEMENT = rb"\ufffd"
 _SURROGATES = re.compile(
-    rb"(?<!\\)(?P<backslashes>\\++)u(?:[dD][89abAB][\da-fA-F]{2}(?P<low>\\u[dD][c-fC-F][\da-fA-F]{2})"
+    rb"\\(?<!\\\\)\\*+u(?:[dD][89abAB][\da-fA-F]{2}(?P<low>\\u[dD][c-fC-F][\da-fA-F]{2})"
     rb"|[dD][89a-fA-F][\da-fA-F]{2})"
 )
-"""A pair, or a surrogate alone. An even number of backslashes before it is text: the `u` begins no escape."""
+"""A pair, or a surrogate alone. An even number of backslashes before it is text: the `u` begins no escape. It begins
+with a literal, which the search for a match skips to."""
 _LARGEST_SHOWN = 10**18
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
 
@@ -78,9 +79,10 @@ def without_lone_surrogates(body: bytes) -> bytes:
 
 def _with_replacement(found: re.Match[bytes]) -> bytes:
     text, low = found[0], found["low"]
-    if len(found["backslashes"]) % 2 == 0:
+    backslashes = text[: text.index(b"u")]
+    if len(backslashes) % 2 == 0:
         return text[: -len(low)] + _REPLACEMENT if low else text
-    return text if low else found["backslashes"][:-1] + _REPLACEMENT
+    return text if low else backslashes[:-1] + _REPLACEMENT
 
 
 def json_text(value: Any) -> str:

@@ -1,7 +1,8 @@
 """How the gateway learns that a stream failed, although its HTTP status is 200.
 
-A node ends the failed stream of a request that came through a gateway with an SSE comment that has the error's code.
-Clients ignore it. Foreign servers send only the error event of their dialect, which is read where there is no comment.
+A node ends the failed stream of a request that came through a gateway with an SSE comment that has the error's code,
+which the gateway does not pass on. Foreign servers send only the error event of their dialect, which is read where
+there is no comment.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _decoder = msgspec.json.Decoder(_Event)
 
 def comment(code: str) -> bytes:
     """The end of a failed stream, behind its error event."""
-    return sse.comment(_MARK + code.encode())
+    return sse.last_comment(_MARK + code.encode())
 
 
 def from_stream(tail: bytes) -> str | None:

@@ -73,6 +73,8 @@ class Discovery(NodeValue, frozen=True):
     """Why no GPU is used although one may be there, such as a driver/library mismatch."""
     max_devices_per_model: Annotated[int, Meta(ge=1)] = 1
     """The most devices that one model may span on this node."""
+    can_sleep: bool = True
+    """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
     harnesses: tuple[str, ...] = ("torch",)
     dialects: tuple[Dialect, ...] = (
         "openai_chat",
@@ -124,6 +126,21 @@ class Capabilities(NodeValue, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class SamplingDefaults(NodeValue, frozen=True):
+    """How a model samples where a request says nothing; None: not said here."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+
+    def over(self, other: SamplingDefaults) -> SamplingDefaults:
+        """These values, and those of `other` where there are none."""
+        ours = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(other, **ours)
+
+
 class ModelStatus(NodeValue, frozen=True):
     """One model on one node."""
 
@@ -132,6 +149,12 @@ class ModelStatus(NodeValue, frozen=True):
     devices: tuple[int, ...] = ()
     num_devices: Annotated[int, Meta(ge=1)] = 1
     """Devices that it takes on this node, as configured there: it is divided among them, or has a replica on each."""
+    stage_layers: tuple[int, ...] = ()
+    """Number of layers on each of `devices`, if it is divided by layers; before a load, on the empty devices."""
+    device_bytes: tuple[int, ...] = ()
+    """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
+    nodes: tuple[str, ...] = ()
+    """Of a model that spans nodes: their names, this one first. All sizes here are those of this node's part."""
     harness: str = "torch"
     family: str | None = None
     quant: str | None = None
@@ -152,6 +175,8 @@ class ModelStatus(NodeValue, frozen=True):
     """Context that the loaded model accepts: the model's limit, or less if memory is the limit."""
     max_output_tokens: int | None = None
     capabilities: Capabilities = Capabilities()
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How it samples where a request says nothing: the operator's values, then those of its files."""
     progress: Progress | None = None
     load: ModelLoad = ModelLoad()
     reason: str | None = None
@@ -202,6 +227,18 @@ class DiskUse(NodeValue, frozen=True):
     """What the cache takes."""
 
 
+class ModelShare(NodeValue, frozen=True):
+    """A part of a model that spans nodes, on a node that does not serve it."""
+
+    model_id: str
+    lead: str
+    """The node that serves the model, under the name that it has for itself."""
+    state: Literal["loading", "ready"]
+    devices: tuple[int, ...] = ()
+    num_bytes: int = 0
+    """Device memory of the part; 0 while it is being loaded."""
+
+
 class Health(NodeValue, frozen=True):
     status: Literal["ok", "degraded", "draining"]
     """`degraded`: the node serves, but tasks in `failing_tasks` keep failing."""
@@ -216,6 +253,8 @@ class Health(NodeValue, frozen=True):
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load: those in progress, and the latest that ended."""
     disk: DiskUse | None = None
+    shares: tuple[ModelShare, ...] = ()
+    """Parts of models that other nodes serve."""
 
 
 class LoadRequest(NodeValue, frozen=True):
@@ -229,14 +268,28 @@ class LoadRequest(NodeValue, frozen=True):
     devices: Devices = ()
     """Empty: the node chooses."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Number of devices that divide every layer."""
+    pipeline_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Number of devices that divide the layers by their memory; not together with `tensor_parallel`."""
     context_tokens: Annotated[int, Meta(ge=2)] | None = None
     """At least one prompt token and one generated token."""
     control_tokens_in_messages: bool = False
     """Whether the text of control tokens in messages becomes these tokens."""
     kv_dtype: KVDtype | None = None
     """The dtype of the KV cache; as the node is configured when absent."""
+    nodes: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
+    """The nodes that the model spans, this one first. The others are `peers` of this node; each takes an equal number
+    of the `tensor_parallel` devices. Empty: as the node is configured."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """How the model samples where a request says nothing; as the node is configured where absent."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
+            raise ValueError(f"`{self.model_id}` has tensor_parallel and pipeline_parallel: send only one of them")
 
 
 class SleepOption(NodeValue, frozen=True, kw_only=True):
@@ -278,6 +331,24 @@ class FilesRequest(NodeValue, frozen=True):
 class DeletedFiles(NodeValue, frozen=True):
     model_id: str
     freed_bytes: int
+
+
+class HubVariant(NodeValue, frozen=True):
+    """One form of a model in a repository of the hub."""
+
+    quant: str | None
+    """Its quantisation, as a pull names it; None: the repository's safetensors."""
+    num_bytes: int
+    """What a pull of it downloads."""
+    num_files: int
+
+
+class HubRepository(NodeValue, frozen=True):
+    """`GET /hub/{source}`: what a repository of the hub offers, before anything is downloaded."""
+
+    repository: str
+    commit: str
+    variants: tuple[HubVariant, ...]
 
 
 class Recycled(NodeValue, frozen=True):

@@ -6,7 +6,7 @@ Messages name nodes, files and models, for operators. Others get the same error 
 from __future__ import annotations
 
 from cortex.wire import errors
-from cortex.wire.errors import CortexError
+from cortex.wire.errors import CortexError, LoadFailed
 
 _MESSAGES: dict[type[CortexError], str] = {
     CortexError: "The gateway could not handle this request. Send it again, or ask the operator.",
@@ -14,7 +14,7 @@ _MESSAGES: dict[type[CortexError], str] = {
     errors.Overloaded: "There is no room for this request now. Send it again later.",
     errors.Recovering: "The model is being recovered. Send the request again later.",
     errors.InsufficientCapacity: "There is not enough memory for this model. Use another one, or ask the operator.",
-    errors.LoadFailed: "The model could not be loaded. Use another one, or ask the operator.",
+    LoadFailed: "The model could not be loaded. Use another one, or ask the operator.",
     errors.UpstreamUnavailable: "The model cannot be reached now. Send the request again later.",
     errors.UpstreamInterrupted: "The response was interrupted. Send the request again.",
     errors.GenerationFailed: "The response could not be generated. Send the request again, or ask the operator.",
@@ -24,7 +24,7 @@ _MESSAGES: dict[type[CortexError], str] = {
 def public(error: CortexError) -> CortexError:
     """`error` without what only operators may see; the same object if it is about the request alone."""
     kind = type(error)
-    message = _MESSAGES.get(kind) or next((_MESSAGES[base] for base in kind.__mro__[1:-3] if base in _MESSAGES), None)
+    message = _MESSAGES.get(LoadFailed if isinstance(error, LoadFailed) else kind)
     if message is None:
         return error
     return kind(message, param=error.param, retry_after_s=error.retry_after_s)

@@ -9,6 +9,8 @@ from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.requests import OutputFormat, Sampling, Thinking
 
 MAX_CHOICES = 128
+DEFAULT_COMPLETION_TOKENS = 1024
+"""Counted for each choice of a request that sets no limit of its own."""
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_TOKENS = 1024

@@ -17,9 +17,10 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
-def comment(text: bytes) -> bytes:
-    """A frame that SSE clients ignore. `text` is a single line."""
-    return b": " + text + b"\n\n"
+def last_comment(text: bytes) -> bytes:
+    """A line behind the last event of a stream, for the peer that relays the stream: no blank line follows, so that
+    the relay does not take it for an event and drops it at the end. `text` is a single line."""
+    return b": " + text + b"\n"
 
 
 def frame(data: bytes, event: str | None = None) -> bytes:

@@ -1,7 +1,8 @@
 """How a node reports the usage of a response to the gateway: one typed value, the same in every dialect.
 
-A whole response carries the report in a header, a stream in an SSE comment behind its last event. Clients ignore both.
-A node sends a report with every response to a request that came through a gateway (`headers.PRINCIPAL`).
+A whole response carries the report in a header, a stream in an SSE comment behind its last event, which the gateway
+does not pass on. A node sends a report with every response to a request that came through a gateway
+(`headers.PRINCIPAL`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def header_value(usage: Usage) -> str:
 
 def comment(usage: Usage) -> bytes:
     """The end of a stream. To be sent together with the last event, so that no client disconnects between the two."""
-    return sse.comment(_MARK + msgspec.json.encode(usage))
+    return sse.last_comment(_MARK + msgspec.json.encode(usage))
 
 
 def from_header(value: bytes) -> Usage | None:

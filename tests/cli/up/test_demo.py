@@ -26,6 +26,7 @@ MODEL = PackagedModel(
     sha256=hashlib.sha256(CONTENT).hexdigest(),
     size_bytes=len(CONTENT),
     wheel_bytes=len(CONTENT),
+    temperature=0.5,
 )
 
 

@@ -24,7 +24,7 @@ from cortex.settings import Section, SettingsError, load
 T = TypeVar("T", bound=Section)
 
 PORTS = Ports(gateway=1001, metrics=1002, neuron=1003)
-SPECIAL = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab', "Q4_K_M")
+SPECIAL = ModelSource('na"me\\with ünïcode', '/models/back\\slash "quote"\ttab', "Q4_K_M", 0.2)
 
 
 def reload(tmp_path: Path, text: str, kind: type[T], **env: str) -> T:
@@ -42,14 +42,14 @@ def test_written_gateway_config_is_valid(tmp_path: Path) -> None:
 def test_written_catalogue_escapes_special_characters(tmp_path: Path) -> None:
     catalogue = reload(tmp_path, run_files.catalogue([SPECIAL]), Catalogue)
     model = catalogue.models[0]
-    assert ModelSource(model.id, model.source or "", model.quant) == SPECIAL
+    assert ModelSource(model.id, model.source or "", model.quant, model.sampling.temperature) == SPECIAL
 
 
 def test_written_neuron_config_loads_the_models_at_start(tmp_path: Path) -> None:
     config = reload(tmp_path, run_files.neuron_config(PORTS, [SPECIAL]), NeuronConfig)
     assert config.address == "127.0.0.1:1003"
     model = config.default_models[0]
-    assert ModelSource(model.model_id, model.source or "", model.quant) == SPECIAL
+    assert ModelSource(model.model_id, model.source or "", model.quant, model.sampling.temperature) == SPECIAL
 
 
 OWN = """

@@ -36,11 +36,15 @@ class Daemon:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    key: str = ""
 
     def call(self, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
         """Status and JSON of one exchange; a POST when there is a body."""
         content = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, content, {"content-type": "application/json"})
+        headers = {"content-type": "application/json"}
+        if self.key:
+            headers["authorization"] = f"Bearer {self.key}"
+        request = urllib.request.Request(self.url + path, content, headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return response.status, json.load(response)
@@ -169,11 +173,18 @@ def start_daemon(
     """Start a daemon that loads the demo model and knows the tiny one; `settings` are lines of its `neuron.toml`."""
     daemons: list[Daemon] = []
 
-    def start(*settings: str, loads_demo: bool = True) -> Daemon:
+    def start(
+        *settings: str,
+        loads_demo: bool = True,
+        listen: str = "",
+        key: str = "",
+        environment: dict[str, str] | None = None,
+    ) -> Daemon:
         folder = tmp_path_factory.mktemp("daemon")
-        (port,) = free_ports(1)
+        listen = listen or f"127.0.0.1:{free_ports(1)[0]}"
         config = [
-            f'listen = "127.0.0.1:{port}"',
+            f'listen = "{listen}"',
+            *([f'keys = ["{key}"]'] if key else []),
             f'model_roots = ["{folder.parent}"]',
             *settings,
             f'[harness.torch]\nhf_cache = "{folder}/hub"',
@@ -192,9 +203,9 @@ def start_daemon(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": str(SOURCE)},
+                env={**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})},
             )
-        daemon = Daemon(process, f"http://127.0.0.1:{port}", log)
+        daemon = Daemon(process, f"http://{listen}", log, key)
         daemons.append(daemon)
         daemon.wait_for("ready", DEMO) if loads_demo else daemon.wait_for("cold", TINY)
         return daemon

@@ -9,7 +9,8 @@ from fake_neuron import GB, Client, until
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node import ModelState, PullStatus
+from cortex.settings import SamplingSection
+from cortex.wire.node import HubRepository, HubVariant, ModelState, PullStatus, SamplingDefaults
 
 READY = ModelState.READY
 
@@ -117,6 +118,35 @@ async def test_pin_whose_load_fails_is_not_kept(neurons, start_gateway):
     assert client.gateway.dispatcher.pins == frozenset()
 
 
+async def test_status_says_who_pins_a_model_and_whether_a_node_lets_models_sleep(neurons, start_gateway):
+    sizes = {"a": GB, "b": GB, "c": GB}
+    beast = await neurons("beast", sizes=sizes, states=dict.fromkeys(sizes, READY))
+    attic = await neurons("attic", sizes=sizes, states=dict.fromkeys(sizes, READY), can_sleep=False)
+    catalogue = Catalogue(models=(ModelSpec(id="a", pinned_on=("beast",)), ModelSpec(id="b")))
+    client = await start_gateway(beast, attic, catalogue=catalogue)
+    await client.post("/fleet/models/b/pin", {"node": "attic"})
+    _, fleet = await client.get("/fleet/status")
+    pins = {(node["name"], model["id"]): model["pinned_by"] for node in fleet["nodes"] for model in node["models"]}
+    assert {place: by for place, by in pins.items() if by} == {
+        ("beast", "a"): "catalogue",
+        ("attic", "b"): "operator",
+    }
+    assert all(model["pinned"] is bool(model["pinned_by"]) for node in fleet["nodes"] for model in node["models"])
+    assert {node["name"]: node["can_sleep"] for node in fleet["nodes"]} == {"beast": True, "attic": False}
+
+
+async def test_sampling_of_the_catalogue_reaches_the_node_and_is_shown(neurons, start_gateway):
+    beast = await neurons("beast", sizes={"a": GB})
+    catalogue = Catalogue(models=(ModelSpec(id="a", sampling=SamplingSection(temperature=0.2)),))
+    client = await start_gateway(beast, catalogue=catalogue)
+    assert (await client.get("/v1/models/a"))[1]["sampling"] == {"temperature": 0.2}
+    await client.post("/fleet/models/a/load")
+    assert beast.load_requests[0].sampling == SamplingDefaults(temperature=0.2)
+    beast.sampling["a"] = SamplingDefaults(temperature=0.2, top_k=40)
+    while (await client.get("/v1/models/a"))[1]["sampling"] != {"temperature": 0.2, "top_k": 40}:
+        await asyncio.sleep(0.02)
+
+
 async def test_pin_and_drain_survive_a_restart(neurons, start_gateway):
     beast = await neurons("beast", sizes={"a": GB})
     other = await neurons("other", sizes={"b": GB}, states={"b": READY})
@@ -182,10 +212,40 @@ async def test_files_are_deleted_on_one_node_and_disk_use_is_shown(neurons, star
     assert fleet["nodes"][0]["disk"]["free_bytes"] == 500
 
 
+async def test_hub_offer_has_sizes_and_where_each_would_fit(neurons, start_gateway):
+    offer = HubRepository(
+        repository="org/new",
+        commit="c0ffee",
+        variants=(
+            HubVariant(quant="Q4_K_M", num_bytes=9 * GB, num_files=1),
+            HubVariant(quant=None, num_bytes=30 * GB, num_files=4),
+        ),
+    )
+    beast = await neurons("beast", sizes={"b": 20 * GB}, states={"b": READY}, free_disk_bytes=20 * GB)
+    attic = await neurons("attic", hub={"org/new@v2": offer})
+    client = await start_gateway(beast, attic)
+    status, body = await client.get("/fleet/hub/org/new@v2:Q4_K_M?node=attic")
+    assert (status, body["repository"], body["asked"]) == (200, "org/new", "attic")
+    small, large = body["variants"]
+    assert (small["quant"], small["bytes"], large["quant"], large["num_files"]) == ("Q4_K_M", 9 * GB, None, 4)
+    verdicts = [{place["node"]: place["verdict"] for place in each["nodes"]} for each in (small, large)]
+    assert verdicts[0] == {"attic": "fits", "beast": "fits_after_eviction"}
+    assert verdicts[1] == {"attic": "too_small", "beast": "too_small"}
+    assert {place["node"]: place["fits_on_disk"] for place in small["nodes"]} == {"attic": False, "beast": True}
+    status, body = await client.get("/fleet/hub/org/none?node=attic")
+    assert (status, body["error"]["message"]) == (404, "attic: the hub has no such repository")
+    await attic.stop()
+    status, body = await client.get("/fleet/hub/org/new?node=attic")
+    assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
+    for wrong, status in (("none", 404), ("org/new?node=x", 400)):
+        assert (await client.get(f"/fleet/hub/{wrong}"))[0] == status
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
         ("POST", "/fleet/pull"),
+        ("GET", "/fleet/hub/org/new"),
         ("GET", "/fleet/jobs"),
         ("DELETE", "/fleet/nodes/beast/files/a"),
         ("POST", "/fleet/nodes/beast/drain"),

@@ -206,6 +206,41 @@ def test_node_down_during_load_moves_the_load_to_another_node():
     assert node_of(got) == other
 
 
+def spanning_fleet() -> FakeFleet:
+    """Model `a` takes 15 GB on each of two nodes of 24 GB, which hold 20 GB of others."""
+    spec = ModelSpec(id="a", nodes=("n", "m"))
+    fake = FakeFleet({"n": {"a": 30 * GB, "x": 20 * GB}, "m": {"y": 20 * GB}}, catalogue=Catalogue(models=(spec,)))
+    fake.ready["n"]["x"] = fake.ready["m"]["y"] = 900.0
+    fake.poll()
+    return fake
+
+
+def test_model_that_spans_nodes_is_loaded_when_the_victims_on_all_of_them_are_gone():
+    fake = spanning_fleet()
+    got = fake.ask("a")
+    assert fake.unloads == [("n", "x", "evicted"), ("m", "y", "evicted")]
+    fake.finish_unload()
+    assert fake.loads == []
+    fake.unloads.pop()
+    fake.finish_unload()
+    assert fake.loads == [("n", "a")]
+    (reserved,) = fake.dispatcher.fleet.node("m").reservations
+    assert (reserved.model_id, reserved.num_bytes) == ("a", 15 * GB)
+    fake.finish_load()
+    assert node_of(got) == "n"
+    assert fake.dispatcher.fleet.node("m").reservations == ()
+
+
+def test_model_that_spans_nodes_does_not_wait_for_a_victim_on_a_node_that_went_down():
+    fake = spanning_fleet()
+    got = fake.ask("a")
+    for _ in range(3):
+        fake.dispatcher.missed("m", "connection refused")
+    assert isinstance(got[0], UpstreamUnavailable)
+    fake.finish_unload()
+    assert fake.loads == []
+
+
 def test_two_missed_polls_do_not_take_a_node_down():
     fake = FakeFleet({"n": {"a": GB}})
     fake.ready["n"]["a"] = 900.0

@@ -106,3 +106,13 @@ async def test_shutdown_waits_for_the_usage_of_disconnected_clients(start_caller
     with contextlib.suppress(Exception):
         await request
     assert (caller.counted("prompt"), caller.counted("completion")) == (31, 9)
+
+
+async def test_requests_with_one_id_of_the_client_are_settled_separately(start_caller):
+    caller = await start_caller(endless, r1=USED)
+    for number in (1, 2):
+        await caller.disconnect_early(stream=True)
+        await until(lambda expected=number * USED.completion_tokens: caller.counted("completion") == expected)
+    attempts = [seen.headers["x-cortex-attempt-id"] for seen in caller.node.seen]
+    assert len(set(attempts)) == len(attempts) == 2
+    assert {seen.headers["x-request-id"] for seen in caller.node.seen} == {"r1"}

@@ -491,8 +491,9 @@ async def test_meters_what_the_node_reports_in_every_dialect(neurons, start_gate
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, answer=reporting)
     client = await start_gateway(beast)
     async with client.session.post(client.url + path, json={"model": "a", "stream": stream}) as response:
-        await response.read()
+        received = await response.read()
     assert counted_tokens(client) == REPORTED_TOKENS
+    assert b": usage" not in received, "the report is for the gateway"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -199,7 +199,8 @@ async def test_large_request_is_translated_while_the_gateway_serves_others(forei
         await sdk.messages.create(model="m", max_tokens=100, messages=turns, extra_body={"temperature": "hot"})
 
 
-async def test_disconnected_client_ends_the_translation_of_its_request(foreign, monkeypatch):
+@pytest.mark.parametrize("num_words", [1_000_000, 100_000], ids=["while it is read", "while it is translated"])
+async def test_disconnected_client_ends_the_work_on_its_large_request(foreign, monkeypatch, num_words):
     node, client = foreign
     starting, started = asyncio.Event(), asyncio.Event()
     start = WorkerPool.start
@@ -210,7 +211,7 @@ async def test_disconnected_client_ends_the_translation_of_its_request(foreign, 
         return await start(*arguments, **options)
 
     monkeypatch.setattr(WorkerPool, "start", slow_start)
-    turns = [{"role": "user", "content": "word " * 1_000_000}]
+    turns = [{"role": "user", "content": "word " * num_words}]
     body = {"model": "m", "max_tokens": 100, "messages": turns}
     request = asyncio.create_task(client.post("/v1/messages", body))
     await starting.wait()

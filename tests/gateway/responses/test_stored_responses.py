@@ -325,6 +325,19 @@ async def test_background_requests_are_rejected_at_once_where_that_is_known(node
     assert (await create(client, background=True))[0] == 503
 
 
+async def test_bodies_of_background_responses_count_as_buffered_until_they_end(node, start_gateway):
+    client = await start_gateway(node)
+    buffered = client.gateway.server.buffered
+    node.gate = asyncio.Event()
+    _, queued = await create(client, background=True, input="x" * 100_000)
+    await until(lambda: 100_000 < buffered.num_bytes < 150_000)
+    buffered.max_bytes = buffered.num_bytes + 50_000
+    assert (await create(client, background=True, input="x" * 40_000))[0] == 503, "its body is there twice for a while"
+    node.gate.set()
+    await found(client, f"/v1/responses/{queued['id']}")
+    await until(lambda: buffered.num_bytes == 0)
+
+
 async def test_a_background_response_whose_node_fails_has_failed(node, start_gateway):
     async def broken(*_: Any) -> web.StreamResponse:
         return web.json_response({"error": {"message": "out of luck", "code": "generation_failed"}}, status=500)

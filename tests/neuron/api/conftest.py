@@ -17,6 +17,7 @@ from cortex.neuron.api import app, server
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
@@ -36,6 +37,7 @@ from cortex.wire.node import (
     ModelStatus,
     NodeEvent,
     PullStatus,
+    SamplingDefaults,
     UnloadRequest,
 )
 from cortex.wire.packed_request import PackedRequest, unpack
@@ -136,6 +138,7 @@ class ScriptedNode:
     script: Script = field(default_factory=Script)
     state: ModelState = ModelState.READY
     context_tokens: int = 2000
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     load_s: float = 0.0
     load_error: CortexError | None = None
     submit_error: Exception | None = None
@@ -162,6 +165,7 @@ class ScriptedNode:
                 id="org/tiny",
                 state=self.state,
                 context_tokens=self.context_tokens,
+                sampling=self.sampling,
                 measured_bytes=6,
                 host_bytes=5 if self.state is ModelState.ASLEEP else 0,
                 load=ModelLoad(running=2, waiting=3, kv_used_fraction=0.25),
@@ -218,6 +222,11 @@ class ScriptedNode:
 
     async def recycle(self, device: int) -> bool:
         return self.state is ModelState.COLD
+
+    async def host_share(self, connection: Connection) -> None:
+        """Returns every message."""
+        async for message in connection:
+            await connection.send(message)
 
     def submit(self, model_id: str, request: EngineRequest) -> ScriptedGeneration:
         if self.submit_error is not None:
@@ -289,8 +298,8 @@ async def api(node: ScriptedNode, node_keys: NodeKeys) -> AsyncIterator[Api]:
     application = app.build(node, drain_gate, keepalive_s=0.05, max_body_bytes=1_000_000, access=access)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    accepting = await server.accept(runner, server.bind(Listen("127.0.0.1:0")))
-    host, port = accepting.sockets[0].getsockname()
+    accepting = server.accept(runner, server.bind(Listen("127.0.0.1:0")))
+    host, port = accepting.socket.getsockname()
     async with ClientSession(headers={"content-type": "application/json"}) as client:
         yield Api(node, drain_gate, f"http://{host}:{port}", client)
     accepting.close()

@@ -13,7 +13,7 @@ from cortex.neuron.api import app, server
 from cortex.neuron.api.access import NodeKeys, read_keys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.server import Front
-from cortex.neuron.config import NeuronConfig
+from cortex.neuron.config import Limits, NeuronConfig
 from cortex.settings import Listen, SettingsError
 from cortex.tls import client_context
 
@@ -31,6 +31,7 @@ LOAD = {"model_id": "org/tiny"}
     [
         *(("POST", "/models/load"), ("POST", "/devices/0/recycle"), ("POST", "/v1/chat/completions")),
         *(("GET", "/models"), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/events"), ("GET", "/nowhere")),
+        ("GET", "/shares"),
     ],
 )
 async def test_rejects_every_route_without_a_valid_key(
@@ -164,8 +165,8 @@ async def test_speaks_https_with_a_certificate(node: Any, authority: Any) -> Non
     front = Front(config, None, insecure=False)
     runner = web.AppRunner(app.build(node, DrainGate(), access=front.access), access_log=None)
     await runner.setup()
-    accepting = await server.accept(runner, server.bind(config.address), front.certificate)
-    port = accepting.sockets[0].getsockname()[1]
+    accepting = server.accept(runner, server.bind(config.address), front.certificate)
+    port = accepting.socket.getsockname()[1]
     trust = client_context(authority.own.cert)
     async with ClientSession() as session:
         async with session.get(f"https://localhost:{port}/models/org/tiny/endpoint", ssl=trust) as response:
@@ -174,6 +175,58 @@ async def test_speaks_https_with_a_certificate(node: Any, authority: Any) -> Non
             await session.get(f"http://localhost:{port}/health")
         with pytest.raises(ClientError):
             await session.get(f"https://localhost:{port}/health")
+    accepting.close()
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("limits", "status"),
+    [(Limits(max_connections=3), b" 503 "), (Limits(max_connections_per_client=3), b" 429 ")],
+    ids=["in all", "per address"],
+)
+async def test_connections_over_a_limit_are_rejected_until_others_close(
+    node: Any, limits: Limits, status: bytes
+) -> None:
+    runner = web.AppRunner(app.build(node, DrainGate()), access_log=None)
+    await runner.setup()
+    accepting = server.accept(runner, server.bind(Listen("127.0.0.1:0")), limits=limits)
+    address = accepting.socket.getsockname()
+    opened = [await asyncio.open_connection(*address) for _ in range(3)]
+    reader, writer = await asyncio.open_connection(*address)
+    assert status in await reader.readline()
+    writer.close()
+    opened.pop()[1].close()
+
+    async def served() -> bool:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        response = await reader.read()
+        writer.close()
+        return b" 200 " in response[:20]
+
+    async with asyncio.timeout(30):
+        while not await served():
+            await asyncio.sleep(0.01)
+    for _, writer in opened:
+        writer.close()
+    accepting.close()
+    await runner.cleanup()
+
+
+async def test_connections_that_do_not_end_their_handshake_count(node: Any, authority: Any) -> None:
+    issued = authority.issue("neuron")
+    config = NeuronConfig(listen=Listen("127.0.0.1:0"), tls_cert=issued.cert, tls_key=issued.key)
+    front = Front(config, None, insecure=False)
+    runner = web.AppRunner(app.build(node, DrainGate(), access=front.access), access_log=None)
+    await runner.setup()
+    limits = Limits(max_connections=2)
+    accepting = server.accept(runner, server.bind(config.address), front.certificate, limits)
+    address = accepting.socket.getsockname()
+    silent = [await asyncio.open_connection(*address) for _ in range(2)]
+    reader, writer = await asyncio.open_connection(*address)
+    assert await reader.read() == b"", "closed without a response"
+    for _, each in (*silent, (reader, writer)):
+        each.close()
     accepting.close()
     await runner.cleanup()
 

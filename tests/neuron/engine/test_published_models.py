@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from rank_threads import RankThreads, run, tokens_of
 from safetensors.torch import load_file, save_file
 from tests.neuron.models.test_parity import Driver
 from tests.neuron.weights.safetensors.test_published import words
 from torch import Tensor
 
 from cortex.neuron.engine import loading
-from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.memory.plan import ModelSizes
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
 from cortex.neuron.layers.parameters import PackingOffer
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.packing import packed_layouts
@@ -113,7 +117,28 @@ def test_preflight_counts_the_quantised_bytes_and_rejects_another_quantisation(p
     path, _ = published
     facts = inspect(path)
     assert facts.quant in ("int4", "fp8")
-    assert facts.sizes(2, None, is_packed=True).weight_bytes < 0.7 * facts.sizes(2, None).weight_bytes
+    assert (
+        ModelSizes.of(facts.architecture, facts.storage(2, is_packed=True)).weight_bytes
+        < 0.7 * ModelSizes.of(facts.architecture, facts.storage(2)).weight_bytes
+    )
     inspect(path, facts.quant)
     with pytest.raises(LoadFailed, match=f"is quantised as {facts.quant}, not as q6_k; name the unquantised model"):
         inspect(path, "q6_k")
+
+
+def test_published_model_is_divided_by_layers_and_not_within_them(published: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = published
+    with pytest.raises(LoadFailed, match=r"mine cannot be divided among 2 devices: .* use `pipeline_parallel`"):
+        inspect(path, name="mine", num_ranks=2)
+    spec = LoadSpec(str(path), dtype="float32", context_tokens=128, max_num_seqs=4)
+    greedy = SamplingParams(temperature=0.0)
+    request = EngineRequest("r", tuple(range(40)), max_tokens=8, sampling=greedy, prompt_logprobs=0)
+    whole = Engine.load(spec, CPU, lambda *_: None, lambda: False)
+    [expected, *_] = expected_outputs = run(whole, request)["r"]
+    whole.close()
+    group = RankThreads([replace(spec, stages=(StageSpec(0, 1), StageSpec(1, 1)))] * 2, tmp_path)
+    [found, *_] = outputs = run(group.leader, request)["r"]
+    group.close()
+    assert tokens_of(outputs) == tokens_of(expected_outputs)
+    scores = [[each.logprob for each in output.prompt_logprobs] for output in (found, expected)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)

@@ -182,7 +182,7 @@ def test_counters_continue_over_sleep_without_the_self_test(make_engine: EngineM
     assert (engine.stats().steps, engine.stats().num_pages) == (before.steps, before.num_pages)
 
 
-def no_memory(*_: Any) -> None:
+def no_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 

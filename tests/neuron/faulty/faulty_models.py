@@ -12,6 +12,8 @@ import msgspec
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.node import Node, Parts
+from cortex.neuron.text.defaults import GenerationDefaults
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.node import Capabilities
@@ -60,8 +62,8 @@ class PlainText:
         pass
 
 
-def capabilities_of(path: Path) -> Capabilities:
-    return Capabilities(tools=True, notes=("from the template",))
+def survey_text(path: Path) -> TextSurvey:
+    return TextSurvey(Capabilities(tools=True, notes=("from the template",)), GenerationDefaults(top_k=40))
 
 
 def parts(**changes) -> Parts:
@@ -70,7 +72,7 @@ def parts(**changes) -> Parts:
         **{
             "engine": "faulty_engine:load",
             "open_text": PlainText,
-            "capabilities_of": capabilities_of,
+            "survey_text": survey_text,
             "policy": BackoffPolicy(first_delay_s=0.05, max_streak=3),
             "timeouts": WorkerTimeouts(step_s=0.8, load_s=0.8, unload_s=1.0, exit_s=2.0),
             "first_retry_s": 0.1,

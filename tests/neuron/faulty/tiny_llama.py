@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
 
-def write_llama(folder, seed, vocab=1000):
-    hidden, inner, layers, kv = 64, 128, 2, 32
+def write_llama(folder, seed, vocab=1000, num_layers=2, kv_heads=2):
+    hidden, inner, kv = 64, 128, 16 * kv_heads
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -21,7 +21,7 @@ def write_llama(folder, seed, vocab=1000):
         "lm_head.weight": random(vocab, hidden),
         "model.norm.weight": torch.ones(hidden),
     }
-    for layer in range(layers):
+    for layer in range(num_layers):
         block = f"model.layers.{layer}"
         tensors |= {
             f"{block}.input_layernorm.weight": torch.ones(hidden),
@@ -36,7 +36,9 @@ def write_llama(folder, seed, vocab=1000):
         }
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": vocab, "rope_theta": 10_000.0}))
+    changes = {"vocab_size": vocab, "num_hidden_layers": num_layers, "rope_theta": 10_000.0}
+    changes["num_key_value_heads"] = kv_heads
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return str(folder)
 
 

@@ -12,6 +12,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
+from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node import Device, LoadRequest, ModelState, UnloadRequest
 
@@ -22,7 +23,7 @@ def ceilings(node_mb=None, devices=(), holdings=()):
     configured = Ceilings(
         None if node_mb is None else node_mb * MEBIBYTE, tuple((index, mb * MEBIBYTE) for index, mb in devices)
     )
-    held = [Holding(name, indices, mb * MEBIBYTE) for name, indices, mb in holdings]
+    held = [Holding(name, indices, (mb * MEBIBYTE // len(indices),) * len(indices)) for name, indices, mb in holdings]
     return MemoryCeilings(configured, lambda: held)
 
 
@@ -89,11 +90,12 @@ async def test_sleeping_model_on_a_cpu_counts_with_the_weights_that_stay_there(t
 
 async def test_model_does_not_wake_over_the_ceiling():
     other = ceilings(node_mb=60, holdings=[("awake", (0,), 30), ("m", (0,), 0)])
-    devices = SimpleNamespace(all=(Device(index=0, kind="cuda", name="card", total_bytes=1 << 40),), supervisors={})
+    card = Device(index=0, kind="cuda", name="card", total_bytes=1 << 40)
+    devices = SimpleNamespace(all=(card,), supervisors={}, claims=DeviceClaims())
     room = DeviceRoom(devices, Forecast(NeuronConfig()), other, lambda _: {})
 
     def asleep(size_mb):
-        resident = SimpleNamespace(measured_bytes=size_mb * MEBIBYTE)
+        resident = SimpleNamespace(device_bytes=lambda _: (size_mb * MEBIBYTE,))
         return SimpleNamespace(model_id="m", host=SimpleNamespace(device_indices=(0,)), resident=resident)
 
     async with room.for_wake(asleep(30)):

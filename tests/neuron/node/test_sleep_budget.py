@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.engine.memory.host import HostMemory
-from cortex.neuron.node.sleep_budget import Room, SleepBudget, SleepingModel, make_room, sleep_budget_bytes
+from cortex.neuron.node.sleep_budget import Room, SleepBudget, SleepingModel, can_sleep, make_room, sleep_budget_bytes
 from cortex.wire.node import Device
 
 
@@ -64,6 +64,7 @@ GPU = Device(index=0, kind="cuda", name="gpu", total_bytes=100)
 )
 def test_budget_is_the_configured_one_or_a_share_of_free_host_memory(sleep_mb, device, held, budget):
     assert sleep_budget_bytes(sleep_mb, [device], HostMemory(4000, 1000), held) == budget
+    assert can_sleep(sleep_mb, [device]) is (budget > 0)
 
 
 async def test_two_models_at_once_do_not_get_the_same_room():

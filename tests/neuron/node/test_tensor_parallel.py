@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 
@@ -19,6 +20,9 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import LoadFailed, Recovering
 from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
 
+ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
+"""How often faults and loads are repeated."""
+
 
 @pytest.fixture
 async def node(tmp_path):
@@ -29,10 +33,14 @@ async def node(tmp_path):
         ModelEntry(id="divided", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),
         ModelEntry(id="second", source=source, context_tokens=512, tensor_parallel=2, devices=(1, 2)),
         ModelEntry(id="third", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 2)),
+        ModelEntry(id="divided twin", source=source, context_tokens=512, tensor_parallel=2, devices=(0, 1)),
+        ModelEntry(id="second twin", source=source, context_tokens=512, tensor_parallel=2, devices=(1, 2)),
         ModelEntry(id="four", source=source, context_tokens=512, tensor_parallel=4),
+        ModelEntry(id="deterministic", source=source, context_tokens=512, tensor_parallel=2, deterministic=True),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=3)
-    node = await Node.start(config, parts(engine=ENGINE, timeouts=None, policy=BackoffPolicy()))
+    timeouts = WorkerTimeouts(step_s=20.0, load_s=20.0)
+    node = await Node.start(config, parts(engine=ENGINE, timeouts=timeouts, policy=BackoffPolicy()))
     yield node
     await node.close()
 
@@ -45,6 +53,8 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
     assert node.discovery.max_devices_per_model == 3
     with pytest.raises(LoadFailed, match="may use 3 devices"):
         await load(node, "four")
+    with pytest.raises(LoadFailed, match="deterministic = true and tensor_parallel = 2"):
+        await load(node, "deterministic")
     status = await load(node, "divided")
     assert (status.state, status.devices, status.num_devices) == (ModelState.READY, (0, 1), 2)
     # A worker that loads one model, and leads or follows others, takes part in their steps meanwhile.
@@ -61,6 +71,33 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
     assert await generate(node, "divided") == tokens[0]
     for name in names:
         assert (await node.unload(UnloadRequest(model_id=name))).state is ModelState.COLD
+
+
+async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_deadlock(node):
+    """Worker 1 leads two busy models while it connects as the second rank of a third one, and follows two on its own
+    devices that are loaded and used at once."""
+    await asyncio.gather(load(node, "second"), load(node, "second twin"))
+    streams = [
+        node.submit(name, EngineRequest(id=name, prompt=(1, 2, 3), max_tokens=500))
+        for name in ("second", "second twin")
+    ]
+    readers = [asyncio.create_task(_read(stream)) for stream in streams]
+    for number in range(ROUNDS):
+        await asyncio.gather(load(node, "divided"), load(node, "divided twin"))
+        await asyncio.gather(
+            *(generate(node, name, f"{name} {number}") for name in ("divided", "divided twin")),
+            load(node, "third"),
+        )
+        for name in ("divided", "third", "divided twin"):
+            await node.unload(UnloadRequest(model_id=name))
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*readers)
+
+
+async def _read(stream):
+    async for _ in stream:
+        pass
 
 
 @pytest.fixture
@@ -87,7 +124,8 @@ async def test_fault_of_any_rank_ends_requests_and_the_model_comes_back_alone(fa
     beside = node.submit("beside", EngineRequest(id="beside", prompt=(1, 2, 3), max_tokens=4000))
     await anext(beside)
     bystander = node.devices.supervisors[2].process_id
-    for number, (device, fault) in enumerate([(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]):
+    faults = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)]
+    for number, (device, fault) in enumerate(itertools.islice(itertools.cycle(faults), max(ROUNDS, len(faults)))):
         stream = node.submit("divided", EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400))
         await anext(stream)
         group = [node.devices.supervisors[index].process_id for index in (0, 1)]

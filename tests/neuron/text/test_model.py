@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from cortex.neuron.text.defaults import GenerationDefaults
-from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.text.defaults import GenerationDefaults, as_sampling
+from cortex.neuron.text.model import TextModel, survey_text
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.local import text_of_gguf
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
+from cortex.wire.node import SamplingDefaults
 from cortex.wire.requests import (
     GenerateRequest,
     Message,
@@ -205,6 +206,9 @@ def test_sampling_defaults_come_from_the_model(
     stated = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": "bad", "max_new_tokens": 99}
     model = load_text(write_model(tmp_path, backend, "chatml", generation_config=stated))
     assert model.generation == GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, max_tokens=99)
+    assert survey_text(tmp_path).generation == model.generation
+    assert as_sampling(model.generation) == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
+    assert as_sampling(GenerationDefaults(temperature=-1.0)) == SamplingDefaults()
     greedy = load_text(write_model(tmp_path, backend, "chatml", generation_config={"do_sample": False}))
     assert greedy.generation == GenerationDefaults(temperature=0.0)
     sampled = TextModel.of(*text_of_gguf({**gguf_metadata, "general.sampling.temp": 0.5, "general.sampling.top_k": 40}))
@@ -216,7 +220,7 @@ def test_capabilities_are_known_without_a_tokenizer(tmp_path: Path, backend: Any
     path = write_model(tmp_path, backend, family, config={"vision_config": {}})
     told = load_text(path).capabilities
     (path / "tokenizer.json").write_text("{")
-    assert capabilities_of(path) == told
+    assert survey_text(path).capabilities == told
 
 
 def test_gguf_and_directory_give_the_same_text_model(gguf_metadata: dict[str, Any], make_model: Any) -> None:

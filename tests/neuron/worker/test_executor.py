@@ -2,14 +2,17 @@
 
 import itertools
 import queue
+import threading
 
 import faulty_engine
 import pytest
 
+from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.worker.executor import PREPARE_AFTER_S, Executor
 from cortex.neuron.worker.faults import DeviceFault, FaultKind
 from cortex.neuron.worker.protocol import (
+    Cancel,
     CancelLoad,
     DeviceAddress,
     Exit,
@@ -24,6 +27,8 @@ from cortex.neuron.worker.protocol import (
     Unload,
     Unloaded,
 )
+
+WAIT_S = 30.0
 
 
 class Turns:
@@ -192,3 +197,87 @@ def test_bugs_of_single_requests_do_not_break_the_model():
     assert sum(isinstance(event, RequestFailed) for event in events) == 5
     assert not any(isinstance(event, ModelBroken) for event in events)
     assert events[-1].outputs[-1].finish == "length"
+
+
+class Grammars:
+    """An executor on a thread of its own, and an engine that compiles a grammar when the test says so."""
+
+    def __init__(self, monkeypatch):
+        self.events = queue.SimpleQueue()
+        self.compiling, self.may_compile = threading.Event(), threading.Event()
+        self.executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", self.events.put)
+
+        def compile(_engine, grammar):
+            self.compiling.set()
+            assert self.may_compile.wait(WAIT_S)
+            if grammar == "bad":
+                raise RequestError("the grammar does not compile")
+
+        monkeypatch.setattr(faulty_engine.FaultyEngine, "compile", compile, raising=False)
+        self.thread = threading.Thread(target=self.executor.run)
+        self.thread.start()
+        self.executor.inbox.put([load(1)])
+        self.until(Loaded)
+
+    def submit(self, request_id, grammar):
+        self.executor.inbox.put([Submit(1, EngineRequest(request_id, (1,), max_tokens=2, grammar=grammar))])
+        if grammar is not None:
+            assert self.compiling.wait(WAIT_S)
+
+    def until(self, kind):
+        while not isinstance(event := self.events.get(timeout=WAIT_S), kind):
+            pass
+        return event
+
+    def end(self):
+        self.may_compile.set()
+        self.executor.inbox.put([Exit()])
+        self.thread.join(WAIT_S)
+
+
+@pytest.fixture
+def grammars(monkeypatch):
+    started = Grammars(monkeypatch)
+    yield started
+    started.end()
+
+
+def ended(outputs):
+    return [(output.request_id, output.finish) for output in outputs.outputs if output.finish is not None]
+
+
+def test_streams_go_on_while_a_grammar_is_compiled(grammars):
+    grammars.submit("constrained", "slow")
+    grammars.submit("plain", None)
+    while not (finished := ended(grammars.until(Outputs))):
+        pass
+    assert finished == [("plain", "length")]
+    grammars.may_compile.set()
+    while not (finished := ended(grammars.until(Outputs))):
+        pass
+    assert finished == [("constrained", "length")]
+
+
+def test_grammar_that_does_not_compile_fails_its_request(grammars):
+    grammars.submit("constrained", "bad")
+    grammars.may_compile.set()
+    failed = grammars.until(RequestFailed)
+    assert (failed.request_id, failed.message) == ("constrained", "the grammar does not compile")
+
+
+def test_request_can_be_cancelled_while_its_grammar_is_compiled(grammars):
+    grammars.submit("constrained", "slow")
+    grammars.executor.inbox.put([Cancel(1, "constrained")])
+    assert ended(grammars.until(Outputs)) == [("constrained", "cancelled")]
+    grammars.may_compile.set()
+    grammars.submit("plain", None)
+    while not (finished := ended(grammars.until(Outputs))):
+        pass
+    assert finished == [("plain", "length")]
+
+
+def test_unload_ends_requests_whose_grammar_is_compiled(grammars):
+    grammars.submit("constrained", "slow")
+    grammars.executor.inbox.put([Unload(1)])
+    assert grammars.until(RequestFailed).request_id == "constrained"
+    grammars.until(Unloaded)

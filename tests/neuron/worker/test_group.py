@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, LoadSpec
+from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.group import WorkerGroup
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, Resident
 from cortex.neuron.worker.process import WorkerLost
 
+CLAIM = DeviceClaims().new("m", (1, 4, 6), spans=False)
 INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=10, kv_bytes=5, page_tokens=32, num_pages=7)
 
 
@@ -78,7 +81,7 @@ def lost() -> list[str]:
 
 @pytest.fixture
 def group(supervisors) -> WorkerGroup:
-    return WorkerGroup(supervisors, ["/locks/1", "/locks/4", "/locks/6"])
+    return WorkerGroup(supervisors, ["/locks/1", "/locks/4", "/locks/6"], CLAIM)
 
 
 async def loaded(group, lost) -> Resident:
@@ -156,8 +159,57 @@ async def test_worker_lost_during_the_load_is_the_cause(group, supervisors, lost
         await loaded(group, lost)
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_rank_that_dies_while_a_failed_load_is_cleaned_up_does_not_keep_the_others_loaded(
+    group, supervisors, calls, lost, is_cancelled
+):
+    """Ranks 0 and 1 are loaded when rank 2 fails; the unload of rank 0 fails too."""
+    release = asyncio.Event()
+
+    async def fail(spec, sink):
+        await release.wait()
+        raise LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
+
+    async def die(resident):
+        supervisors[0].sink.on_lost("killed")
+        raise WorkerLost("killed")
+
+    supervisors[0].unload, supervisors[2].load = die, fail
+    load = asyncio.create_task(loaded(group, lost))
+    await asyncio.sleep(0.05)
+    release.set()
+    if is_cancelled:
+        load.cancel()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else LoadRejected):
+        await load
+    assert calls == ["unload 4"]
+    assert lost == []
+
+
+async def test_cleanup_of_a_failed_load_survives_its_cancellation(group, supervisors, calls, lost):
+    supervisors[2].load_error = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
+    freed = asyncio.Event()
+
+    async def ignore_cancellation(spec, sink):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+        return Resident(1, INFO, measured_bytes=20, process_bytes=20)
+
+    async def unload(resident):
+        await asyncio.sleep(0.01)
+        freed.set()
+
+    supervisors[0].load, supervisors[0].unload = ignore_cancellation, unload
+    load = asyncio.create_task(loaded(group, lost))
+    await asyncio.sleep(0.005)
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert freed.is_set()
+
+
 async def test_follower_lost_during_the_unload_kills_no_other_worker(supervisors, calls):
-    group = WorkerGroup(supervisors, ())
+    group = WorkerGroup(supervisors, (), CLAIM)
     resident = await group.load(LoadSpec("m"), SimpleNamespace())
 
     async def unload(resident):
@@ -170,7 +222,7 @@ async def test_follower_lost_during_the_unload_kills_no_other_worker(supervisors
 
 
 async def test_damaged_rank_takes_the_others_out_of_memory(supervisors, calls):
-    group = WorkerGroup(supervisors, ())
+    group = WorkerGroup(supervisors, (), CLAIM)
     resident = await group.load(LoadSpec("m"), SimpleNamespace())
     supervisors[0].wake_error = Damaged("other results than before")
     with pytest.raises(Damaged):

@@ -126,7 +126,7 @@ def move(model: str, node: str, gateway: GatewayClient, as_json: bool) -> None:
     name = response["model"]
     before = [(place.name, held) for place, held in fleet.places(name) if place.name != node]
     response["job"] = _ended(gateway, response)
-    if any(held.pinned for _, held in before):
+    if any(held.pinned_by == "operator" for _, held in before):
         follow(gateway, gateway.post(model_path(name, "pin"), {"node": node, "wait": False})["job"])
     left = [place for place, held in before if held.state not in (ModelState.COLD, ModelState.FAILED)]
     for place in left:

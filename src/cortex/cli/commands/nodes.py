@@ -25,10 +25,16 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
     """List the models in memory, and what they do."""
     fleet = fleet_view.fetch(gateway)
     held = [(node, model) for node in fleet.nodes for model in node.models if model.state is not ModelState.FAILED]
+    shares = [(node, share) for node in fleet.nodes for share in node.shares]
     if as_json:
-        print_json([{"node": node.name, "up": node.up, "model": model} for node, model in held])
+        print_json(
+            [
+                *({"node": node.name, "up": node.up, "model": model} for node, model in held),
+                *({"node": node.name, "up": node.up, "share": share} for node, share in shares),
+            ]
+        )
         return
-    if not held:
+    if not held and not shares:
         console().print("no model is in memory; load one with `cortex load MODEL`")
         return
     rows = table("MODEL", "NODE", "STATE", ">MEMORY", ">RUNNING", ">TOK/S", ">IDLE", "PINNED")
@@ -43,6 +49,9 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
             duration(model.idle_s) if model.idle_s >= 1 else "",
             "yes" if model.pinned else "",
         )
+    for node, share in shares:
+        what = f"part of {share.lead}'s" if node.up else "unreachable"
+        rows.add_row(share.model_id, node.name, what, size(share.num_bytes), "", "", "", "")
     console().print(rows)
 
 

@@ -91,7 +91,8 @@ def up(
     named = (parse_source(text) for text in models)
     sources = distinct(replace(model, quant=model.quant or quant) for model in named)
     if not sources:
-        sources = (ModelSource(SMOLLM2.id, str(ensure_demo_model(console))),)
+        demo = ensure_demo_model(console)
+        sources = (ModelSource(SMOLLM2.id, str(demo), temperature=SMOLLM2.temperature),)
     folder = run_directory(ports.gateway)
     gateway_file = config.absolute() if config else folder / "cortex.toml"
     certificate = settings.gateway.tls_cert

@@ -34,6 +34,8 @@ class PackagedModel:
     sha256: str
     size_bytes: int
     wheel_bytes: int
+    temperature: float
+    """Its file recommends none, and at 1 a model this small rambles."""
 
     @property
     def file_name(self) -> str:
@@ -47,6 +49,7 @@ SMOLLM2 = PackagedModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     size_bytes=98_362_432,
     wheel_bytes=92_871_040,
+    temperature=0.2,
 )
 
 

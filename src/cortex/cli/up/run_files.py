@@ -64,7 +64,8 @@ def neuron_config(ports: Ports, models: Sequence[ModelSource]) -> str:
 
 def _files_of(model: ModelSource) -> str:
     quant = f"quant = {_text(model.quant)}\n" if model.quant is not None else ""
-    return f"source = {_text(model.source)}\n{quant}"
+    sampling = f"sampling = {{ temperature = {model.temperature} }}\n" if model.temperature is not None else ""
+    return f"source = {_text(model.source)}\n{quant}{sampling}"
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -21,6 +21,8 @@ class ModelSource:
     """Where a node finds it: a hub id, maybe with a revision, or an absolute path."""
     quant: str | None = None
     """Which GGUF file of a repository to take, or how dense weights are quantised at load."""
+    temperature: float | None = None
+    """At which it samples where a request says nothing; as its files recommend when absent."""
 
 
 def parse_source(text: str) -> ModelSource:

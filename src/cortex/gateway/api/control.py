@@ -17,7 +17,7 @@ from cortex.fleet import explain
 from cortex.fleet.decision import Origin
 from cortex.gateway.api import models
 from cortex.gateway.api.event_streams import EventStreams
-from cortex.gateway.api.fleet_feed import FleetFeed, node_status
+from cortex.gateway.api.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.health import GatewayHealth, is_ready
 from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, query
 from cortex.gateway.api.public_view import public_decision, public_event, public_node
@@ -212,7 +212,7 @@ class Control:
 
     def _status(self, request: Request) -> Response:
         depths = self._dispatcher.queue_depths
-        nodes = [node_status(node) for node in self._dispatcher.fleet.nodes]
+        nodes = node_statuses(self._dispatcher.fleet)
         if not self._is_operator(request):
             nodes = list(map(public_node, nodes))
         return json_response({"version": __version__, "nodes": nodes, "waiting": depths})

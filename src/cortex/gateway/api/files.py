@@ -1,7 +1,7 @@
 """The files of models on the disks of nodes. For operators.
 
 `POST /fleet/pull` downloads without a load, as a job that can be cancelled. `DELETE /fleet/nodes/{node}/files/{model}`
-deletes.
+deletes. `GET /fleet/hub/{model}` lists what a repository of the hub offers, and where it would fit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -40,6 +40,7 @@ POLL_S = 0.5
 MAX_MISSED_POLLS = 60
 """The node may restart or be busy for this many polls before the job counts as failed."""
 _FILES = re.compile(r"/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)")
+_HUB = "/fleet/hub/"
 _HUB_ID = re.compile(r"(?P<name>[^/@:\s]+/[^/@:\s]+)(?P<revision>@[^:\s]+)?(?::(?P<quant>[\w.-]+))?")
 
 
@@ -69,7 +70,7 @@ class FileRoutes:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serves(self, path: str) -> bool:
-        return path == PULL_PATH or _FILES.fullmatch(path) is not None
+        return path == PULL_PATH or path.startswith(_HUB) or _FILES.fullmatch(path) is not None
 
     def handle(self, exchange: Exchange, path: str) -> Response | None:
         request = exchange.request
@@ -77,6 +78,12 @@ class FileRoutes:
         if path == PULL_PATH:
             expect(request, b"POST")
             return json_response({"job": self._pull(read_body(request.body, _Pull), by).as_json()}, 202)
+        if path.startswith(_HUB):
+            expect(request, b"GET")
+            wanted = self._files(_Pull(model=path.removeprefix(_HUB)))
+            asked = self._client(query(request, "node") or self._choose_node(wanted.model_id))
+            self._deferred.respond(exchange, self._offer(asked, wanted))
+            return None
         expect(request, b"DELETE")
         match = _FILES.fullmatch(path)
         assert match is not None  # `serves` has matched it
@@ -84,6 +91,42 @@ class FileRoutes:
         files = FilesRequest(model_id=match["model"], quant=query(request, "quant"))
         self._deferred.respond(exchange, _delete(client, files))
         return None
+
+    async def _offer(self, client: NodeClient, files: FilesRequest) -> Response:
+        """The quantisations in a repository, with their sizes and where each would fit."""
+        try:
+            found = await client.hub_repository(files.source or files.model_id)
+        except UpstreamFault as fault:
+            raise UpstreamUnavailable(f"Node {client.name} did not respond: {fault}") from fault
+        except CortexError as error:
+            raise type(error)(f"{client.name}: {error.message}", param=error.param) from error
+        variants = [
+            {
+                "quant": variant.quant,
+                "bytes": variant.num_bytes,
+                "num_files": variant.num_files,
+                "nodes": self._places(f"{found.repository}:{variant.quant}", variant.num_bytes),
+            }
+            for variant in found.variants
+        ]
+        return json_response(
+            {"repository": found.repository, "commit": found.commit, "asked": client.name, "variants": variants}
+        )
+
+    def _places(self, name: str, num_bytes: int) -> list[dict[str, Any]]:
+        """The verdict of every node that loads models, by the size of the weights alone."""
+        by_name = {node.name: node for node in self._dispatcher.fleet.nodes if node.has_lifecycle}
+        decision = self._dispatcher.explain_new(name, num_bytes)
+        return [
+            {
+                "node": each.node,
+                "verdict": str(each.verdict),
+                "reason": each.reason,
+                "fits_on_disk": (disk := by_name[each.node].disk) is None or disk.free_bytes > num_bytes,
+            }
+            for each in decision.assessments
+            if each.node in by_name
+        ]
 
     async def close(self) -> None:
         """Stop watching; nodes finish their downloads without us."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cortex.fleet.topology import Node
+from cortex.fleet.topology import Fleet, Node
 from cortex.gateway.api.public_view import public_node
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.http.server.exchange import Exchange
@@ -83,7 +83,7 @@ class FleetFeed:
     def _changes(self) -> list[_Frames]:
         """Frames with what has changed since the last call."""
         frames = []
-        statuses = {node.name: node_status(node) for node in self._dispatcher.fleet.nodes}
+        statuses = {status["name"]: status for status in node_statuses(self._dispatcher.fleet)}
         seen = {name: _comparable(status) for name, status in statuses.items()}
         if seen.keys() != self._seen.keys():
             frames.append(self._everything())
@@ -101,7 +101,7 @@ class FleetFeed:
         return frames
 
     def _everything(self) -> _Frames:
-        nodes = [node_status(node) for node in self._dispatcher.fleet.nodes]
+        nodes = node_statuses(self._dispatcher.fleet)
         waiting = self._dispatcher.queue_depths
         public = list(map(public_node, nodes))
         return _Frames(
@@ -110,8 +110,14 @@ class FleetFeed:
         )
 
 
-def node_status(node: Node) -> dict[str, Any]:
-    """One node as plain data, for `/fleet/status` and `/fleet/events`."""
+def node_statuses(fleet: Fleet) -> list[dict[str, Any]]:
+    """Every node as plain data, for `/fleet/status` and `/fleet/events`."""
+    pinned = [spec for spec in fleet.catalogue.models if spec.policy == "pinned"]
+    return [_node_status(node, {spec.id for spec in pinned if spec.is_pinned_on(node.name)}) for node in fleet.nodes]
+
+
+def _node_status(node: Node, pinned: set[str]) -> dict[str, Any]:
+    """One node. `pinned`: the models that the catalogue pins there."""
     return {
         "name": node.name,
         "kind": "neuron" if node.has_lifecycle else "openai",
@@ -120,16 +126,19 @@ def node_status(node: Node) -> dict[str, Any]:
         "drained": node.drained,
         "problem": node.problem,
         "missed_polls": node.missed_polls,
+        "can_sleep": node.can_sleep,
         "dialects": node.dialects,
         "ceiling_bytes": node.ceiling_bytes,
         "devices": [msgspec.to_builtins(device) for device in node.devices],
         "models": [
             msgspec.to_builtins(held.status)
-            | {"in_flight": held.in_flight, "pinned": held.pinned}
+            | {"in_flight": held.in_flight, "pinned": held.pinned or held.model_id in pinned}
+            | {"pinned_by": "operator" if held.pinned else "catalogue" if held.model_id in pinned else None}
             | ({} if node.healthy else {"state": ModelState.UNREACHABLE})
             for held in node.residencies.values()
             if held.state is not ModelState.COLD
         ],
+        "shares": [msgspec.to_builtins(share) for share in node.shares],
         "disk": msgspec.to_builtins(node.disk),
         "pulls": [msgspec.to_builtins(pull) for pull in node.pulls],
         "files": {

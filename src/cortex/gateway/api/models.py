@@ -79,6 +79,7 @@ def entry(
         "max_model_len": context,
         "limit": {"context": context, "input": context, "output": output},
         "capabilities": _capabilities(spec, held),
+        "sampling": _sampling(spec, held),
         "cost": msgspec.to_builtins(spec.cost),
     }
 
@@ -123,6 +124,16 @@ def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | 
     outputs = [status.max_output_tokens for status in statuses if status.max_output_tokens is not None]
     context = min(contexts, default=spec.context)
     return context, min(outputs, default=context)
+
+
+def _sampling(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, float]:
+    """How it samples where a request says nothing: as a ready replica reports, else as it would after a load."""
+    ready = next((residency.status for _, residency in held if residency.state is ModelState.READY), None)
+    reported = ready or (held[0][1].status if held else None)
+    found = {} if reported is None else msgspec.structs.asdict(reported.sampling)
+    if ready is None:
+        found |= spec.sampling.given
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _capabilities(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, bool]:

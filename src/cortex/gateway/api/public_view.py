@@ -31,7 +31,8 @@ def public_decision(record: dict[str, Any]) -> dict[str, Any]:
                 if name in shown:
                     shown[name] = shown[name].replace(node["reason"], HIDDEN)
             node = node | {"reason": HIDDEN}
-        shown["nodes"].append(node)
+        parts = [part | ({"reason": HIDDEN} if part["verdict"] in _QUOTING else {}) for part in node.get("parts", ())]
+        shown["nodes"].append(node | {"parts": parts})
     return shown
 
 

@@ -14,7 +14,7 @@ from cortex.fleet import explain
 from cortex.fleet.decision import Assessment, Decision, Origin, Verdict
 from cortex.fleet.eviction import due_for_recycling, expired
 from cortex.fleet.memory import ledger
-from cortex.fleet.placement import Feasibility, UnmetPin, place, unmet_pins
+from cortex.fleet.placement import Feasibility, UnmetPin, place, place_new, unmet_pins
 from cortex.fleet.queueing import plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
@@ -98,11 +98,15 @@ class Dispatcher(StateMachine):
     def awaited_victims(self, target: ModelOnNode) -> frozenset[str]:
         """The models that must be unloaded before the load at `target` can begin."""
         job = self._fleet_state.loads.get(target)
-        return frozenset() if job is None else job.victims
+        return frozenset() if job is None else frozenset(victim.model for victim in job.victims)
 
     def explain(self, model: str, origin: Origin = "request", *, only_on: str | None = None) -> Decision:
         """What would be decided now. Changes nothing."""
         return place(model, self.fleet, self._clock(), origin=origin, only_on=only_on)
+
+    def explain_new(self, model: str, num_bytes: int) -> Decision:
+        """Where an operator could load a model that no node has yet."""
+        return place_new(model, num_bytes, self.fleet, self._clock())
 
     def feasibility(self) -> Feasibility:
         """The nodes that could serve each model, now or after making room."""

@@ -61,8 +61,10 @@ class LoadJob:
     begun_at: float
     max_bytes: int | None = None
     """What memory ceilings let it take."""
-    victims: frozenset[str] = frozenset()
+    victims: frozenset[ModelOnNode] = frozenset()
     """Still to be unloaded before it can begin."""
+    parts: tuple[tuple[str, MemoryReservation], ...] = ()
+    """Of a model that spans nodes: what it takes of the others, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,13 @@ class FleetState:
             MemoryReservation(model_id=model, devices=job.devices, num_bytes=job.takes_bytes)
             for (name, model), job in self.loads.items()
             if name == node.name and not _holds_its_bytes(models[model])
+        )
+        held_here = {share.model_id for share in node.shares if share.state == "ready"}
+        reservations += tuple(
+            reservation
+            for job in self.loads.values()
+            for name, reservation in job.parts
+            if name == node.name and reservation.model_id not in held_here
         )
         return msgspec.structs.replace(
             node,

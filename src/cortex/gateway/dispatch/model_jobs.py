@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Protocol
 
+import msgspec
+
 from cortex.fleet.decision import Decision
-from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
+from cortex.fleet.topology import ON_DEVICE, MemoryReservation, ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
-from cortex.wire.node import Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
+from cortex.wire.node import Health, LoadRequest, ModelState, ModelStatus, SamplingDefaults, UnloadRequest
 
 Cause = Literal["evicted", "ttl", "operator"]
 Watched = Literal["load", "unload"]
@@ -77,11 +79,18 @@ class ModelJobs:
             decision.takes_bytes or 0,
             self._clock(),
             max_bytes=decision.max_bytes,
-            victims=frozenset(decision.victims),
+            victims=frozenset(decision.evictions),
+            parts=tuple(
+                (
+                    part.node,
+                    MemoryReservation(model_id=target.model, devices=part.devices, num_bytes=part.takes_bytes or 0),
+                )
+                for part in decision.parts
+            ),
         )
         self._fleet_state.loads[target] = job
-        for victim in decision.victims:
-            self.unload(ModelOnNode(target.node, victim), cause="evicted", for_model=target.model, sleep=True)
+        for victim in decision.evictions:
+            self.unload(victim, cause="evicted", for_model=target.model, sleep=True)
         if not job.victims:
             self._load(job)
 
@@ -169,13 +178,13 @@ class ModelJobs:
         else:
             self._event_log.happened("unload_failed", node=node, model=model, why=error.message)
         for job in list(self._fleet_state.loads.values()):
-            if job.target.node != node or model not in job.victims:
+            if target not in job.victims:
                 continue
             if error is not None:
                 reason = f"{model} could not be unloaded to make room: {error.message}"
                 self.give_up(job.target, LoadFailed(reason))
                 continue
-            job = replace(job, victims=job.victims - {model})
+            job = replace(job, victims=job.victims - {target})
             self._fleet_state.loads[job.target] = job
             if not job.victims:
                 self._load(job)
@@ -190,6 +199,7 @@ class ModelJobs:
         occupied = {
             index for held in node.residencies.values() if held.state in in_worker for index in held.status.devices
         }
+        occupied |= {index for share in node.shares for index in share.devices}
         old = {device.index for device in node.devices} - self._recycled.get(node.name, set())
         devices = tuple(sorted(old - occupied))
         if devices and node.name not in self._recycling:
@@ -222,6 +232,10 @@ class ModelJobs:
         for jobs in (self._fleet_state.loads, self._fleet_state.unloads):
             for target in [target for target in jobs if target.node == node]:
                 del jobs[target]
+        for job in [job for job in self._fleet_state.loads.values() if node in {victim.node for victim in job.victims}]:
+            # It waits for an unload that never ends. Whether it may be tried again is decided anew.
+            del self._fleet_state.loads[job.target]
+            self.notify(job.target, "load", UpstreamUnavailable(f"Node {node} {why}."))
         for target, kind in [watched for watched in self._watchers if watched[0].node == node]:
             self.notify(target, kind, UpstreamUnavailable(f"Node {node} {why}."))
 
@@ -259,10 +273,13 @@ class ModelJobs:
                 harness=spec.harness,
                 quant=spec.quant,
                 devices=job.devices,
-                tensor_parallel=max(1, len(job.devices)),
+                tensor_parallel=max(1, len(job.devices)) * max(1, len(spec.nodes)),
+                nodes=spec.nodes,
                 context_tokens=spec.context,
                 control_tokens_in_messages=spec.control_tokens_in_messages,
                 kv_dtype=spec.kv_dtype,
-                max_bytes=job.max_bytes,
+                sampling=msgspec.convert(spec.sampling.given, SamplingDefaults),
+                deterministic=spec.deterministic,
+                max_bytes=None if job.max_bytes is None else job.max_bytes * max(1, len(spec.nodes)),
             ),
         )

@@ -25,6 +25,7 @@ from cortex.wire.node import (
     Discovery,
     FilesRequest,
     Health,
+    HubRepository,
     LoadRequest,
     ModelState,
     ModelStatus,
@@ -43,6 +44,8 @@ LOAD_CALL_TIMEOUT_S = 3600.0
 CONTROL_TIMEOUT_S = 15.0
 DELETE_TIMEOUT_S = 120.0
 """Deleting hundreds of gigabytes takes a slow disk a while."""
+HUB_TIMEOUT_S = 60.0
+"""A node tries several times to reach the hub."""
 USAGE_TIMEOUT_S = 4.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
@@ -181,9 +184,9 @@ class NodeClient:
             raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
         return status
 
-    async def request_usage(self, request_id: str) -> Usage:
+    async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""
-        return await self._get(f"/requests/{quote(request_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
+        return await self._get(f"/requests/{quote(attempt_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
 
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""
@@ -202,6 +205,10 @@ class NodeClient:
 
     async def delete_files(self, request: FilesRequest) -> DeletedFiles:
         return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)
+
+    async def hub_repository(self, source: str) -> HubRepository:
+        """What a repository of the hub offers, as the node sees it."""
+        return await self._get(f"/hub/{quote(source)}".encode(), HubRepository, HUB_TIMEOUT_S)
 
     async def _status(self, model: str) -> ModelStatus:
         for status in (await self.health()).models:

@@ -14,10 +14,8 @@ import msgspec
 
 from cortex.gateway.ledger.keys import KeySection
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
+from cortex.wire.sampling import DEFAULT_COMPLETION_TOKENS
 from cortex.wire.words import plural
-
-DEFAULT_COMPLETION_TOKENS = 1024
-"""Reserved for each choice of a request that sets no limit of its own."""
 
 MINUTE_S = 60
 MAX_SKEW_MINUTES = 5

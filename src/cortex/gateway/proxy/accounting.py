@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +23,8 @@ log = logging.getLogger("cortex.access")
 # A module global is looked up faster than a member of its class.
 _COMPLETE, _DISCONNECTED = Outcome.COMPLETE, Outcome.CLIENT_DISCONNECTED
 
+_GATEWAY_ID = os.urandom(8).hex().encode()
+_attempt_numbers = itertools.count(1)
 STATUS_CODE = "http.response.status_code"
 BYTES_PER_TOKEN = 4
 BYTES_PER_STREAMED_TOKEN = 200
@@ -52,6 +56,8 @@ class RequestAccounting:
     failed_nodes: tuple[str, ...] = ()
     num_attempts: int = 0
     """How often it was sent to a node."""
+    attempt_number: int = 0
+    """Differs for every attempt of this gateway."""
     overhead_s: float | None = None
     """The time that the gateway itself took until it first sent the request."""
     sent_at: float = 0.0
@@ -64,8 +70,14 @@ class RequestAccounting:
         if self.overhead_s is None:
             self.overhead_s = self.sent_at - self.started_at - lease.waited_s
         self.num_attempts += 1
+        self.attempt_number = next(_attempt_numbers)
         self.waited_s += lease.waited_s
         self.load_s += lease.load_s
+
+    @property
+    def attempt_id(self) -> bytes:
+        """The latest attempt, as its node knows it."""
+        return b"%b-%x" % (_GATEWAY_ID, self.attempt_number)
 
     def failed_with(self, error: CortexError) -> None:
         """The client gets this error, or as much of it as its key may see."""
@@ -87,7 +99,7 @@ class RequestAccounting:
         estimate = self._estimate(num_response_bytes) if has_response and usage is None else None
         if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.generates:
             services.disconnected_usage.fetch(
-                services.nodes.get(node), self.id.decode(), estimate, partial(self._settle, lease, outcome, now)
+                services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome, now)
             )
         else:
             usage = usage or estimate

@@ -12,9 +12,9 @@ from cortex.fleet.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Meter, Reservation
-from cortex.gateway.proxy.envelope import Envelope
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.http.request import Request
+from cortex.parsing.envelope import Facts
 from cortex.wire.errors import CortexError
 
 
@@ -40,11 +40,11 @@ class AdmissionController:
         """The key of a request, from its headers alone; None on an open gateway. Raises InvalidAPIKey."""
         return self.meter.key(request)
 
-    def admit(self, key: KeySection | None, prompt_bytes: int, envelope: Envelope) -> AdmittedRequest:
+    def admit(self, key: KeySection | None, prompt_bytes: int, facts: Facts) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it."""
-        reservation = self.meter.admit(key, prompt_bytes, envelope)
+        reservation = self.meter.admit(key, prompt_bytes, facts)
         try:
-            resolution = self._dispatcher.resolve(envelope.model or "")
+            resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)
         except CortexError as error:
             reservation.cancel()

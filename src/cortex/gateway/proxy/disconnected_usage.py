@@ -21,13 +21,13 @@ class DisconnectedUsage:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def fetch(
-        self, node: NodeClient | None, request_id: str, estimate: Usage | None, settle: Callable[[Usage | None], None]
+        self, node: NodeClient | None, attempt_id: str, estimate: Usage | None, settle: Callable[[Usage | None], None]
     ) -> None:
         """Call `settle` exactly once, with the usage from the node, or with `estimate` when the node has none."""
         if node is None:
             settle(estimate)
             return
-        task = asyncio.create_task(_fetch(node, request_id, estimate, settle), name=f"usage of {request_id}")
+        task = asyncio.create_task(_fetch(node, attempt_id, estimate, settle), name=f"usage of {attempt_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -36,11 +36,11 @@ class DisconnectedUsage:
 
 
 async def _fetch(
-    node: NodeClient, request_id: str, estimate: Usage | None, settle: Callable[[Usage | None], None]
+    node: NodeClient, attempt_id: str, estimate: Usage | None, settle: Callable[[Usage | None], None]
 ) -> None:
     try:
-        usage: Usage | None = await node.request_usage(request_id)
+        usage: Usage | None = await node.request_usage(attempt_id)
     except (UpstreamFault, CortexError) as problem:
-        log.debug("usage estimated: node did not report it: %s", problem, extra={"request_id": request_id})
+        log.debug("usage estimated: node did not report it: %s", problem, extra={"attempt_id": attempt_id})
         usage = estimate
     settle(usage)

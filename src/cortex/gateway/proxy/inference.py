@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS
-from cortex.gateway.proxy import envelope as envelopes
 from cortex.gateway.proxy.accounting import STATUS_CODE
 from cortex.gateway.proxy.activity import RequestRecord
-from cortex.gateway.proxy.envelope import Envelope
 from cortex.gateway.proxy.request import ProxyRequest, ResponseKeeper
 from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
+from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
+from cortex.parsing import envelope as envelopes
+from cortex.parsing import relayed
+from cortex.parsing.cost import is_read_elsewhere
+from cortex.parsing.envelope import Envelope
+from cortex.parsing.relayed import RelayedBody
+from cortex.tasks import run_once
 from cortex.telemetry import Span
 from cortex.wire import error_encoding
-from cortex.wire.anthropic_messages import strip_billing_header
-from cortex.wire.body import check_content_type, without_lone_surrogates
-from cortex.wire.errors import CortexError, InvalidAPIKey, MalformedJSON, ShuttingDown, shorten
+from cortex.wire.body import check_content_type
+from cortex.wire.errors import CortexError, InvalidAPIKey, ShuttingDown, shorten
 
 _JSON = b"application/json"
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
+
+
+def client_of(key: KeySection | None, request: Request) -> str:
+    """Who shares what all clients share: a key, or the address of a client without one."""
+    return key.id if key is not None else request.client
 
 
 def request_id_of(given: bytes | None) -> bytes:
@@ -50,6 +62,10 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
     span: Span
 
 
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
 class Inference:
     """Admits inference requests or rejects them."""
 
@@ -60,12 +76,10 @@ class Inference:
 
     def begin(self, exchange: Exchange, route: Route) -> None:
         """Take over an exchange: it gets a response in the dialect of `route` in every case."""
-        received = self.receive(exchange, route)
-        if received is not None:
-            self.serve(received)
+        self.receive(exchange, route, self.serve)
 
-    def receive(self, exchange: Exchange, route: Route) -> ReceivedRequest | None:
-        """The request of an exchange once its key is known and its body is read; None when it was rejected."""
+    def receive(self, exchange: Exchange, route: Route, then: Callable[[ReceivedRequest], None]) -> None:
+        """Call `then` with the request of an exchange once its key is known and its body is read, or reject it."""
         request = exchange.request
         id = request_id_of(request.header(b"x-request-id"))
         span = self.services.tracer.begin(route.span_name, request.header(b"traceparent"))
@@ -79,19 +93,73 @@ class Inference:
             if content_type != _JSON:
                 is_from_page = request.header(b"origin") is not None
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
-            body, envelope = self._read(request.body, route)
+            strip_billing = self.services.config.strip_billing_header and route.dialect == "anthropic_messages"
+            if is_read_elsewhere(request.body, strip_billing=strip_billing):
+                reading = self._receive_large(exchange, route, key, id, span, strip_billing, then)
+                task = run_once(reading, "read a large request")
+                exchange.on_disconnect(partial(_cancel, task))
+                return
+            read = relayed.read(request.body, route.dialect, generates=route.generates, strip_billing=strip_billing)
         except CortexError as error:
-            self._reject(exchange, route, id, span, error)
-            if not isinstance(error, InvalidAPIKey | ShuttingDown):  # strangers must not fill the log
-                self._record(key, route, id, error, None)
-            return None
-        return ReceivedRequest(exchange, route, body, envelope, key, id, span)
+            self._reject_unread(exchange, route, key, id, span, error)
+            return
+        then(self._received(exchange, route, key, id, span, read))
+
+    async def _receive_large(
+        self,
+        exchange: Exchange,
+        route: Route,
+        key: KeySection | None,
+        id: bytes,
+        span: Span,
+        strip_billing: bool,
+        then: Callable[[ReceivedRequest], None],
+    ) -> None:
+        """Receives a request whose body would block the loop: another process reads it."""
+        request = exchange.request
+        try:
+            read = await self.services.parser.read_relayed(
+                route.dialect,
+                request.body,
+                client_of(key, request),
+                generates=route.generates,
+                strip_billing=strip_billing,
+            )
+            then(self._received(exchange, route, key, id, span, read))
+        except CortexError as error:
+            self._reject_unread(exchange, route, key, id, span, error)
+        except asyncio.CancelledError:
+            self.services.metrics.disconnects.labels("wait").inc()
+            span.end({}, error="client_disconnected")
+            raise
+        except Exception:
+            if exchange.started:
+                exchange.abort()
+            else:
+                internal = CortexError("Internal error of the gateway; its log has the details.")
+                self._reject_unread(exchange, route, key, id, span, internal)
+            raise  # to the log
+
+    def _received(
+        self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, read: RelayedBody
+    ) -> ReceivedRequest:
+        if read.is_stripped:
+            self.services.metrics.stripped.inc()
+        return ReceivedRequest(exchange, route, read.body, read.envelope, key, id, span)
+
+    def _reject_unread(
+        self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, error: CortexError
+    ) -> None:
+        """Reject a request whose body was not read."""
+        self._reject(exchange, route, id, span, error)
+        if not isinstance(error, InvalidAPIKey | ShuttingDown):  # strangers must not fill the log
+            self._record(key, route, id, error, None)
 
     def serve(self, received: ReceivedRequest, keeper: ResponseKeeper | None = None) -> None:
         """Admit a request and send it to a node, or reject it. `keeper` gets its response."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
-            admitted = self.services.admission.admit(received.key, len(body), envelope)
+            admitted = self.services.admission.admit(received.key, len(body), envelope.facts)
         except CortexError as error:
             self.reject(received, error)
         else:
@@ -120,7 +188,7 @@ class Inference:
                 ended_at=wall_time,
                 key_id=key.id if key is not None else None,
                 key_name=key.name if key is not None else ANONYMOUS,
-                model=shorten(envelope.model or "") if envelope is not None else "",
+                model=shorten(envelope.facts.model) if envelope is not None else "",
                 node="",
                 dialect=route.dialect,
                 path=route.path,
@@ -131,27 +199,6 @@ class Inference:
                 reason="rejected before it was sent to a node",
             )
         )
-
-    def _read(self, received: bytes, route: Route) -> tuple[bytes, Envelope]:
-        """The body that a node gets, and its envelope. Raises the CortexError of a body that cannot be read."""
-        body = self._without_billing_header(received, route)
-        try:
-            return body, envelopes.read(body, route.dialect, generates=route.generates)
-        except MalformedJSON:
-            readable = without_lone_surrogates(received)
-            if readable == received:
-                raise
-        body = self._without_billing_header(readable, route)
-        return body, envelopes.read(body, route.dialect, generates=route.generates)
-
-    def _without_billing_header(self, body: bytes, route: Route) -> bytes:
-        """`body` without Claude Code's billing line, where that is configured; otherwise unchanged."""
-        if route.dialect != "anthropic_messages" or not self.services.config.strip_billing_header:
-            return body
-        stripped = strip_billing_header(body)
-        if stripped is not body:
-            self.services.metrics.stripped.inc()
-        return stripped
 
     def _reject(self, exchange: Exchange, route: Route, id: bytes, span: Span, error: CortexError) -> None:
         # Without a model: a name that a client made up must not become a label.

@@ -8,7 +8,7 @@ from cortex.gateway.config import Config
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.proxy.cors import CrossOrigin
 from cortex.gateway.proxy.routes import ROUTES, rejection_response
-from cortex.http.limits import ClientLimits
+from cortex.http.limits import Buffered, ClientLimits
 from cortex.http.request import Request
 from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
@@ -43,9 +43,14 @@ def client_limits(config: Config) -> ClientLimits:
 
 
 def api_server(
-    handler: Handler, config: Config, ticker: Ticker, metrics: Metrics, authenticate: Authenticate
+    handler: Handler,
+    config: Config,
+    ticker: Ticker,
+    metrics: Metrics,
+    authenticate: Authenticate,
+    buffered: Buffered | None = None,
 ) -> Server:
-    """A server that reads no large body without a valid key, and counts what it rejects."""
+    """A server that reads no large body without a valid key, and counts what it rejects. `buffered`: see `Server`."""
     limits = client_limits(config)
     cross_origin = CrossOrigin(config.gateway.cors_origins) if config.gateway.cors_origins else None
 
@@ -62,7 +67,7 @@ def api_server(
         return rejection_response(error, path)
 
     if cross_origin is None:
-        return Server(handler, reject, ticker, limits, admit_head)
+        return Server(handler, reject, ticker, limits, admit_head, buffered=buffered)
     return Server(
         cross_origin.handler(handler),
         reject,
@@ -70,4 +75,5 @@ def api_server(
         limits,
         admit_head,
         response_headers=cross_origin.response_headers,
+        buffered=buffered,
     )

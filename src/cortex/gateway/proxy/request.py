@@ -14,11 +14,11 @@ from urllib.parse import quote
 
 import msgspec
 
+from cortex.fleet.prefixes import MAX_PREFIX_BYTES
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.node_client import NOT_ADMITTED, error_from
 from cortex.gateway.proxy.accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
-from cortex.gateway.proxy.envelope import Envelope
 from cortex.gateway.proxy.redaction import (
     ErrorRedaction,
     StreamRedaction,
@@ -35,25 +35,25 @@ from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, UpstreamFault
-from cortex.parsing.parser import LARGE_BYTES
+from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.envelope import Envelope
 from cortex.tasks import run_once
 from cortex.telemetry import UNTRACED, Span
 from cortex.wire import errors, failure_report, openai_chat, usage_report
 from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
-from cortex.wire.headers import ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
+from cortex.wire.headers import ATTEMPT_ID, ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL
 from cortex.wire.openai_responses import kept
 from cortex.wire.openai_responses.kept import KeptResponse
 from cortex.wire.raw_fields import replace_model
 from cortex.wire.requests import GenerateRequest
 
 _PRINCIPAL_HEADER = PRINCIPAL.encode()
+_ATTEMPT_HEADER = ATTEMPT_ID.encode()
 _NODE_HEADER = NODE.encode()
 _NO_DETAILS_HEADER = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
 _USAGE_HEADER = usage_report.HEADER.encode()
 _KEPT_HEADER = kept.HEADER.encode()
 
-_LARGE_RELAYED_BYTES = 1 << 20
-"""Larger bodies are not edited on the loop. Splitting one into its fields takes little, unless it has millions."""
 MAX_ATTEMPTS = 3
 """How often one request may be sent before it is rejected."""
 
@@ -84,6 +84,7 @@ class ProxyRequest:
         "_accounting",
         "_attempt",
         "_body",
+        "_client",
         "_excluded",
         "_lease",
         "_pending",
@@ -122,6 +123,8 @@ class ProxyRequest:
         self.id = id
         self.span = span
         self.keeper = keeper
+        self._client = admitted.key.id if admitted.key is not None else exchange.request.client
+        """Who shares the parser of large bodies with others."""
         self._attempt: Span | None = None
         self._body: bytes | None = None
         self._lease: Lease | None = None
@@ -132,7 +135,7 @@ class ProxyRequest:
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
-        is_stream = route.generates and bool(envelope.stream)
+        is_stream = route.generates and envelope.facts.stream
         now = services.clock()
         self._accounting = RequestAccounting(services, route, admitted, id, span, len(received), is_stream, now)
         keepalive = _keepalive(route.codec.KEEPALIVE, services.config.keepalive_s) if is_stream else None
@@ -148,13 +151,13 @@ class ProxyRequest:
         if self._relay is None:
             return
         if self.route.generates:
-            lease = self.services.dispatcher.lease_now(self.admitted.model, self.envelope.prompt_bytes, self._excluded)
+            lease = self.services.dispatcher.lease_now(self.admitted.model, self._prompt_bytes, self._excluded)
             if lease is not None:
                 self._deliver(lease)
                 return
         pending = self._pending = PendingRequest(
             self.admitted.model,
-            self.envelope.prompt_bytes,
+            self._prompt_bytes,
             self._deliver,
             self.services.clock(),
             origin=self.admitted.origin,
@@ -183,20 +186,22 @@ class ProxyRequest:
         services = self.services
         node = services.nodes[lease.node]
         if self.route.dialect in lease.dialects or not self.route.generates:
-            if len(self.received) >= _LARGE_RELAYED_BYTES and self._is_renamed and self._body is None:
+            if self._body is None and self._is_renamed and is_edited_elsewhere(self.received):
                 self._rewriting = run_once(self._rename_elsewhere(lease), "rename the model of a large request")
                 return
             target, body, self._translation = self.route.path, self._relayed_body(), None
-        elif self._translated_request is None and len(self.received) >= LARGE_BYTES:
+        elif self._translated_request is None and is_parsed_elsewhere(self.received):
             self._rewriting = run_once(self._translate_elsewhere(lease), "translate a large request")
             return
         else:
             target, body, self._translation = CHAT.path, *self._translated()
+        self._accounting.sent(lease)
         headers: Headers = (
             *node.headers,
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._accounting.stream else b"application/json"),
             (b"x-request-id", self.id),
+            (_ATTEMPT_HEADER, self._accounting.attempt_id),
             (_PRINCIPAL_HEADER, _header_value(self.admitted.reservation.principal)),
         )
         if self.keeper is not None and self.keeper.kept is not None:
@@ -206,15 +211,17 @@ class ProxyRequest:
         self._attempt = self.span.call(lease.node)
         if (traceparent := self._attempt.traceparent) is not None:
             headers = (*headers, (b"traceparent", traceparent))
-        self._accounting.sent(lease)
         node_header = ((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else ()
         silence_s = services.config.idle_timeout_s
         self._relay.send(node.pool, b"POST", target, headers, body, self._translation, node_header, silence_s)
 
+    def _prompt_bytes(self) -> bytes:
+        return self.envelope.prompt_bytes(MAX_PREFIX_BYTES)
+
     @property
     def _is_renamed(self) -> bool:
         """Whether the client named the model by an alias."""
-        return self.envelope.model != self.admitted.model
+        return self.envelope.facts.model != self.admitted.model
 
     def _relayed_body(self) -> bytes:
         """The client's body, with the model's name in place of an alias."""
@@ -234,7 +241,7 @@ class ProxyRequest:
         response_id = self.route.codec.ID_PREFIX + self.id.decode().removeprefix("req_")
         if self.keeper is not None and self.keeper.kept is not None:
             request, response_id = self.keeper.kept.described(request), self.keeper.kept.id
-        name = self.envelope.model or request.model
+        name = self.envelope.facts.model
         show = partial(shown_to, self.admitted.key)
         return body, ChatTranslation(self.route, request, id=response_id, model=name, show=show)
 
@@ -243,7 +250,9 @@ class ProxyRequest:
         try:
             parser = self.services.parser
             assert self.route.dialect is not None, "routes that generate have a dialect"
-            self._translated_request = await parser.translate(self.route.dialect, self.received, self.admitted.model)
+            self._translated_request = await parser.translate(
+                self.route.dialect, self.received, self.admitted.model, self._client
+            )
             self._rewriting = None
             self._send(lease)
         except CortexError as error:
@@ -252,7 +261,7 @@ class ProxyRequest:
     async def _rename_elsewhere(self, lease: Lease) -> None:
         """Puts the model's name in place of an alias, in another process, and sends the request."""
         try:
-            self._body = await self.services.parser.rename(self.received, self.admitted.model)
+            self._body = await self.services.parser.rename(self.received, self.admitted.model, self._client)
             self._rewriting = None
             self._send(lease)
         except CortexError as error:

@@ -12,6 +12,7 @@ from cortex.gateway.metrics import Metrics
 from cortex.gateway.proxy.activity import ActivityLog
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.disconnected_usage import DisconnectedUsage
+from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry import Tracer
@@ -31,4 +32,6 @@ class Services:
     disconnected_usage: DisconnectedUsage
     activity: ActivityLog
     parser: BodyParser
+    buffered: Buffered
+    """Request bytes in memory, of clients and of runs in the background."""
     clock: Callable[[], float]

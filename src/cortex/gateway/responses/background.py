@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Raw
 
-from cortex.gateway.proxy.inference import Inference, ReceivedRequest
+from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
 from cortex.gateway.proxy.routes import JSON_HEADERS
 from cortex.gateway.responses import items
 from cortex.gateway.responses.keeper import head_of, last_event, new_response_id, response_in_event
@@ -26,6 +26,7 @@ from cortex.http.observer import Outcome
 from cortex.http.request import Headers, Request
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.exchange import Exchange
+from cortex.http.server.parser import no_room
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire import sse
 from cortex.wire.errors import InvalidValue, Overloaded
@@ -120,6 +121,8 @@ class BackgroundRun:
         """The client knows its id."""
         self.is_written = False
         """Its end is in the database."""
+        self.num_body_bytes = 0
+        """Of its request, which count as buffered until it ends."""
         self.streams = streams
         self._on_end = on_end
         self._arriving = WholeEvents(max_bytes)
@@ -318,11 +321,20 @@ class BackgroundRuns:
                 "(responses.max_background); try again later.",
                 retry_after_s=10.0,
             )
+        buffered, num_bytes = self._inference.services.buffered, len(streamed.body)
+        if not buffered.has_room(num_bytes):
+            raise no_room()
         self._num_starting += 1  # before anything is awaited, so that no other request takes the same place
+        buffered.num_bytes += num_bytes
+        run: BackgroundRun | None = None
         try:
-            await self._begin(received, streamed, key_id, previous_id, own_items)
+            run = await self._begin(received, streamed, key_id, previous_id, own_items)
         finally:
             self._num_starting -= 1
+            if run is None or run.ended_at is not None:
+                buffered.num_bytes -= num_bytes
+            else:
+                run.num_body_bytes = num_bytes
 
     async def _begin(
         self,
@@ -331,9 +343,12 @@ class BackgroundRuns:
         key_id: str,
         previous_id: str | None,
         own_items: list[Raw],
-    ) -> None:
+    ) -> BackgroundRun | None:
+        """The run; None for a request that was rejected."""
         kept = KeptResponse(new_response_id(), previous_id, background=True)
-        parsed = await self._inference.services.parser.parse("openai_responses", streamed.body)
+        parsed = await self._inference.services.parser.parse(
+            "openai_responses", streamed.body, client_of(received.key, received.exchange.request)
+        )
         request = kept.described(parsed.head)
         created = int(self._store.clock())
         body = response_body(request, id=kept.id, created=created, model=request.model) | {"status": "queued"}
@@ -344,7 +359,7 @@ class BackgroundRuns:
                 "background: the request is too large to be stored (responses.max_entry_mb).", param="input"
             )
         await self._store.add(NewResponse(kept.id, key_id, previous_id, "queued", stored_input, queued))
-        streams, max_bytes = bool(received.envelope.stream), self._store.max_entry_bytes
+        streams, max_bytes = received.envelope.facts.stream, self._store.max_entry_bytes
         run = BackgroundRun(kept, key_id, queued, self._ended, streams=streams, max_bytes=max_bytes)
         run.exchange = DetachedExchange(_without_body(received.exchange.request), run)
         self._runs[kept.id] = run
@@ -355,17 +370,20 @@ class BackgroundRuns:
             await self._store.delete(key_id, kept.id)
             status, error = run.rejection
             received.exchange.respond(status, (*JSON_HEADERS, *headers), error)
-            return
+            return None
         run.is_announced = True
         if run.streams:
             run.follow(received.exchange, headers, starting_after=-1)
         else:
             received.exchange.respond(200, (*JSON_HEADERS, *headers), queued)
+        return run
 
     def _running(self) -> list[BackgroundRun]:
         return [run for run in self._runs.values() if run.ended_at is None]
 
     def _ended(self, run: BackgroundRun) -> None:
+        self._inference.services.buffered.num_bytes -= run.num_body_bytes
+        run.num_body_bytes = 0
         task = asyncio.get_running_loop().create_task(self._write_end(run))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 from msgspec import Raw
 
-from cortex.gateway.proxy.envelope import StateEnvelope
 from cortex.gateway.proxy.inference import Inference, ReceivedRequest
 from cortex.gateway.proxy.request import ResponseKeeper
 from cortex.gateway.proxy.routes import Route
@@ -24,7 +23,8 @@ from cortex.gateway.responses.keeper import NotStored, StoringKeeper, num_input_
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.server.exchange import Exchange
-from cortex.parsing.parser import LARGE_BYTES
+from cortex.parsing.cost import LARGE_BYTES
+from cortex.parsing.envelope import Facts
 from cortex.wire.errors import (
     BodyTooLarge,
     CortexError,
@@ -62,23 +62,22 @@ class StatefulInference:
 
     def begin(self, exchange: Exchange, route: Route) -> None:
         """Take over an exchange of `route`."""
-        received = self._inference.receive(exchange, route)
-        if received is None:
-            return
-        envelope = received.envelope
-        assert isinstance(envelope, StateEnvelope), "the routes of this dialect have that envelope"
-        refers = envelope.previous_response_id is not None or items.REFERENCE in received.body
-        if refers or envelope.background:
-            task = asyncio.create_task(self._begin_with_state(received, envelope))
+        self._inference.receive(exchange, route, self._serve)
+
+    def _serve(self, received: ReceivedRequest) -> None:
+        facts = received.envelope.facts
+        refers = facts.previous_response_id is not None or items.REFERENCE in received.body
+        if refers or facts.background:
+            task = asyncio.create_task(self._begin_with_state(received, facts))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
             def cancel() -> None:
                 task.cancel()
 
-            exchange.on_disconnect(cancel)
+            received.exchange.on_disconnect(cancel)
         else:
-            self._inference.serve(received, self._keeper(received, envelope, envelope.input))
+            self._inference.serve(received, self._keeper(received, facts, received.envelope.input))
 
     async def close(self) -> None:
         """Reject what still waits for the database."""
@@ -86,13 +85,13 @@ class StatefulInference:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _begin_with_state(self, received: ReceivedRequest, envelope: StateEnvelope) -> None:
+    async def _begin_with_state(self, received: ReceivedRequest, facts: Facts) -> None:
         try:
-            conversation = await self._conversation(received, envelope)
-            if envelope.background and received.route.generates:
-                await self._begin_in_background(received, envelope, conversation)
+            conversation = await self._conversation(received, facts)
+            if facts.background and received.route.generates:
+                await self._begin_in_background(received, facts, conversation)
             else:
-                keeper = self._keeper(received, envelope, conversation.own_items)
+                keeper = self._keeper(received, facts, conversation.own_items)
                 self._inference.serve(await self._completed(received, conversation), keeper)
         except asyncio.CancelledError:
             received.span.end({}, error="client_disconnected")
@@ -103,42 +102,38 @@ class StatefulInference:
             log.exception("a request with state failed")
             self._inference.reject(received, CortexError("Internal error of the gateway; its log has the details."))
 
-    async def _begin_in_background(
-        self, received: ReceivedRequest, envelope: StateEnvelope, conversation: _Conversation
-    ) -> None:
-        if envelope.store is False:
+    async def _begin_in_background(self, received: ReceivedRequest, facts: Facts, conversation: _Conversation) -> None:
+        if facts.store is False:
             raise InvalidValue("background: it needs a stored response; leave `store` out.", param="background")
         streamed = await self._completed(received, conversation, background=True)
         await self._background.begin(
             received,
             streamed,
             key_id=_key_id(received),
-            previous_id=envelope.previous_response_id,
+            previous_id=facts.previous_response_id,
             own_items=conversation.own_items,
         )
 
-    def _keeper(
-        self, received: ReceivedRequest, envelope: StateEnvelope, input: Raw | list[Raw]
-    ) -> ResponseKeeper | None:
+    def _keeper(self, received: ReceivedRequest, facts: Facts, input: Raw | list[Raw]) -> ResponseKeeper | None:
         """What keeps the response; None when the client or the operator does not want it to be stored."""
         section = self._store.section
-        if envelope.store is False or not received.route.generates:
+        if facts.store is False or not received.route.generates:
             return None
         if not section.store:
-            return NotStored("this gateway stores no responses (responses.store)") if envelope.store else None
+            return NotStored("this gateway stores no responses (responses.store)") if facts.store else None
         if self._store.failure is not None:
             return NotStored("the database of stored responses is not available")
         if num_input_bytes(input) > self._store.max_entry_bytes:
             return NotStored(f"the input is larger than {section.max_entry_mb} MB (responses.max_entry_mb)")
-        previous_id, key_id = envelope.previous_response_id, _key_id(received)
-        return StoringKeeper(self._store, key_id, previous_id, input, stream=bool(envelope.stream))
+        previous_id, key_id = facts.previous_response_id, _key_id(received)
+        return StoringKeeper(self._store, key_id, previous_id, input, stream=facts.stream)
 
-    async def _conversation(self, received: ReceivedRequest, envelope: StateEnvelope) -> _Conversation:
+    async def _conversation(self, received: ReceivedRequest, facts: Facts) -> _Conversation:
         """The request's items with everything that it refers to. Raises the CortexError of what is not stored."""
-        own_items = await _off_loop(len(received.body), partial(items.split, envelope.input))
+        own_items = await _off_loop(len(received.body), partial(items.split, received.envelope.input))
         referred = await _off_loop(len(received.body), partial(items.references, own_items))
-        previous_id = envelope.previous_response_id
-        if not self._store.section.store and (referred or previous_id is not None or envelope.background):
+        previous_id = facts.previous_response_id
+        if not self._store.section.store and (referred or previous_id is not None or facts.background):
             param = "input" if referred else "background" if previous_id is None else "previous_response_id"
             raise InvalidValue(
                 f"{param}: this gateway stores no responses (responses.store); send the whole conversation in 'input'.",

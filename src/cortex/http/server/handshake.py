@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
 from collections.abc import Sequence
 from functools import partial
 
+from cortex.http.server.accepting import accepted_from
 from cortex.http.server.connection import ClientConnection, ServerContext
 
 log = logging.getLogger(__name__)
-
-_PAUSE_S = 0.2
-"""How long accepting pauses when the process has no room for another connection."""
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Handshake:
@@ -56,15 +52,8 @@ class TLSListener:
             listening.close()
 
     async def _accept_from(self, listening: socket.socket) -> None:
-        while True:
-            try:
-                accepted, address = await self._loop.sock_accept(listening)
-            except OSError as problem:
-                if problem.errno in _NO_ROOM:
-                    log.error("cannot accept connections: %s; raise the limit of open files", problem.strerror)
-                    await asyncio.sleep(_PAUSE_S)
-                continue  # else the client was gone before it was accepted
-            handshake = Handshake(str(address[0]) if isinstance(address, tuple) else "")
+        async for accepted, client in accepted_from(listening):
+            handshake = Handshake(client)
             if self._server.enter(handshake) is not None:
                 accepted.close()
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from io import SEEK_END, BytesIO
 
 import httptools
 
@@ -17,8 +18,6 @@ _SLICE_BYTES = 4096
 _HEAD_END = b"\r\n\r\n"
 _CHUNKING_OVERHEAD = 8
 """Wire bytes allowed per body byte: one-byte chunks need six, so more means endless chunk extensions."""
-_NUM_SMALL_PIECES = 256
-"""Body pieces kept before they are joined: an object for each tiny chunk takes twenty times the chunk's bytes."""
 
 AdmitHead = Callable[[Request], int]
 """Admits a request whose body has not arrived yet: returns the most body bytes it may have, or raises CortexError.
@@ -64,8 +63,11 @@ class RequestParser:
         self._content_length = 0
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._body: list[bytes] = []
-        self._num_joined_pieces = 0
+        self._body = b""
+        """The first piece."""
+        self._pieces: BytesIO | None = None
+        """All pieces, if there is more than one. It grows as they arrive: joining tens of megabytes at the end would
+        delay the loop, and an object for each tiny chunk takes twenty times the chunk's bytes."""
         self._http_10 = False
 
     # --- for the connection
@@ -106,7 +108,7 @@ class RequestParser:
         """Drop all bytes held; nothing can be parsed afterwards."""
         self.release(self._num_held_bytes)
         self.ready.clear()
-        self._body.clear()
+        self._clear_body()
         self._headers.clear()
         self.in_message = False
         del self._parser  # a reference cycle
@@ -119,8 +121,7 @@ class RequestParser:
             self.in_head = True
             self._target = b""
             self._headers = []
-        self._body = []
-        self._num_joined_pieces = 0
+        self._clear_body()
         self.num_body_bytes = 0
         self._admitted = False
 
@@ -161,11 +162,17 @@ class RequestParser:
         self._num_held_bytes += num_bytes
         buffered = self._buffered
         buffered.num_bytes += num_bytes
-        self._body.append(data)
+        if not self._body:
+            self._body = data
+        else:
+            if self._pieces is None:
+                self._pieces = BytesIO(self._body)
+                self._pieces.seek(0, SEEK_END)
+            self._pieces.write(data)
         if self.num_body_bytes > self._body_limit:
             self.rejection = self._body_too_large()
-        elif buffered.num_bytes > self._limits.buffered_bytes:
-            self.rejection = _no_room()
+        elif not buffered.has_room():
+            self.rejection = no_room()
 
     def on_message_complete(self) -> None:
         if self._declines_upgrade or self.rejection is not None:
@@ -174,13 +181,13 @@ class RequestParser:
         if parts is None:
             self.rejection = _bad_target()
             return
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body = self._body if self._pieces is None else self._pieces.getvalue()  # does not copy
         path, query = parts
         keeps_alive = self._parser.should_keep_alive()
         self.ready.append(
             Request(self.method, path, query, self._headers, body, self._client, keeps_alive, self._http_10)
         )
-        self._body = []
+        self._clear_body()
         self.num_body_bytes = 0
         self._num_message_bytes = 0
         self.in_message = False
@@ -228,9 +235,6 @@ class RequestParser:
             self.rejection = self._check_admission()
         elif self._num_message_bytes > 2 * limits.head_bytes + _CHUNKING_OVERHEAD * self.num_body_bytes:
             self.rejection = MalformedHTTP("the chunked body is mostly chunk extensions; send plain chunks")
-        if len(self._body) - self._num_joined_pieces > _NUM_SMALL_PIECES:
-            self._body[self._num_joined_pieces :] = [b"".join(self._body[self._num_joined_pieces :])]
-            self._num_joined_pieces += 1
 
     def _check_admission(self) -> CortexError | None:
         """Why the request is rejected before the rest of its body arrives, or None."""
@@ -245,16 +249,19 @@ class RequestParser:
             self._body_limit = min(limit, self._body_limit)
         if max(self._content_length, self.num_body_bytes) > self._body_limit:
             return self._body_too_large()
-        num_bytes = self._buffered.num_bytes + self._num_due_bytes()
-        return _no_room() if num_bytes > self._limits.buffered_bytes else None
+        return None if self._buffered.has_room(self._num_due_bytes()) else no_room()
 
     def _num_due_bytes(self) -> int:
         """Bytes that the Content-Length of the arriving body still announces; 0 in a head and for chunks."""
         return max(0, self._content_length - self.num_body_bytes) if self.in_message and not self.in_head else 0
 
+    def _clear_body(self) -> None:
+        self._body = b""
+        self._pieces = None
+
     def _drop_body(self) -> None:
         """Drop the body of the rejected request; requests in `ready` are still served."""
-        self._body.clear()
+        self._clear_body()
         self.release(self.num_body_bytes)
         self.num_body_bytes = 0
 
@@ -274,7 +281,8 @@ def _bad_target() -> MalformedHTTP:
     return MalformedHTTP("the request target must be a path or an absolute http URL")
 
 
-def _no_room() -> Overloaded:
+def no_room() -> Overloaded:
+    """The error for a request whose body would exceed the limit on all bodies in memory."""
     return Overloaded("the request bodies in memory have reached their limit; try again in a moment")
 
 

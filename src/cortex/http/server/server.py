@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import ssl
 
+from cortex.http.connection_counts import ConnectionCounts
 from cortex.http.limits import Buffered, ClientLimits
 from cortex.http.server.connection import (
     ClientConnection,
@@ -18,7 +18,7 @@ from cortex.http.server.connection import (
 from cortex.http.server.handshake import TLSListener, bind
 from cortex.http.server.parser import AdmitHead
 from cortex.http.ticker import Ticker
-from cortex.wire.errors import CortexError, Overloaded, RateLimitExceeded
+from cortex.wire.errors import CortexError
 
 __all__ = ["AdmitHead", "Handler", "Reject", "Response", "Server"]
 
@@ -38,7 +38,9 @@ class Server:
         admit_head: AdmitHead | None = None,
         *,
         response_headers: ResponseHeaders | None = None,
+        buffered: Buffered | None = None,
     ) -> None:
+        """`buffered` counts request bytes, if not those of this server alone."""
         self.handler = handler
         self.reject = reject
         self.ticker = ticker
@@ -48,13 +50,12 @@ class Server:
         self.response_headers = response_headers
         """None adds no headers to responses."""
         self.connections: set[CountedConnection] = set()
-        self.buffered = Buffered()
+        self.buffered = buffered or Buffered(self.limits.buffered_bytes)
         """Updated by the connections."""
         self.num_exchanges = 0
         """Requests being served now; updated by the connections."""
         self._listeners: list[asyncio.Server | TLSListener] = []
-        self._num_by_network: dict[str, int] = {}
-        """Open connections by `_network`."""
+        self._counts = ConnectionCounts(self.limits.num_connections, self.limits.num_connections_per_client)
 
     @property
     def num_connections(self) -> int:
@@ -77,27 +78,17 @@ class Server:
 
     def enter(self, connection: CountedConnection) -> CortexError | None:
         """Count a new connection, or return why it is rejected and not counted."""
-        network = _network(connection.client)
-        num_from_client = self._num_by_network.get(network, 0)
-        if self.num_connections >= self.limits.num_connections:
-            return Overloaded(f"{self.num_connections} connections are open, which is the limit; try again in a moment")
-        if num_from_client >= self.limits.num_connections_per_client:
-            return RateLimitExceeded(
-                f"{num_from_client} connections are open from your address, which is the limit; use fewer"
-            )
-        self._num_by_network[network] = num_from_client + 1
-        self.connections.add(connection)
-        return None
+        rejection = self._counts.enter(connection.client)
+        if rejection is None:
+            self.connections.add(connection)
+        return rejection
 
     def leave(self, connection: CountedConnection) -> None:
         """Stop counting the connection, if it was counted."""
         if connection not in self.connections:
             return
         self.connections.remove(connection)
-        network = _network(connection.client)
-        self._num_by_network[network] -= 1
-        if not self._num_by_network[network]:
-            del self._num_by_network[network]
+        self._counts.leave(connection.client)
 
     # --- shutdown
 
@@ -116,13 +107,3 @@ class Server:
             connection.abort()
         while self.connections:
             await asyncio.sleep(0)  # an aborted connection closes within a few loop turns
-
-
-def _network(address: str) -> str:
-    """What counts as one client: an IPv4 address, or the /64 of an IPv6 address, as one host may use all of it."""
-    if ":" not in address:
-        return address
-    parsed = ipaddress.IPv6Address(address)
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.IPv6Address(int(parsed) >> 64 << 64))

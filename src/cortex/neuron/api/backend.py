@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.wire.node import (
@@ -13,6 +14,7 @@ from cortex.wire.node import (
     Discovery,
     FilesRequest,
     Health,
+    HubRepository,
     LoadRequest,
     ModelStatus,
     NodeEvent,
@@ -31,7 +33,7 @@ class GenerationStream(Protocol):
 
 
 class Files(Protocol):
-    """Downloads without a load, and deletion."""
+    """Downloads without a load, deletion, and what the hub offers."""
 
     def pull(self, request: FilesRequest) -> PullStatus: ...
 
@@ -40,6 +42,8 @@ class Files(Protocol):
     async def cancel(self, model_id: str) -> PullStatus: ...
 
     async def delete(self, request: FilesRequest) -> DeletedFiles: ...
+
+    async def offer(self, source: str) -> HubRepository: ...
 
 
 class Backend(Protocol):
@@ -67,6 +71,8 @@ class Backend(Protocol):
     async def unload(self, request: UnloadRequest) -> ModelStatus: ...
 
     async def recycle(self, device: int) -> bool: ...
+
+    async def host_share(self, connection: Connection) -> None: ...
 
     def subscribe(self) -> AsyncIterator[NodeEvent]: ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+
 from aiohttp import web
 
 from cortex.wire import headers
@@ -14,12 +16,19 @@ def principal_of(request: web.Request) -> str:
     return request.headers.get(headers.PRINCIPAL, "").encode("utf-8", "backslashreplace").decode()
 
 
+def client_of(request: web.Request) -> str:
+    """Who shares what all clients share: the principal, or the address of a client without one."""
+    return principal_of(request) or request.remote or ""
+
+
 async def body_of(request: web.Request) -> bytes:
     """Raises `BodyTooLarge`."""
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise BodyTooLarge(f"The body is larger than {request.client_max_size} bytes; send less.") from None
+    body = BytesIO()  # grows as the body arrives; copying tens of megabytes at the end would delay the loop
+    async for data in request.content.iter_any():
+        body.write(data)
+        if body.tell() > request.client_max_size:
+            raise BodyTooLarge(f"The body is larger than {request.client_max_size} bytes; send less.")
+    return body.getvalue()
 
 
 def strips_billing(request: web.Request, setting: bool) -> bool:

@@ -15,6 +15,7 @@ from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import body_of
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.peer_connections import SHARES_PATH, accepted
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import sse
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
@@ -43,10 +44,12 @@ class Control:
             web.post("/models/load", self.load),
             web.post("/models/unload", self.unload),
             web.post(r"/devices/{index:\d{1,4}}/recycle", self.recycle),
+            web.get(SHARES_PATH, self.share),
             web.post("/files/pull", self.pull),
             web.get("/files/pulls/{id:.+}", self.pull_status),
             web.post("/files/cancel", self.cancel_pull),
             web.post("/files/delete", self.delete_files),
+            web.get("/hub/{source:.+}", self.offer),
             web.get("/models/{id:.+}/endpoint", self.endpoint),
             web.get("/models/{id:.+}", self.model),
         ]
@@ -98,6 +101,14 @@ class Control:
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
 
+    async def share(self, request: web.Request) -> web.StreamResponse:
+        """A node that leads a model has this one hold a part of it, for as long as its connection lasts."""
+        with self.drain_gate.enter():  # rejects it while the node shuts down
+            pass
+        connection = await accepted(request)
+        await self.backend.host_share(connection)
+        return connection.response
+
     async def unload(self, request: web.Request) -> web.Response:
         unload_request = _decode(await body_of(request), UnloadRequest)
         return responses.json(await self.backend.unload(unload_request))
@@ -118,6 +129,10 @@ class Control:
     async def delete_files(self, request: web.Request) -> web.Response:
         """Deletes a model's files from the cache, never while the model is in memory."""
         return responses.json(await self.backend.files.delete(_decode(await body_of(request), FilesRequest)))
+
+    async def offer(self, request: web.Request) -> web.Response:
+        """What a repository of the hub offers: its quantisations and their sizes. Nothing is downloaded."""
+        return responses.json(await self.backend.files.offer(request.match_info["source"]))
 
     async def recycle(self, request: web.Request) -> web.Response:
         """Replaces the worker of a device without models. The gateway asks for it after many loads."""

@@ -7,18 +7,23 @@ import errno
 import logging
 import signal
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from cortex.http.connection_counts import ConnectionCounts
 from cortex.neuron.api import app, responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.listener import Listener
 from cortex.neuron.api.log_context import common_fields
-from cortex.neuron.config import NeuronConfig
+from cortex.neuron.api.peer_connections import PeerConnector
+from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.config import load as load_config
-from cortex.neuron.node.node import Node
+from cortex.neuron.node.node import Node, Parts
 from cortex.settings import Listen, SettingsError, stamp
 from cortex.tasks import Supervisor
 from cortex.telemetry import Tracer, logs, open_tracer
@@ -31,8 +36,6 @@ log = logging.getLogger(__name__)
 _BACKLOG = 1024
 _FLUSH_S = 2.0
 """How long responses that the node has ended may take to reach their clients."""
-_HANDSHAKE_S = 10.0
-"""How long a client may take for the TLS handshake."""
 
 
 class CannotListen(Exception):
@@ -42,7 +45,16 @@ class CannotListen(Exception):
 class ClientConnection(web.RequestHandler):
     """aiohttp's handler, but its own errors are JSON too: no plain-text error leaves this program."""
 
-    __slots__ = ()
+    __slots__ = ("_on_lost",)
+
+    def __init__(self, server: web.Server, on_lost: Callable[[], None]) -> None:
+        """`on_lost` is called when the connection has ended."""
+        super().__init__(server, loop=asyncio.get_running_loop(), access_log=None)  # type: ignore[arg-type] # None turns it off
+        self._on_lost = on_lost
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._on_lost()
 
     def handle_error(
         self,
@@ -138,24 +150,21 @@ class Front:
         return [file for file in files if file is not None]
 
 
-async def accept(
-    runner: web.AppRunner, listener: socket.socket, certificate: ServerCertificate | None = None
-) -> asyncio.Server:
+def accept(
+    runner: web.AppRunner,
+    listener: socket.socket,
+    certificate: ServerCertificate | None = None,
+    limits: Limits | None = None,
+) -> Listener:
     """Starts to serve on a bound socket, with TLS if there is a certificate. Close the result before
     `runner.cleanup()`."""
     server = runner.server
     if server is None:
         raise RuntimeError("set the runner up before it accepts")
-    loop = asyncio.get_running_loop()
-
-    def connect() -> ClientConnection:
-        return ClientConnection(server, loop=loop, access_log=None)  # type: ignore[arg-type] # None turns it off
-
-    if certificate is None:
-        return await loop.create_server(connect, sock=listener, backlog=_BACKLOG)
-    return await loop.create_server(
-        connect, sock=listener, backlog=_BACKLOG, ssl=certificate.context, ssl_handshake_timeout=_HANDSHAKE_S
-    )
+    limits = limits or Limits()
+    counts = ConnectionCounts(limits.max_connections, limits.max_connections_per_client)
+    tls = certificate.context if certificate is not None else None
+    return Listener(listener, partial(ClientConnection, server), counts, tls)
 
 
 async def serve(
@@ -176,7 +185,8 @@ async def serve(
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        node = await Node.start(config)
+        connector = PeerConnector(path.parent if path is not None else Path.cwd())
+        node = await Node.start(config, Parts(connect_peer=connector.connect))
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:
@@ -208,7 +218,7 @@ async def _serve_node(
         application, handler_cancellation=True, access_log=None, handle_signals=False, shutdown_timeout=_FLUSH_S
     )
     await runner.setup()
-    accepting = await accept(runner, listener, front.certificate)
+    accepting = accept(runner, listener, front.certificate, config.limits)
     watching = Supervisor().start("watch keys and certificate", front.watch)
     try:
         log.info("listening on %s", _address(listener, "http" if front.certificate is None else "https"))

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.bodies import body_of, principal_of, strips_billing
+from cortex.neuron.api.bodies import body_of, client_of, principal_of, strips_billing
 from cortex.parsing.parser import BodyParser
 from cortex.wire.packed_request import PackedRequest
 
@@ -28,20 +28,22 @@ class Tokens:
 
     async def count(self, request: web.Request) -> web.Response:
         strip_billing = strips_billing(request, self.strip_billing_header)
-        counted = await self.parser.parse("anthropic_messages", await body_of(request), strip_billing=strip_billing)
+        counted = await self.parser.parse(
+            "anthropic_messages", await body_of(request), client_of(request), strip_billing=strip_billing
+        )
         self.backend.model(counted.head.model)
         num_tokens = await self.backend.count_tokens(counted, principal=principal_of(request))
         return responses.json({"input_tokens": num_tokens})
 
     async def count_responses(self, request: web.Request) -> web.Response:
-        counted = await self.parser.parse("openai_responses", await body_of(request))
+        counted = await self.parser.parse("openai_responses", await body_of(request), client_of(request))
         self.backend.model(counted.head.model)
         num_tokens = await self.backend.count_tokens(counted, principal=principal_of(request))
         return responses.json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`prompt` (or `text`) as it is, or `messages` through the model's template."""
-        parsed = await self.parser.parse_tokenize(await body_of(request))
+        parsed = await self.parser.parse_tokenize(await body_of(request), client_of(request))
         principal = principal_of(request)
         if isinstance(parsed, PackedRequest):
             model = parsed.head.model

@@ -11,6 +11,7 @@ import torch
 
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.execution.uniform import block_tokens
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.memory.sequences import StateMemory
 from cortex.neuron.engine.pages import PagePool
@@ -105,7 +106,8 @@ class Engine:
         return StepLoop(scheduler, self._new_runner(), self._constraints, self._counters, overlaps=self._overlaps)
 
     def _new_runner(self) -> Runner:
-        return Runner(*self._runner_arguments())
+        uniform_tokens = block_tokens(self._device) if self._spec.deterministic else None
+        return Runner(*self._runner_arguments(), uniform_tokens=uniform_tokens)
 
     def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:
         memory, limits = self._loaded.memory, self._limits
@@ -118,6 +120,11 @@ class Engine:
         return self._loop
 
     # -- requests --------------------------------------------------------------------------------------------------
+
+    def compile(self, grammar: str) -> None:
+        """Makes the `submit` of a request with this grammar fast. Any thread may call it, so that a large grammar
+        does not delay steps. Raises RequestError for a grammar that does not compile."""
+        self._constraints.compile(grammar)
 
     def submit(self, request: EngineRequest) -> None:
         """Raises RequestError if the request can never be served."""

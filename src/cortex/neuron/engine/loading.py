@@ -40,6 +40,8 @@ from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, group_runs, load_into
 
+DETERMINISTIC_NOTE = "deterministic: a request gets the same tokens alone and in company, more slowly"
+
 Progress = Callable[[str, int, int], None]
 """Called with (stage, bytes done, bytes in total)."""
 
@@ -191,7 +193,7 @@ def build_model(
         context_tokens=plan.context_tokens,
         weight_bytes=parameters.num_bytes,
         memory=SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype),
-        notes=(*architecture.notes, *plan.notes),
+        notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
     )
 
 

@@ -111,6 +111,20 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a model find each other if they are on several hosts. The leader's worker listens there."""
+
+    host: str
+    """An address of the leader's host that the others reach."""
+    store_port: int
+    step_port: int
+    secret: str
+    """Of this load: a connection without it is closed."""
+    own_host: str
+    """The address at which the host of this rank is reached by the others."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankSpec:
     """One rank of a model that is divided among several devices."""
 
@@ -122,6 +136,8 @@ class RankSpec:
     backend: Literal["nccl", "gloo"] = "gloo"
     device_locks: tuple[str, ...] = ()
     """A file for each device of the group, in the same order for all models. The leader locks them for each step."""
+    meeting: Meeting | None = None
+    """None: all ranks are on this host, and find each other in `directory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +165,8 @@ class LoadSpec:
     context_tokens: int | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """In which numbers keys and values are kept; `auto`: in those that the model computes in."""
+    deterministic: bool = False
+    """Whether a request gets the same tokens alone and in company, at the price of speed."""
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""

@@ -5,10 +5,12 @@ The tokens of the decode rows come first, one per row. The tokens of the prefill
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 T = TypeVar("T")
@@ -49,6 +51,9 @@ class Batch:
     """[prefills + 1] int32: the first token of each prefill row, relative to the first prefill token"""
     prefill_tiles: Tensor | None = None
     """[tiles, 2] int32: the prefill row and the first token of each tile of PREFILL_TILE tokens"""
+    uniform: bool = False
+    """Whether a token's result may depend only on its own sequence: then all rows are prefill rows, and no kernel adds
+    in an order that follows the batch. A captured graph gives no `prefills`: its rows have one token each."""
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -60,3 +65,9 @@ class Batch:
             self._shared[key] = make()
         value: T = self._shared[key]
         return value
+
+
+def prefill_tiles(counts: Sequence[int]) -> NDArray[np.int32]:
+    """(prefill row, first token) of every tile, the later ones of each row first: they are the longest to compute."""
+    tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, PREFILL_TILE)]
+    return np.array(tiles[::-1], dtype=np.int32).reshape(-1, 2)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.node.memory_ceilings import Ceilings
+from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.neuron.worker.group import WorkerGroup
+from cortex.neuron.worker.group import Span, WorkerGroup
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
@@ -42,6 +43,7 @@ class NodeDevices:
     ) -> None:
         """`engine`: what workers load models with. `reserve`: what loads leave free on a device."""
         self.all = inventory.devices
+        self.claims = DeviceClaims()
         self._readings = dict(inventory.readings)
         self._read_devices = read_devices
         self._reserve = reserve
@@ -55,21 +57,26 @@ class NodeDevices:
             for device in inventory.devices
         }
 
-    def host(self, indices: Sequence[int], num_replicas: int, lock_devices: LockDevices) -> ModelHost:
+    def host(self, model_id: str, indices: Sequence[int], num_replicas: int, lock_devices: LockDevices) -> ModelHost:
         """Where a model goes that takes these devices: one replica on each equal part of them, the lowest index first.
         `lock_devices`: see `WorkerReplicas`."""
         if num_replicas == 1:
-            return self._one_host(indices)
+            return self._one_host(model_id, indices)
         size = len(indices) // num_replicas
         parts = [sorted(indices)[start : start + size] for start in range(0, len(indices), size)]
-        return WorkerReplicas([partial(self._one_host, part) for part in parts], lock_devices)
+        return WorkerReplicas([partial(self._one_host, model_id, part) for part in parts], lock_devices)
 
-    def _one_host(self, indices: Sequence[int]) -> ModelHost:
+    def _one_host(self, model_id: str, indices: Sequence[int]) -> ModelHost:
         """One device as a whole, or a group."""
         if len(indices) == 1:
             return self.supervisors[indices[0]]
+        return self.group(indices, self.claims.new(model_id, indices, spans=False))
+
+    def group(self, indices: Sequence[int], claim: DeviceClaim, span: Span | None = None) -> WorkerGroup:
+        """The ranks of a divided model on these devices. `span`: if it has others on other nodes."""
         ordered = sorted(indices)
-        return WorkerGroup([self.supervisors[index] for index in ordered], [self._lock_of(index) for index in ordered])
+        locks = [self._lock_of(index) for index in ordered]
+        return WorkerGroup([self.supervisors[index] for index in ordered], locks, claim, span)
 
     def _lock_of(self, index: int) -> str:
         path = Path(self._lock_directory) / f"device-{index}"

@@ -63,6 +63,8 @@ class Instance:
     def __init__(self, model_id: str, host: ModelHost, limits: Limits, callbacks: ModelCallbacks) -> None:
         self.model_id = model_id
         self.host = host
+        self.stage_layers: tuple[int, ...] = ()
+        """Number of layers on each of its devices, if the model is divided by layers."""
         self.lost_reason: str | None = None
         """Why the worker that held the model is gone."""
         self._max_prompt_tokens = limits.max_prompt_tokens

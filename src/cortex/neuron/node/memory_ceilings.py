@@ -18,8 +18,15 @@ class Holding:
 
     model_id: str
     devices: tuple[int, ...]
-    num_bytes: int
-    """On all of them together; each has an equal share."""
+    device_bytes: tuple[int, ...]
+    """On each of them."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.device_bytes)
+
+    def bytes_on(self, index: int) -> int:
+        return self.device_bytes[self.devices.index(index)] if index in self.devices else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +67,16 @@ class MemoryCeilings:
         """What the model `but`, over `num_devices`, may take of the device beside the other models; None without a
         ceiling."""
         others = [holding for holding in self._holdings() if holding.model_id != but]
-        here = sum(holding.num_bytes // len(holding.devices) for holding in others if index in holding.devices)
+        here = sum(holding.bytes_on(index) for holding in others)
         own, node = self.configured.on(index), self.configured.node_bytes
         return smallest(
             None if own is None else max(0, own - here),
             None if node is None else max(0, node - sum(holding.num_bytes for holding in others)) // num_devices,
         )
+
+
+def equal_parts(num_bytes: int, count: int) -> tuple[int, ...]:
+    return (num_bytes // count,) * count
 
 
 def smallest(*limits: int | None) -> int | None:

@@ -32,12 +32,15 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings
-from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, sleep_budget_bytes
+from cortex.neuron.node.memory_ceilings import Ceilings, Holding, MemoryCeilings, equal_parts
+from cortex.neuron.node.sleep_budget import SleepBudget, SleepingModel, can_sleep, sleep_budget_bytes
+from cortex.neuron.node.spanning.hosted_shares import HostedShares, Place
+from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
+from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import describe
 from cortex.neuron.node.texts import Texts, TextSource
-from cortex.neuron.text.model import TextModel, capabilities_of
+from cortex.neuron.text.model import TextModel, TextSurvey, survey_text
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.tokenizer_process.client import TokenizerClient
@@ -48,7 +51,6 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
 from cortex.wire.node import (
-    Capabilities,
     Discovery,
     Health,
     LoadRequest,
@@ -76,10 +78,11 @@ class Parts:
     find_local: FindLocal = find_local
     open_text: Callable[[Path], TextSource] | None = None
     """None: a tokenizer process for each model."""
-    capabilities_of: Callable[[Path], Capabilities] = capabilities_of
+    survey_text: Callable[[Path], TextSurvey] = survey_text
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
+    connect_peer: ConnectPeer = unconnected
 
 
 class Node:
@@ -90,7 +93,7 @@ class Node:
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
         ceilings = Ceilings.of(config)
-        self.discovery = _discovery(inventory)
+        self.discovery = _discovery(inventory, config.limits.sleep_mb)
         self.devices = NodeDevices(inventory, parts.engine, timeouts, parts.read_devices, forecast.reserve, ceilings)
         self._config = config
         self._policy = parts.policy
@@ -108,8 +111,10 @@ class Node:
             fetch=parts.fetch,
             find_local=parts.find_local,
             texts=self._texts,
-            capabilities_of=parts.capabilities_of,
+            survey_text=parts.survey_text,
+            lead=Lead(config, self.devices, parts.connect_peer),
         )
+        self.shares = HostedShares(Place(self._library, self._loader, room, self.devices))
         self._controllers: dict[str, ModelController] = {}
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._sleep_budget = SleepBudget(
@@ -160,6 +165,7 @@ class Node:
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
+            shares=self.shares.statuses(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -172,8 +178,11 @@ class Node:
         model = controller.model if controller is not None else known
         survey = self._loader.surveys.get(model_id)
         footprint = self._loader.footprint(model, survey.facts) if survey is not None else None
+        stage_layers = self._loader.stage_layers(model, survey.facts) if survey is not None else ()
         num_in_preparation = self._texts.num_jobs(model_id)
-        return describe(model, controller, survey, footprint, num_in_preparation, self.files.disk_bytes(model))
+        return describe(
+            model, controller, survey, footprint, stage_layers, num_in_preparation, self.files.disk_bytes(model)
+        )
 
     def engine_stats(self) -> dict[str, EngineStats]:
         """The engines' counters by model id, as of their latest reports; models in memory only."""
@@ -271,6 +280,10 @@ class Node:
         self._reject_when_closing()
         return self._controller(model_id).serving_instance().submit(request)
 
+    async def host_share(self, connection: Connection) -> None:
+        """Holds a part of a model that another node leads, for as long as its connection lasts."""
+        await self.shares.serve(connection)
+
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which frees all of its memory. False while models are on it."""
         return await self.devices.supervisors[device].recycle()
@@ -297,6 +310,7 @@ class Node:
             instance.end(_shutting_down())
         for controller in controllers:
             controller.close()
+        await self.shares.close()
         await self.devices.close()
         await self._texts.close()
         await self.files.close()
@@ -332,24 +346,27 @@ class Node:
 
     def _holdings(self) -> list[Holding]:
         """What models hold of the devices. A sleeping one may hold a part still."""
-        return [
-            Holding(
-                controller.model_id,
-                instance.host.device_indices,
-                instance.resident.process_bytes
-                if controller.life.state is ModelState.ASLEEP
-                else instance.resident.measured_bytes,
-            )
-            for controller in self._controllers.values()
-            if (instance := controller.instance) is not None
+        found = [
+            Holding(share.model_id, share.devices, equal_parts(share.num_bytes, len(share.devices)))
+            for share in self.shares.statuses()
+            if share.devices
         ]
+        for controller in self._controllers.values():
+            if (instance := controller.instance) is None:
+                continue
+            indices, resident = instance.host.device_indices, instance.resident
+            held = resident.device_bytes(len(indices))
+            if controller.life.state is ModelState.ASLEEP:
+                held = equal_parts(resident.process_bytes, len(indices))
+            found.append(Holding(controller.model_id, indices, held))
+        return found
 
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
         surveys = self._loader.surveys
         return [
             (model_id, surveys[model_id].facts.path if model_id in surveys else None)
-            for model_id in self._controllers
-            if self._is_in_memory(model_id)
+            for model_id in (*self._controllers, *(share.model_id for share in self.shares.statuses()))
+            if self._is_in_memory(model_id) or self.shares.has(model_id)
         ]
 
     def _sleeping_models(self) -> list[SleepingModel]:
@@ -406,7 +423,7 @@ def _model_event(status: ModelStatus) -> NodeEvent:
     return NodeEvent(kind="model", at_s=time.time(), model=status)
 
 
-def _discovery(inventory: Inventory) -> Discovery:
+def _discovery(inventory: Inventory, sleep_mb: int | None) -> Discovery:
     return Discovery(
         host=socket.gethostname(),
         os=f"{platform.system()} {platform.release()}",
@@ -417,5 +434,6 @@ def _discovery(inventory: Inventory) -> Discovery:
         cuda_version=inventory.cuda_version,
         driver_problem=inventory.driver_problem,
         max_devices_per_model=len(inventory.devices),
+        can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=HARNESSES,
     )

@@ -48,12 +48,17 @@ def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[SleepingMod
     return Room(fits, tuple(to_unload) if fits else ())
 
 
+def can_sleep(sleep_mb: int | None, devices: Sequence[Device]) -> bool:
+    """Whether any model of the node may sleep. On a CPU the weights are in host memory anyway: sleep frees little."""
+    return any(device.kind == "cuda" for device in devices) if sleep_mb is None else sleep_mb > 0
+
+
 def sleep_budget_bytes(sleep_mb: int | None, devices: Sequence[Device], host: HostMemory, held_bytes: int) -> int:
     """Host memory that sleeping models may use in all; they hold `held_bytes` of it already."""
+    if not can_sleep(sleep_mb, devices):
+        return 0
     if sleep_mb is not None:
         return sleep_mb << 20
-    if not any(device.kind == "cuda" for device in devices):
-        return 0  # on a CPU the weights are in host memory anyway, so sleep frees little
     return int((host.free_bytes + held_bytes) * HOST_SHARE)
 
 

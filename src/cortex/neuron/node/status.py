@@ -8,6 +8,7 @@ from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.forecast import Footprint
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Survey
+from cortex.neuron.text.defaults import as_sampling
 from cortex.wire.node import Capabilities, ModelLoad, ModelState, ModelStatus
 
 
@@ -16,10 +17,12 @@ def describe(
     controller: ModelController | None,
     survey: Survey | None,
     footprint: Footprint | None,
+    stage_layers: tuple[int, ...],
     num_in_preparation: int,
     disk_bytes: int | None,
 ) -> ModelStatus:
-    """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet."""
+    """`stage_layers`: those of a model that is not loaded. `num_in_preparation`: requests that are tokenised, or wait
+    for that, and so are not with the instance yet."""
     facts = survey.facts if survey is not None else None
     life = controller.life if controller is not None else None
     instance = controller.instance if controller is not None else None
@@ -34,6 +37,9 @@ def describe(
         state=life.state if life is not None else ModelState.COLD,
         devices=instance.host.device_indices if instance is not None else model.devices,
         num_devices=model.num_devices,
+        stage_layers=instance.stage_layers if instance is not None else stage_layers,
+        device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
+        nodes=model.nodes,
         harness=model.harness,
         family=facts.family if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,
@@ -47,6 +53,7 @@ def describe(
         context_tokens=context_tokens,
         max_output_tokens=context_tokens,
         capabilities=_capabilities(survey, resident.info.notes if resident is not None else ()),
+        sampling=model.sampling if survey is None else model.sampling.over(as_sampling(survey.text.generation)),
         progress=controller.progress.snapshot() if controller is not None and controller.progress is not None else None,
         load=instance.load(num_in_preparation) if instance is not None else ModelLoad(),
         reason=life.reason if life is not None else None,
@@ -58,7 +65,7 @@ def describe(
 def _capabilities(survey: Survey | None, engine_notes: tuple[str, ...]) -> Capabilities:
     if survey is None:
         return Capabilities()
-    template = survey.capabilities
+    template = survey.text.capabilities
     return Capabilities(
         chat=template.chat,
         tools=template.tools,

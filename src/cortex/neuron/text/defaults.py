@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
+
+from cortex.wire.node import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,23 @@ def from_gguf(metadata: Mapping[str, Any]) -> GenerationDefaults:
         min_p=_number(metadata.get("general.sampling.min_p")),
         repetition_penalty=_number(metadata.get("general.sampling.penalty_repeat")),
     )
+
+
+def overridden(own: GenerationDefaults, operator: SamplingDefaults) -> GenerationDefaults:
+    """The operator's values, and the model's own where there are none."""
+    return replace(
+        own, **{name: value for name, value in msgspec.structs.asdict(operator).items() if value is not None}
+    )
+
+
+def as_sampling(own: GenerationDefaults) -> SamplingDefaults:
+    """The model's own values as the node reports them. Values outside their ranges are left out: requests get the
+    error."""
+    fields = {name: getattr(own, name) for name in SamplingDefaults.__struct_fields__}
+    try:
+        return msgspec.convert({name: value for name, value in fields.items() if value is not None}, SamplingDefaults)
+    except msgspec.ValidationError:
+        return SamplingDefaults()
 
 
 def _number(value: object) -> float | None:

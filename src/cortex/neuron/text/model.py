@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from cortex.neuron.text import files
+from cortex.neuron.text import defaults, files
 from cortex.neuron.text.defaults import GenerationDefaults
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
@@ -207,19 +207,29 @@ class TextModel:
         return self.tokenizer.special_ids - {self.tokenizer.whole_id(marker) for marker in shown}
 
 
-def capabilities_of(path: Path) -> Capabilities:
-    """The capabilities of the model at `path`, from its templates alone.
+@dataclass(frozen=True, slots=True)
+class TextSurvey:
+    """What a model's text files say about it before it is used."""
+
+    capabilities: Capabilities
+    generation: GenerationDefaults
+
+
+def survey_text(path: Path) -> TextSurvey:
+    """Of the model at `path`, from its templates and recommended options alone.
 
     It builds no tokenizer, which would take a second and 100 MB for a large vocabulary. Raises TextModelError, or
     CheckpointError for a bad GGUF header.
     """
     gguf = files.gguf_file(path)
     if gguf is not None:
-        sources, has_vision = template_source.from_gguf(read_metadata(gguf).metadata), False
+        metadata = read_metadata(gguf).metadata
+        sources, generation, has_vision = template_source.from_gguf(metadata), defaults.from_gguf(metadata), False
     else:
         sources, has_vision = template_source.from_directory(path), files.has_vision(path)
+        generation = defaults.from_generation_config(files.read_json(path / "generation_config.json"))
     template, tools_template = _templates(sources)
-    return _capabilities(template, _notes(sources, tools_template, has_vision=has_vision))
+    return TextSurvey(_capabilities(template, _notes(sources, tools_template, has_vision=has_vision)), generation)
 
 
 def _templates(sources: TemplateSources) -> tuple[ChatTemplate, ChatTemplate]:

@@ -177,7 +177,7 @@ class StoredTensor:
         if self.beside is not None:
             raise Unsupported(
                 f"{self.file.path}: matrices in {self.format} with scales beside them cannot be divided by columns; "
-                "use one device, a GGUF, or the unquantised model with `quant`"
+                "use `pipeline_parallel`, one device, a GGUF, or the unquantised model with `quant`"
             )
         self._check_inside(columns.stop, dimension=1)
         rows, width = self.shape

@@ -17,15 +17,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
-from cortex.neuron.engine.request import EngineStats
+from cortex.neuron.engine.request import EngineStats, StepOutput
 from cortex.neuron.worker import memory
 from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
+from cortex.neuron.worker.grammar_compiler import GrammarCompiler
 from cortex.neuron.worker.loaded_model import LoadedModel
 from cortex.neuron.worker.protocol import (
     Activity,
     Cancel,
     CancelLoad,
     Command,
+    Compiled,
     DeviceAddress,
     Event,
     Exit,
@@ -37,6 +39,7 @@ from cortex.neuron.worker.protocol import (
     MemoryReading,
     ModelBroken,
     ModelLoadFailed,
+    Outputs,
     QueryMemory,
     Report,
     RequestFailed,
@@ -63,7 +66,7 @@ PREPARE_AFTER_S = 0.2
 """Idle time before models prepare: a request that waited for its model to load arrives sooner than that."""
 
 EngineLoader = Callable[..., "Engine"]
-"""`load_engine`: (spec, device, progress, cancelled) -> engine; the leader of a divided model also gets its link."""
+"""`load_engine`: (spec, device, progress, cancelled) -> engine; a rank of a divided model also gets its link."""
 
 
 def resolve_loader(name: str) -> EngineLoader:
@@ -89,18 +92,19 @@ class Executor:
 
     def __init__(self, device: DeviceAddress, engine: str, emit: Callable[[Event], None]) -> None:
         """`engine` names the load function as `module:attribute`; `run` imports it, which takes seconds."""
-        self.inbox: queue.SimpleQueue[list[Command | FollowStep]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[list[Command | FollowStep | Compiled]] = queue.SimpleQueue()
         self.activity: Activity = "start"
         self.progress = 0
         self._device = device
         self._engine = engine
         self._emit = emit
         self._models: dict[int, LoadedModel] = {}
-        self._commands: deque[Command | FollowStep] = deque()
+        self._commands: deque[Command | FollowStep | Compiled] = deque()
         self._cancelled_loads: set[int] = set()
         self._stats: dict[int, EngineStats] = {}
         self._stats_at_s = 0.0
         self._is_exiting = False
+        self._grammars = GrammarCompiler(lambda compiled: self.inbox.put([compiled]))
 
     def cancel_load(self, handle: int) -> None:
         """Called by the reader thread, so that a running load sees it."""
@@ -137,7 +141,7 @@ class Executor:
             except queue.Empty:
                 return
 
-    def _await_commands(self) -> list[Command | FollowStep]:
+    def _await_commands(self) -> list[Command | FollowStep | Compiled]:
         """The next commands. While there are none, the models prepare themselves, one piece at a time."""
         idle_s = PREPARE_AFTER_S
         while unprepared := [model for model in self._models.values() if not model.is_prepared]:
@@ -160,7 +164,7 @@ class Executor:
         self.progress += 1
         self.activity = "idle"
 
-    def _execute(self, command: Command | FollowStep) -> None:
+    def _execute(self, command: Command | FollowStep | Compiled) -> None:
         match command:
             case FollowStep():
                 if (model := self._models.get(command.handle)) is not None:
@@ -168,8 +172,12 @@ class Executor:
                     model.follow(command.plan)
             case Submit():
                 self._submit(command)
+            case Compiled():
+                self._compiled(command)
             case Cancel():
-                if (model := self._models.get(command.handle)) is not None:
+                if self._grammars.take(command.handle, command.request_id) is not None:
+                    self._emit_cancelled(command.handle, command.request_id)
+                elif (model := self._models.get(command.handle)) is not None:
                     model.engine.cancel(command.request_id)
             case Load():
                 self._load(command)
@@ -189,11 +197,31 @@ class Executor:
         self.progress += 1
 
     def _submit(self, command: Submit) -> None:
-        if (model := self._models.get(command.handle)) is not None:
-            model.submit(command.request)
+        model = self._models.get(command.handle)
+        if model is None:
+            self._fail_unloaded(command)
+        elif command.request.grammar is not None:
+            self._grammars.begin(command, model.engine.compile)
         else:
-            message = "the model was unloaded before the request began; try again"
-            self._emit(RequestFailed(command.handle, command.request.id, FaultKind.REQUEST, message))
+            model.submit(command.request)
+
+    def _compiled(self, command: Compiled) -> None:
+        submit = self._grammars.take(command.handle, command.request_id)
+        if submit is None:
+            return  # the request has ended meanwhile
+        if command.problem is not None:
+            self._emit(RequestFailed(command.handle, command.request_id, FaultKind.REQUEST, command.problem))
+        elif (model := self._models.get(command.handle)) is not None:
+            model.submit(submit.request)
+        else:
+            self._fail_unloaded(submit)
+
+    def _fail_unloaded(self, command: Submit) -> None:
+        message = "the model was unloaded before the request began; try again"
+        self._emit(RequestFailed(command.handle, command.request.id, FaultKind.REQUEST, message))
+
+    def _emit_cancelled(self, handle: int, request_id: str) -> None:
+        self._emit(Outputs(handle, (StepOutput(request_id, finish="cancelled"),)))
 
     def _step_all(self) -> None:
         for model in list(self._models.values()):
@@ -244,19 +272,24 @@ class Executor:
             return LoadedModel(handle, self._load_engine(*arguments), self._device, self._emit)
         link: LeaderLink | FollowerLink
         if rank.rank:
-            engine = self._load_engine(*arguments)
-            try:
-                link = FollowerLink(rank, lambda plan: self.inbox.put([FollowStep(handle, plan)]))
-            except OSError as error:
-                engine.close()
-                raise LoadCancelled(f"the leader of the model ended its load: {error}") from error
-            return LoadedModel(handle, engine, self._device, self._emit, link)
-        link = LeaderLink(rank, self._follow_others)
+            link = FollowerLink(rank, lambda plan: self.inbox.put([FollowStep(handle, plan)]), self._follow_others)
+        else:
+            link = LeaderLink(rank, self._follow_others)
         try:
-            return LoadedModel(handle, self._load_engine(*arguments, link), self._device, self._emit, link)
+            engine = self._load_engine(*arguments, link)
+            if isinstance(link, FollowerLink):
+                self._open(link, engine)
+            return LoadedModel(handle, engine, self._device, self._emit, link)
         except BaseException:
             link.close()
             raise
+
+    def _open(self, link: FollowerLink, engine: Engine) -> None:
+        try:
+            link.open()
+        except OSError as error:
+            engine.close()
+            raise LoadCancelled(f"the leader of the model ended its load: {error}") from error
 
     def _load_failed(self, handle: int, kind: FaultKind, message: str, error: Exception) -> None:
         self._free_memory_of(error)
@@ -271,10 +304,10 @@ class Executor:
     def serve_during_load(self) -> None:
         """Executes pending requests and steps the loaded models once; other commands wait."""
         self._receive(wait=False)
-        postponed: deque[Command | FollowStep] = deque()
+        postponed: deque[Command | FollowStep | Compiled] = deque()
         while self._commands:
             command = self._commands.popleft()
-            if isinstance(command, Submit | Cancel | QueryMemory | FollowStep):
+            if isinstance(command, Submit | Compiled | Cancel | QueryMemory | FollowStep):
                 self._execute(command)
             else:
                 postponed.append(command)
@@ -305,6 +338,8 @@ class Executor:
     def _sleep(self, handle: int) -> None:
         self.activity = "load"
         before = self._measure()
+        for submit in self._grammars.take_all(handle):
+            self._emit_cancelled(handle, submit.request.id)
         if (model := self._models.get(handle)) is not None:
             model.cancel_all()
         while (model := self._models.get(handle)) is not None and model.engine.has_work:
@@ -346,6 +381,8 @@ class Executor:
             self._emit(Woken(handle, before, self._measure()))
 
     def _close(self, model: LoadedModel) -> None:
+        for submit in self._grammars.take_all(model.handle):
+            self._fail_unloaded(submit)
         self._models.pop(model.handle, None)
         self._stats = {handle: stats for handle, stats in self._stats.items() if handle != model.handle}
         try:

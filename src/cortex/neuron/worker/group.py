@@ -1,7 +1,9 @@
 """One model that is divided among several devices, as the daemon sees it: rank r is in the worker of the r-th device.
 
 The leader, rank 0, takes the requests. A rank that is lost leaves the others in the middle of a step, so all workers of
-the group are replaced, and the model is lost as a whole. Everything here runs on the daemon's loop.
+the group are replaced, and the model is lost as a whole. Of a model that spans nodes, the node of the leader has the
+group: its own ranks, then the shares of the other nodes. Each of those has a group of its own ranks, which all follow.
+Everything here runs on the daemon's loop.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
-from cortex.neuron.engine.request import EngineRequest, EngineStats, LoadSpec, RankSpec, StepOutput
+from cortex.neuron.engine.request import EngineRequest, EngineStats, LoadSpec, Meeting, RankSpec, StepOutput
+from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected, together
@@ -25,19 +28,65 @@ from cortex.tasks import run_once
 log = logging.getLogger(__name__)
 
 
+Backend = Literal["nccl", "gloo"]
+
+
+class Member(Protocol):
+    """One rank in the worker of a device here, or the ranks of another node. See `WorkerSupervisor`."""
+
+    @property
+    def freed_at_s(self) -> float: ...
+
+    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident: ...
+    async def unload(self, resident: Resident) -> Reclaimed: ...
+    async def sleep(self, resident: Resident) -> Resident: ...
+    async def wake(self, resident: Resident) -> Resident: ...
+    def kill_worker(self, reason: str) -> None: ...
+
+
+class Share(Member, Protocol):
+    """The ranks of another node."""
+
+    async def close(self) -> None:
+        """Ends the connection to the node, which frees what it has. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part of a group on one node, if its model spans several."""
+
+    ranks: tuple[int, ...]
+    """The first rank of each member."""
+    size: int
+    meeting: Meeting
+    shares: tuple[Share, ...] = ()
+    """Of the leader's group: the other nodes."""
+
+
 class WorkerGroup:
     """The `ModelHost` of one divided model; made for its load, and of no use after its unload or loss."""
 
-    def __init__(self, supervisors: Sequence[WorkerSupervisor], device_locks: Sequence[str]) -> None:
-        """`supervisors`: by device index, which is the order of the ranks. `device_locks`: see `RankSpec`."""
+    def __init__(
+        self,
+        supervisors: Sequence[WorkerSupervisor],
+        device_locks: Sequence[str],
+        claim: DeviceClaim,
+        span: Span | None = None,
+    ) -> None:
+        """`supervisors`: by device index, which is the order of the ranks. `device_locks`: see `RankSpec`. `claim`: on
+        these devices, held as long as the model is."""
         self._supervisors = tuple(supervisors)
+        self._members: tuple[Member, ...] = (*supervisors, *(span.shares if span is not None else ()))
         self._device_locks = tuple(device_locks)
+        self._claim = claim
+        self._span = span
         self._residents: tuple[Resident, ...] = ()
-        """What each rank holds."""
+        """What each member holds; the share of another node counts nothing here."""
         self._is_closing = False
-        self._leader_is_unloaded = False
+        self._is_given_up = False
+        """No rank waits for another one any more: the leader is unloaded, or the load failed."""
         self._lost: set[int] = set()
-        """Ranks whose share of the model is gone."""
+        """Members whose part of the model is gone."""
 
     @property
     def num_replicas(self) -> int:
@@ -49,24 +98,26 @@ class WorkerGroup:
 
     @property
     def freed_at_s(self) -> float:
-        return max(supervisor.freed_at_s for supervisor in self._supervisors)
+        return max(member.freed_at_s for member in self._members)
 
     async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
         """Loads all ranks side by side. If one fails, or when this is cancelled, nothing of any rank is left.
 
         Raises LoadRejected or WorkerLost.
         """
-        directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="neuron-group-")
-        loads = [
-            asyncio.create_task(supervisor.load(replace(spec, rank=place), self._sink_of(rank, sink)))
-            for rank, (supervisor, place) in enumerate(zip(self._supervisors, self._places(directory), strict=True))
-        ]
+        self._claim.take()
+        loads: list[asyncio.Task[Resident]] = []
+        directory = tempfile.mkdtemp(prefix="neuron-group-")
         try:
+            loads += [
+                asyncio.create_task(member.load(replace(spec, rank=place), self._sink_of(number, sink)))
+                for number, (member, place) in enumerate(zip(self._members, self._places(directory), strict=True))
+            ]
             await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
             if not all(load.done() and load.exception() is None for load in loads):
                 raise await self._failure_of(loads)
         except asyncio.CancelledError:
-            await self._end_loads(loads)
+            await self._ended(loads)
             raise
         finally:
             # In a task: a load that is cancelled here would leave its ranks in memory.
@@ -75,33 +126,55 @@ class WorkerGroup:
         return together(self._residents)
 
     def _places(self, directory: str) -> list[RankSpec]:
-        size = len(self._supervisors)
         on_gpus = all(supervisor.device.kind == "cuda" for supervisor in self._supervisors)
-        backend: Literal["nccl", "gloo"] = "nccl" if on_gpus else "gloo"
+        backend: Backend = "nccl" if on_gpus else "gloo"
+        if (span := self._span) is not None:
+            return [RankSpec(rank, span.size, directory, backend, meeting=span.meeting) for rank in span.ranks]
+        size = len(self._supervisors)
         return [RankSpec(rank, size, directory, backend, self._device_locks) for rank in range(size)]
 
     async def _failure_of(self, loads: Sequence[asyncio.Task[Resident]]) -> BaseException:
         """Ends the loads that still run. Returns the error that made the others fail."""
-        await self._end_loads(loads)
+        await self._ended(loads)
         errors = [error for load in loads if not load.cancelled() and (error := load.exception()) is not None]
         causes = [error for error in errors if not (isinstance(error, LoadRejected) and error.cancelled)]
         return (causes or errors)[0]
+
+    async def _ended(self, loads: Sequence[asyncio.Task[Resident]]) -> None:
+        """Ends the loads and frees the ranks that are loaded, whatever becomes of the others, and also when this is
+        cancelled."""
+        self._is_given_up = True
+        ending = run_once(self._end_loads(loads), "end the loads of a divided model")
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait({ending})
+            raise
 
     async def _end_loads(self, loads: Sequence[asyncio.Task[Resident]]) -> None:
         for load in loads:
             load.cancel()
         await asyncio.wait(loads)
-        for supervisor, load in zip(self._supervisors, loads, strict=True):
-            if not load.cancelled() and load.exception() is None:
-                await supervisor.unload(load.result())
+        unloads = [
+            member.unload(load.result())
+            for member, load in zip(self._members, loads, strict=True)
+            if not load.cancelled() and load.exception() is None
+        ]
+        for problem in await asyncio.gather(*unloads, return_exceptions=True):
+            if isinstance(problem, BaseException):
+                log.error("a rank of a model that is not loaded could not be freed: %s", problem, exc_info=problem)
+        if self._span is not None:  # a load that was cancelled before it began has not closed its connection
+            await asyncio.gather(*(share.close() for share in self._span.shares))
+        self._claim.release()
 
     async def unload(self, resident: Resident) -> Reclaimed:
         """Frees all ranks, the leader first: it announces no steps any more. Never fails."""
         del resident
-        first, *others = zip(self._supervisors, self._residents, strict=True)
+        first, *others = zip(self._members, self._residents, strict=True)
         freed = [await first[0].unload(first[1])]
-        self._leader_is_unloaded = True
-        freed += await asyncio.gather(*(supervisor.unload(part) for supervisor, part in others))
+        self._is_given_up = True
+        freed += await asyncio.gather(*(member.unload(part) for member, part in others))
+        self._claim.release()
         return Reclaimed(
             sum(each.expected_bytes for each in freed),
             sum(each.freed_bytes for each in freed),
@@ -111,7 +184,9 @@ class WorkerGroup:
     async def sleep(self, resident: Resident) -> Resident:
         """Puts the leader to sleep first, whose last self-test needs the others. Raises SleepRejected or WorkerLost."""
         del resident
-        first, *others = zip(self._supervisors, self._residents, strict=True)
+        if self._span is not None:
+            raise SleepRejected("a model that spans nodes is not put to sleep")
+        first, *others = zip(self._members, self._residents, strict=True)
         parts = [await first[0].sleep(first[1])]
         for supervisor, part in others:
             parts.append(await supervisor.sleep(part))
@@ -122,8 +197,8 @@ class WorkerGroup:
         """Wakes the leader last, whose self-test needs the others. Raises LoadRejected (the model is asleep as before),
         Damaged or WorkerLost."""
         del resident
-        first, *others = zip(self._supervisors, self._residents, strict=True)
-        woken: list[tuple[WorkerSupervisor, Resident]] = []
+        first, *others = zip(self._members, self._residents, strict=True)
+        woken: list[tuple[Member, Resident]] = []
         try:
             for supervisor, part in others:
                 woken.append((supervisor, await supervisor.wake(part)))
@@ -137,11 +212,12 @@ class WorkerGroup:
             for supervisor, part in (first, *others):
                 if supervisor is not damaged:
                     await supervisor.unload(part)
+            self._claim.release()
             raise
         self._residents = (leader, *(part for _, part in woken))
         return together(self._residents)
 
-    async def _back_to_sleep(self, woken: Sequence[tuple[WorkerSupervisor, Resident]]) -> None:
+    async def _back_to_sleep(self, woken: Sequence[tuple[Member, Resident]]) -> None:
         for supervisor, part in woken:
             try:
                 await supervisor.sleep(part)
@@ -156,6 +232,11 @@ class WorkerGroup:
         del resident
         self._supervisors[0].cancel(self._residents[0], request_id)
 
+    def kill(self, reason: str) -> None:
+        """Kills the workers of all ranks here; the model is reported as lost when they have ended."""
+        for supervisor in self._supervisors:
+            supervisor.kill_worker(reason)
+
     def stop_reloads(self) -> None:
         """The node shuts down: that ranks end is no fault from now on."""
         self._is_closing = True
@@ -167,17 +248,18 @@ class WorkerGroup:
         return _RankSink(sink if rank == 0 else None, on_lost)
 
     def _on_rank_lost(self, rank: int, reason: str, sink: ModelSink) -> None:
-        """Replaces the workers of the other ranks. The model is reported as lost when all of them have ended, so that
+        """Replaces the workers of the other members. The model is reported as lost when all of them have ended, so that
         the next load finds new ones."""
-        if self._leader_is_unloaded:
-            return  # no rank waits for this one any more, and the other workers may have other models
+        if self._is_given_up:
+            return  # the other workers may have other models
         if not self._lost and not self._is_closing:
             log.warning("rank %d of a divided model is lost (%s); replacing the workers of its group", rank, reason)
         self._lost.add(rank)
-        for number, supervisor in enumerate(self._supervisors):
+        for number, member in enumerate(self._members):
             if number not in self._lost:
-                supervisor.kill_worker(f"rank {rank} of a model on this device was lost: {reason}")
-        if len(self._lost) == len(self._supervisors):
+                member.kill_worker(f"rank {rank} of a model on this device was lost: {reason}")
+        if len(self._lost) == len(self._members):
+            self._claim.release()
             sink.on_lost(reason)
 
 

@@ -41,6 +41,14 @@ class Resident:
     """The part of the worker's memory that it holds now, and that an unload must free."""
     host_bytes: int = 0
     """The size of its weights in host memory while it is asleep; 0 while it is awake."""
+    part_bytes: tuple[int, ...] = ()
+    """`measured_bytes` by device, in order, for a model on several."""
+
+    def device_bytes(self, num_devices: int) -> tuple[int, ...]:
+        """`measured_bytes` on each of the model's devices; equal parts while a replica of it is being loaded again."""
+        if len(self.part_bytes) == num_devices:
+            return self.part_bytes
+        return (self.measured_bytes // num_devices,) * num_devices
 
 
 class ModelSink(Protocol):
@@ -91,4 +99,5 @@ def together(parts: Sequence[Resident]) -> Resident:
         measured_bytes=sum(part.measured_bytes for part in parts),
         process_bytes=sum(part.process_bytes for part in parts),
         host_bytes=sum(part.host_bytes for part in parts),
+        part_bytes=tuple(size for part in parts for size in part.part_bytes or (part.measured_bytes,)),
     )

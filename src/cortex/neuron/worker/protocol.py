@@ -127,6 +127,14 @@ class FollowStep(ProtocolMessage, frozen=True):
     plan: StepPlan
 
 
+class Compiled(ProtocolMessage, frozen=True):
+    """Within a worker: the grammar of a request was compiled, or (`problem`) cannot be."""
+
+    handle: int
+    request_id: str
+    problem: str | None = None
+
+
 Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | QueryMemory | Exit
 
 

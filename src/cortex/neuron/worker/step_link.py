@@ -1,11 +1,12 @@
 """How the ranks of a divided model keep in step: the leader's worker sends each plan to the workers of the other ranks,
-directly, over Unix sockets in the private directory of the load.
+directly: over Unix sockets in the private directory of the load, or over TCP if the ranks are on several hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hmac
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from cortex.neuron.worker.protocol import AnnouncedStep
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.0005
+CONNECT_S = 5.0
 ACCEPT_S = 60.0
 """The other ranks connect as soon as they are loaded, and they are loaded when the first plan is sent."""
 
@@ -35,14 +37,12 @@ class LeaderLink:
 
         Raises OSError.
         """
-        self._follow_others = follow_others
-        self._num_followers = rank.size - 1
+        self.follow_others = follow_others
+        self._rank = rank
         self._locks = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in rank.device_locks]
         self._followers: list[socket.socket] = []
-        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener = _listener(rank)
         self._listener.settimeout(ACCEPT_S)
-        self._listener.bind(_address(rank))
-        self._listener.listen(self._num_followers)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -53,7 +53,7 @@ class LeaderLink:
         with contextlib.ExitStack() as locked:
             for lock in self._locks:
                 while not _try_lock(lock):
-                    self._follow_others()
+                    self.follow_others()
                     time.sleep(RETRY_S)
                 locked.callback(fcntl.flock, lock, fcntl.LOCK_UN)
             yield
@@ -61,10 +61,12 @@ class LeaderLink:
     def announce(self, plan: StepPlan) -> None:
         frame = encode_frame([AnnouncedStep(plan)])
         try:
-            while len(self._followers) < self._num_followers:
+            while len(self._followers) < self._rank.size - 1:
                 connection, _ = self._listener.accept()
-                connection.setblocking(True)
-                self._followers.append(connection)
+                if _is_rank(connection, self._rank):
+                    self._followers.append(connection)
+                else:
+                    connection.close()
             for follower in self._followers:
                 follower.sendall(frame)
         except OSError as error:
@@ -78,16 +80,22 @@ class LeaderLink:
 
 
 class FollowerLink:
-    """The end of another rank: a thread that receives plans."""
+    """The end of another rank (an engine's `RankLink`): from `open` on, a thread that receives plans."""
 
-    def __init__(self, rank: RankSpec, on_plan: Callable[[StepPlan], None]) -> None:
-        """`on_plan` is called on the thread. Raises OSError if the leader is gone."""
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(_address(rank))
+    def __init__(self, rank: RankSpec, on_plan: Callable[[StepPlan], None], follow_others: Callable[[], None]) -> None:
+        """`on_plan` is called on the thread. `follow_others`: as of `LeaderLink`."""
+        self.follow_others = follow_others
+        self._rank = rank
         self._on_plan = on_plan
+        self._connection: socket.socket | None = None
+
+    def open(self) -> None:
+        """Raises OSError if the leader is gone."""
+        self._connection = _connected(self._rank)
         threading.Thread(target=self._receive, name="steps", daemon=True).start()
 
     def _receive(self) -> None:
+        assert self._connection is not None
         channel: BlockingChannel[AnnouncedStep] = BlockingChannel(self._connection, AnnouncedStep)
         try:
             for steps in channel.receive():
@@ -97,6 +105,8 @@ class FollowerLink:
             log.info("the link to the leader ended: %s", error)  # if the model is lost, the daemon acts
 
     def close(self) -> None:
+        if self._connection is None:
+            return
         with contextlib.suppress(OSError):  # the leader has closed it already
             self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread, too
         self._connection.close()
@@ -110,5 +120,49 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def _address(rank: RankSpec) -> str:
+def _listener(rank: RankSpec) -> socket.socket:
+    if rank.meeting is not None:
+        family = socket.AF_INET6 if ":" in rank.meeting.host else socket.AF_INET
+        return socket.create_server((rank.meeting.host, rank.meeting.step_port), family=family)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(_path(rank))
+    listener.listen(rank.size)
+    return listener
+
+
+def _connected(rank: RankSpec) -> socket.socket:
+    """A connection to the leader. Raises OSError."""
+    if rank.meeting is None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(_path(rank))
+        return connection
+    connection = socket.create_connection((rank.meeting.host, rank.meeting.step_port), CONNECT_S)
+    connection.sendall(rank.meeting.secret.encode())
+    _keep_alive(connection)
+    return connection
+
+
+def _is_rank(connection: socket.socket, rank: RankSpec) -> bool:
+    """Whether the other end is a rank of this load. Only ranks can open the socket of one host; a port is open to all
+    that reach it."""
+    connection.setblocking(True)
+    if rank.meeting is None:
+        return True
+    expected = rank.meeting.secret.encode()
+    connection.settimeout(CONNECT_S)
+    try:
+        given = connection.recv(len(expected), socket.MSG_WAITALL)
+    except OSError:
+        return False
+    _keep_alive(connection)
+    return hmac.compare_digest(given, expected)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setblocking(True)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _path(rank: RankSpec) -> str:
     return str(Path(rank.directory) / "steps")

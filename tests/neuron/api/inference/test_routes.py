@@ -11,7 +11,7 @@ import pytest
 from cortex.wire import failure_report, usage_report
 from cortex.wire.dialects import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
-from cortex.wire.node import ModelState
+from cortex.wire.node import ModelState, SamplingDefaults
 from cortex.wire.sse import Frame, Parser
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -109,6 +109,13 @@ async def test_sampling_comes_from_the_request_then_the_model_then_defaults(api:
     assert (first.sampling.seed, second.sampling.seed) == (7, 8)
     assert first.max_tokens == api.node.context_tokens - len(first.prompt)
     assert first.stop_token_ids == api.node.text_model.eos_ids
+
+
+async def test_operators_sampling_comes_before_the_models_own_and_after_the_request(api: Any, chat_body: Any) -> None:
+    api.node.sampling = SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
+    await api.post("/v1/chat/completions", chat_body(top_p=0.5))
+    sampling = api.node.submitted[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.2, 0.5, 1.1)
 
 
 async def test_applies_ignore_eos_and_max_tokens(api: Any, chat_body: Any) -> None:

@@ -20,7 +20,7 @@ async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stre
     api.node.script.cached = 2
 
     async def send() -> None:
-        headers = {"x-request-id": "a/b:1"}
+        headers = {"x-request-id": "same", "x-cortex-attempt-id": "a/b:1"}
         async with api.client.post(
             api.url + "/v1/chat/completions", json=chat_body(stream=stream), headers=headers
         ) as response:

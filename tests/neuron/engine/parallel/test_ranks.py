@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -12,6 +16,7 @@ from rank_threads import QueueLink, RankThreads, run, tokens_of
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled
+from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 
@@ -83,6 +88,37 @@ def test_divided_model_draws_the_same_tokens_as_one_device(pair, path) -> None:
     assert pair.leader.info.num_pages == pair.follower.info.num_pages
     assert any("another device of the model has less memory" in note for note in pair.follower.info.notes)
     pair.leader.check_integrity()
+
+
+def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect(tmp_path) -> None:
+    """Such a step would wait for the devices that the leader has locked."""
+    is_locked = threading.Event()
+    steps_begun: list[bool] = []
+
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        is_locked.set()
+        time.sleep(0.2)  # the other rank waits to be told to connect
+        yield
+        is_locked.clear()
+
+    def join(rank: int) -> TorchGroup:
+        return TorchGroup.join(
+            RankSpec(rank, 2, str(tmp_path)),
+            torch.device("cpu"),
+            poll=lambda: steps_begun.append(is_locked.is_set()),
+            follow=lambda: None,
+            turn=turn() if rank == 0 else None,
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        second = threads.submit(join, 1)
+        time.sleep(0.1)
+        first = threads.submit(join, 0)
+        for group in (first.result(60), second.result(60)):
+            group.close()
+    assert steps_begun
+    assert not any(steps_begun)
 
 
 def test_leader_sleeps_and_wakes_after_and_before_the_others(pair) -> None:

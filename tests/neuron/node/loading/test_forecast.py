@@ -11,6 +11,7 @@ from cortex.cli.up.demo import SMOLLM2
 from cortex.neuron.config import HarnessSettings, Limits, NeuronConfig, TorchHarness
 from cortex.neuron.engine.loading import load_model
 from cortex.neuron.engine.memory.host import read_host_memory
+from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
@@ -98,7 +99,10 @@ def test_demo_model_takes_the_forecast_bytes() -> None:
     loaded = load_model(LoadSpec(str(path)), CPU, lambda *_: None, lambda: False)
     taken = loaded.weight_bytes + loaded.memory.num_bytes
     # The engine measures at load whether four-bit matrices are faster; the forecast goes by the processor.
-    second = facts.sizes(2, None, has_four_bits=True).weight_bytes - facts.sizes(2, None).weight_bytes
+    second = (
+        ModelSizes.of(facts.architecture, facts.storage(2, has_four_bits=True)).weight_bytes
+        - ModelSizes.of(facts.architecture, facts.storage(2)).weight_bytes
+    )
     expected = forecaster.expected_bytes(model_at(path), facts, cpu_device())
     assert min(abs(expected - taken), abs(expected - second - taken)) < 0.03 * taken
     assert forecaster.least_bytes(model_at(path), facts, cpu_device()) < expected
@@ -107,7 +111,7 @@ def test_demo_model_takes_the_forecast_bytes() -> None:
 def test_gpu_gives_a_model_a_few_full_contexts_if_free(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     facts, forecaster = inspect(tmp_path), forecast(max_num_seqs=8, min_free_vram_mb=0)
-    sizes = facts.sizes(2, None)
+    sizes = ModelSizes.of(facts.architecture, facts.storage(2))
     whole = forecaster.expected_bytes(model_at(tmp_path), facts, gpu(24 * GIB))
     assert whole == pytest.approx(sizes.weight_bytes + 4 * 8 * sizes.page_bytes, rel=0.03)
     small = gpu(GIB + forecaster.least_bytes(model_at(tmp_path), facts, gpu(GIB)) + 5 * sizes.page_bytes)

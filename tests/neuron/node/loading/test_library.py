@@ -4,8 +4,9 @@ import pytest
 
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
+from cortex.settings import SamplingSection
 from cortex.wire.errors import LoadFailed, ModelNotFound
-from cortex.wire.node import LoadRequest
+from cortex.wire.node import LoadRequest, SamplingDefaults
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,28 @@ def test_configured_division_wins_over_a_request_for_fewer_devices():
     assert library.adopt(LoadRequest(model_id="one", devices=(0,), tensor_parallel=2)).devices == (0,)
 
 
+@pytest.mark.parametrize(
+    ("configured", "requested", "expected"),
+    [
+        ({}, {"pipeline_parallel": 2}, (1, 2)),
+        ({"pipeline_parallel": 2}, {}, (1, 2)),
+        ({"pipeline_parallel": 2}, {"tensor_parallel": 2}, (1, 2)),  # of a gateway that knows the number of devices
+        ({"tensor_parallel": 2}, {"pipeline_parallel": 2}, (1, 2)),
+        ({"tensor_parallel": 2}, {}, (2, 1)),
+        ({"pipeline_parallel": 2, "replicas": 2}, {"tensor_parallel": 4}, (1, 2)),
+    ],
+)
+def test_stages_of_either_program_are_preferred_to_shares(configured, requested, expected):
+    library = Library(NeuronConfig(models=(ModelEntry(id="m", source="/m", **configured),)), {})
+    adopted = library.adopt(LoadRequest(model_id="m", **requested))
+    assert (adopted.tensor_parallel, adopted.pipeline_parallel) == expected
+
+
+def test_load_request_for_stages_and_shares_is_rejected():
+    with pytest.raises(ValueError, match="`m` has tensor_parallel and pipeline_parallel"):
+        LoadRequest(model_id="m", tensor_parallel=2, pipeline_parallel=2)
+
+
 @pytest.fixture
 def rooted(tmp_path):
     """A library with a cache, a model root and a configured model, beside a secret and a link to it."""
@@ -127,3 +150,15 @@ def test_number_of_ids_that_requests_add_is_bounded(rooted):
     with pytest.raises(LoadFailed, match="limit"):
         rooted.adopt(LoadRequest(model_id="org/one-more"))
     assert rooted.adopt(LoadRequest(model_id="org/m0")).source == "org/m0"
+
+
+def test_sampling_of_a_request_comes_before_that_of_the_node_value_by_value():
+    config = NeuronConfig(
+        models=(ModelEntry(id="a", source="org/a", sampling=SamplingSection(temperature=0.7, top_k=20)),),
+        default_models=(DefaultModel(model_id="a", sampling=SamplingSection(temperature=0.0)),),
+    )
+    library = Library(config, {})
+    assert library.find("a").sampling == SamplingDefaults(temperature=0.0, top_k=20)
+    adopted = library.adopt(LoadRequest(model_id="a", sampling=SamplingDefaults(top_p=0.9, top_k=0)))
+    assert adopted.sampling == SamplingDefaults(temperature=0.0, top_p=0.9, top_k=0)
+    assert library.find("a").sampling.top_p is None, "it holds for one load"

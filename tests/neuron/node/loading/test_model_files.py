@@ -132,3 +132,17 @@ async def test_deletes_only_the_quantisation_of_the_model_and_no_repository_of_t
         with pytest.raises(ModelInUse, match="small is configured with the same repository"):
             await node.files.delete(FilesRequest(model_id="large"))
         assert [path.name for path in snapshot.iterdir()] == ["model-Q8_0.gguf"]
+
+
+async def test_offer_of_the_hub_is_read_without_a_download(real_files, tmp_path, monkeypatch):
+    hub = real_files()
+    async with running_node(tmp_path, fetch=fetch, find_local=find_local) as node:
+        offer = await node.files.offer(MODEL)
+        assert [(each.quant, each.num_bytes) for each in offer.variants] == [(None, sum(map(len, hub.files.values())))]
+        assert node.models() == ()
+        for name in ("no-hub-id", "../../etc/passwd"):
+            with pytest.raises(ModelNotFound):
+                await node.files.offer(name)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(LoadFailed, match="offline"):
+            await node.files.offer(MODEL)

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from faulty_models import CONFIG, write_model
 
+from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.kernels.quantised.recipes import RECIPES
@@ -22,7 +23,7 @@ def device(index, total):
     return Device(index=index, kind="cuda", name="card", total_bytes=total * GIGABYTE)
 
 
-def choose(readings, allowed=(), kept=0, count=1):
+def choose(readings, allowed=(), kept=0, count=1, excluded=None):
     devices = [device(0, 24), device(1, 24), device(2, 6)]
     return choose_devices(
         "big",
@@ -31,6 +32,7 @@ def choose(readings, allowed=(), kept=0, count=1):
         {index: DeviceReading(24 * GIGABYTE, free * GIGABYTE) for index, free in readings.items()},
         count=count,
         allowed=allowed,
+        excluded=excluded or {},
         reserve=lambda _: MemoryReserve(kept * GIGABYTE),
     )
 
@@ -39,6 +41,12 @@ def test_chooses_the_device_with_the_most_free_memory():
     assert choose({0: 10, 1: 20, 2: 6}) == (1,)
     assert choose({0: 10, 1: 20, 2: 6}, allowed=(0,)) == (0,)
     assert choose({0: 10, 1: 10, 2: 6}) == (0,)
+
+
+def test_leaves_out_a_device_and_says_why():
+    assert choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}) == (0,)
+    with pytest.raises(InsufficientCapacity, match=r"device 1 .*: it has a part of other"):
+        choose({0: 10, 1: 20, 2: 6}, excluded={1: "it has a part of other"}, count=2)
 
 
 def test_chooses_as_many_devices_as_the_model_is_divided_among():
@@ -60,6 +68,7 @@ def test_ceiling_excludes_a_device_and_is_named():
             readings,
             count=1,
             allowed=(),
+            excluded={},
             reserve=lambda _: MemoryReserve(0),
             ceiling=lambda device: ceiling.get(device.index),
             left=lambda device: left.get(device.index),
@@ -105,11 +114,14 @@ def test_reserved_memory_is_not_used():
 def test_reads_facts_and_sizes_from_config_and_headers(tmp_path):
     facts = inspect(write_model(tmp_path / "m"))
     assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
-    whole, short = facts.sizes(2, None), facts.sizes(2, 100)
+    whole, short = (
+        ModelSizes.of(facts.architecture, facts.storage(2)),
+        ModelSizes.of(facts.architecture, facts.storage(2), 100),
+    )
     assert whole.page_bytes == 32 * 2 * 2 * 2 * 16 * 2  # tokens × bytes × layers × heads × size × (key, value)
     assert (whole.context_tokens, short.context_tokens) == (4096, 100)
     assert whole.ceiling_bytes > short.ceiling_bytes
-    doubled = facts.sizes(4, None)
+    doubled = ModelSizes.of(facts.architecture, facts.storage(4))
     assert (doubled.page_bytes, doubled.weight_bytes) == (2 * whole.page_bytes, 2 * whole.weight_bytes)
 
 
@@ -123,8 +135,8 @@ def test_recurrent_layers_need_states_and_no_pages(tmp_path):
         "linear_conv_kernel_dim": 4,
     }
     layers = {"layer_types": ["linear_attention", "full_attention"], **delta}
-    hybrid = inspect(write_model(tmp_path / "m", config=layers)).sizes(2, None)
-    plain = inspect(write_model(tmp_path / "n")).sizes(2, None)
+    found = inspect(write_model(tmp_path / "m", config=layers)), inspect(write_model(tmp_path / "n"))
+    hybrid, plain = (ModelSizes.of(facts.architecture, facts.storage(2)) for facts in found)
     assert hybrid.page_bytes == plain.page_bytes // 2
     assert (hybrid.slot_bytes, plain.slot_bytes) == (2 * 4 * (2 * 16 + 32) + 4 * 32 * 8, 0)
 
@@ -184,10 +196,10 @@ def test_rejects_another_quantisation_and_says_what_to_do(name, stored, reason):
 
 
 def test_packed_matrices_are_counted_in_quantised_bytes_on_a_gpu():
-    dense = FACTS.sizes(2, None, is_packed=True).weight_bytes
+    dense = ModelSizes.of(FACTS.architecture, FACTS.storage(2, is_packed=True)).weight_bytes
     packed = replace(FACTS, packing={"model.embed_tokens.weight": Q4, "lm_head.weight": Q4})
-    assert packed.sizes(2, None, is_packed=True).weight_bytes < dense
-    assert packed.sizes(2, None).weight_bytes == dense, "a CPU keeps them dense"
+    assert ModelSizes.of(packed.architecture, packed.storage(2, is_packed=True)).weight_bytes < dense
+    assert ModelSizes.of(packed.architecture, packed.storage(2)).weight_bytes == dense, "a CPU keeps them dense"
 
 
 def test_dense_weights_are_quantised_at_load_by_the_requested_recipe(tmp_path):

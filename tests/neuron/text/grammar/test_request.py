@@ -424,3 +424,17 @@ def test_enforces_what_frameworks_send_without_the_keywords_that_no_grammar_expr
         assert value["thing"]["kind"] in ("pet", "car")
         assert value["either"] in ("a", "b")
         assert isinstance(value["one"], int)
+
+
+def test_compiling_a_grammar_again_gives_an_independent_state(matchers: Matcher, backend: Tokenizer) -> None:
+    grammar = 'start: "ab" | "ba"'
+    a, b = backend.token_to_id("a"), backend.token_to_id("b")
+    first, second = matchers.compile(grammar), matchers.compile(grammar)
+    first.accept(a)
+    second.accept(b)
+    third = matchers.compile(grammar)
+    row = numpy.zeros(matchers.mask_words, dtype=numpy.int32)
+    third.fill_mask(row)
+    assert {a, b} <= set(allowed(row))
+    first.fill_mask(row)
+    assert a not in allowed(row)

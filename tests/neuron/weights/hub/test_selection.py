@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cortex.neuron.weights.errors import NotOnHub
-from cortex.neuron.weights.hub.selection import Selection, missing_parts, select
+from cortex.neuron.weights.hub.selection import Selection, missing_parts, select, variants
 
 QUANTS = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "m-bf16.gguf", "mmproj-m-f16.gguf"]
 
@@ -84,3 +84,12 @@ def test_finds_missing_parts_of_a_split_model() -> None:
     ]
     assert missing_parts(Selection(("m.gguf",), "m.gguf")) == []
     assert missing_parts(Selection(("model.safetensors",), None)) == []
+
+
+def test_variants_are_what_select_chooses_by_their_quantisation() -> None:
+    paths = [*QUANTS, "Q6_K/m-00001-of-00002.gguf", "Q6_K/m-00002-of-00002.gguf", "model.safetensors", "config.json"]
+    found = variants(paths)
+    assert list(found) == [None, "Q6_K", "Q2_K", "Q4_K_M", "Q4_K_S", "Q8_0", "BF16"]
+    for quant, selection in found.items():
+        assert selection == select("org/m", paths, quant)
+    assert variants(["README.md", "mmproj-m-f16.gguf"]) == {}

@@ -18,7 +18,6 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
-from cortex.neuron.api.log_context import request_id
 from cortex.neuron.api.metrics import Metrics, RequestWatch
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
@@ -57,13 +56,14 @@ class Inference:
                 check_content_type(http.headers.get("content-type"))
                 body = await bodies.body_of(http)
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
-                packed = await self.parser.parse(name, body, strip_billing=strip_billing)
+                packed = await self.parser.parse(name, body, bodies.client_of(http), strip_billing=strip_billing)
                 self.backend.model(packed.head.model)
                 watch.model = packed.head.model
                 try:
                     return await self._respond(http, DIALECTS[name], packed, watch)
                 except (asyncio.CancelledError, ConnectionError):
-                    self.usage_records.add(request_id.get(), watch.usage())
+                    if attempt_id := http.headers.get(our_headers.ATTEMPT_ID, ""):
+                        self.usage_records.add(attempt_id, watch.usage())
                     raise
 
         return handle

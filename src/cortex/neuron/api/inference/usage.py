@@ -42,7 +42,7 @@ class MeteredEncoder:
 
 
 class UsageRecords:
-    """The usage of requests whose clients disconnected, by request id. Belongs to one loop.
+    """The usage of requests whose clients disconnected, by the attempt id of their gateway. Belongs to one loop.
 
     Each record is returned once. The oldest are dropped beyond `MAX_RECORDS`.
     """
@@ -54,30 +54,30 @@ class UsageRecords:
     def routes(self) -> list[web.RouteDef]:
         return [web.get("/requests/{id:.+}/usage", self.get)]
 
-    def add(self, request_id: str, usage: Usage) -> None:
-        awaited = self._awaited.get(request_id)
+    def add(self, attempt_id: str, usage: Usage) -> None:
+        awaited = self._awaited.get(attempt_id)
         if awaited is not None and not awaited.done():
             awaited.set_result(usage)
             return
         if len(self._records) >= MAX_RECORDS:
             del self._records[next(iter(self._records))]
-        self._records[request_id] = usage
+        self._records[attempt_id] = usage
 
     async def get(self, request: web.Request) -> web.Response:
-        request_id = request.match_info["id"]
-        usage = self._records.pop(request_id, None) or await self._wait_for(request_id)
+        attempt_id = request.match_info["id"]
+        usage = self._records.pop(attempt_id, None) or await self._wait_for(attempt_id)
         if usage is None:
             raise RouteNotFound(
-                f"No usage is recorded for request {shorten(request_id)}; only disconnected clients leave a record."
+                f"No usage is recorded for attempt {shorten(attempt_id)}; only disconnected clients leave a record."
             )
         return responses.json(usage)
 
-    async def _wait_for(self, request_id: str) -> Usage | None:
-        awaited = self._awaited.setdefault(request_id, asyncio.get_running_loop().create_future())
+    async def _wait_for(self, attempt_id: str) -> Usage | None:
+        awaited = self._awaited.setdefault(attempt_id, asyncio.get_running_loop().create_future())
         try:
             async with asyncio.timeout(WAIT_S):
                 return await asyncio.shield(awaited)
         except TimeoutError:
             return None
         finally:
-            self._awaited.pop(request_id, None)
+            self._awaited.pop(attempt_id, None)

@@ -8,12 +8,13 @@ when the model is loaded, the others while the engine is idle, or after enough s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,8 +33,9 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 class GraphSizes:
     """Which batch sizes have a graph, and which get one next. Pure."""
 
-    def __init__(self, max_rows: int) -> None:
-        self._missing = sorted({size for size in SIZES if size < max_rows} | {max_rows})
+    def __init__(self, max_rows: int, sizes: Sequence[int] = SIZES) -> None:
+        """`max_rows` has a graph, and those of `sizes` below it."""
+        self._missing = sorted({size for size in sizes if size < max_rows} | {max_rows})
         self._captured: list[int] = []
         self._missed: Counter[int] = Counter()
 
@@ -112,17 +114,21 @@ class StepGraphs:
         model: Decoder,
         page_table: Tensor,
         last_tokens: Tensor,
-        padding_row: int,
+        sizes: GraphSizes,
         context_tokens: int,
         capture: Capture,
+        *,
+        is_uniform: bool = False,
     ) -> None:
+        """The last row of the page table is the padding row. `is_uniform`: see `Batch`."""
         self._model = model
         self._page_table = page_table
         self._last_tokens = last_tokens
-        self._padding_row = padding_row
+        self._padding_row = len(page_table) - 1
+        self._is_uniform = is_uniform
         self._context_tokens = context_tokens
         self._capture = capture
-        self._sizes = GraphSizes(padding_row)
+        self._sizes = sizes
         self._captured: dict[int, _Captured] = {}
 
     def prepare(self) -> bool:
@@ -170,6 +176,8 @@ class StepGraphs:
 
     def _step(self, inputs: Tensor) -> Outputs:
         rows, positions, slots = inputs
+        count = len(rows)
+        numbers = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_uniform else None
         batch = Batch(
             tokens=self._last_tokens[rows],
             positions=positions,
@@ -177,8 +185,11 @@ class StepGraphs:
             rows=rows,
             lengths=(positions + 1).to(torch.int32),
             page_table=self._page_table,
-            num_decodes=len(rows),
+            num_decodes=0 if self._is_uniform else count,
             max_length=self._context_tokens,
+            prefill_offsets=numbers,
+            prefill_tiles=None if numbers is None else F.pad(numbers[:-1, None], (0, 1)),
+            uniform=self._is_uniform,
         )
         logits = self._model.logits(self._model(batch))
         highest, tokens = logits.max(-1)

@@ -17,7 +17,6 @@ from torch import Tensor
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.step_plan import StepPlan
-from cortex.neuron.models.decoder import Decoder
 
 BLOCK_POSITIONS: Final = 64
 """Positions whose logits exist at once: 40 MB in single precision for a vocabulary of 152k."""
@@ -48,20 +47,26 @@ class PromptScores:
 
 
 def score_prompts(
-    model: Decoder, hidden: Tensor, plan: StepPlan, inputs: StepInputs, upload: Callable[[NDArray[Any]], Tensor]
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    plan: StepPlan,
+    inputs: StepInputs,
+    upload: Callable[[NDArray[Any]], Tensor],
 ) -> Iterator[PromptScores]:
     """The scores of each row that asks for them, in plan order. hidden: [tokens of the step, hidden]"""
     for row, offset in zip(plan.rows, inputs.offsets, strict=False):
         if row.scored:
             states = hidden[int(offset) : int(offset) + len(row.scored)]
-            yield _scores(model, states, upload(np.array(row.scored, dtype=np.int64)), row.num_likeliest)
+            yield _scores(logits_of, states, upload(np.array(row.scored, dtype=np.int64)), row.num_likeliest)
 
 
-def _scores(model: Decoder, states: Tensor, following: Tensor, num_likeliest: int) -> PromptScores:
+def _scores(
+    logits_of: Callable[[Tensor], Tensor], states: Tensor, following: Tensor, num_likeliest: int
+) -> PromptScores:
     """states: [positions, hidden]; following: [positions] the prompt's own next tokens"""
     blocks = []
     for state, token in zip(states.split(BLOCK_POSITIONS), following.split(BLOCK_POSITIONS), strict=True):
-        logprobs = model.logits(state).float().log_softmax(-1)
+        logprobs = logits_of(state).float().log_softmax(-1)
         own = logprobs.gather(1, token[:, None])
         top = logprobs.topk(min(num_likeliest, logprobs.shape[-1]), dim=-1)
         blocks.append((own[:, 0], (logprobs > own).sum(-1) + 1, top.indices, top.values))

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cortex.neuron.engine.errors import StepBlamed
-from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, StepGraphs
+from cortex.neuron.engine.execution import uniform
+from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, GraphSizes, StepGraphs
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
@@ -26,7 +27,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
-from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
+from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
 
 
@@ -90,27 +91,34 @@ class Runner:
         step_tokens: int,
         states: StateMemory | None = None,
         capture: Capture | None = None,
+        uniform_tokens: int | None = None,
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
-        as graphs; by default a GPU captures CUDA graphs of a whole model, and a CPU nothing."""
+        as graphs; by default a GPU captures CUDA graphs of a whole model, and a CPU nothing. `uniform_tokens`: tokens
+        are computed in blocks of this many, so that their results do not depend on each other (`uniform`)."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
         self.page_tokens = page_tokens
-        self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device)
+        self._uniform_tokens = uniform_tokens
+        is_uniform = uniform_tokens is not None
+        self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device, is_uniform=is_uniform)
         max_pages = -(-context_tokens // page_tokens)
         # One row more: the padding row of captured graphs, whose pages are all the padding page.
         self._pages = np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32)
         self._page_table = torch.from_numpy(self._pages).to(self.device)  # on the CPU: the same memory
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
-        self._threads = StepThreads() if self.device.type == "cpu" else None
+        self._threads = StepThreads() if self.device.type == "cpu" and not is_uniform else None
         self._graphs: StepGraphs | None = None
         # The ranks of a divided model would have to capture the same graphs at the same time.
         if capture is None and self.device.type == "cuda" and not model.architecture.is_divided:
             capture = CudaCapture()
         if capture is not None:
-            self._graphs = StepGraphs(model, self._page_table, self._last_tokens, max_rows, context_tokens, capture)
-        self._prompt_plans = PromptPlans(model, min(step_tokens, context_tokens))
+            sizes = GraphSizes(max_rows) if uniform_tokens is None else GraphSizes(uniform_tokens, sizes=())
+            self._graphs = StepGraphs(
+                model, self._page_table, self._last_tokens, sizes, context_tokens, capture, is_uniform=is_uniform
+            )
+        self._prompt_plans = PromptPlans(model, 0 if is_uniform else min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:
         """Captures the graph of one more batch size, the smallest first. When all are captured, builds the attention
@@ -182,22 +190,30 @@ class Runner:
         scores: list[PromptScores],
     ) -> Drawn | None:
         """Runs any step, one launch per operation. Adds the scores of prompts to `scores`."""
-        batch = self._batch(plan, inputs)
-        hidden = self._hidden(batch, plan, inputs)
-        scores += score_prompts(self.model, hidden, plan, inputs, self._upload)
+        hidden = self._hidden(plan, inputs)
+        scores += score_prompts(self._logits, hidden, plan, inputs, self._upload)
         if not draws:
             return None
         index = self._upload(inputs.last)
         rows = self._upload(np.fromiter((draw.row for draw in draws), np.int64, len(draws)))
-        logits = self.model.logits(hidden.index_select(0, index))
-        drawn = self._draw(logits, rows, batch.positions[index], draws, mask)
+        logits = self._logits(hidden.index_select(0, index))
+        drawn = self._draw(logits, rows, self._upload(inputs.positions[inputs.last]), draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
         return drawn
 
-    def _hidden(self, batch: Batch, plan: StepPlan, inputs: StepInputs) -> Tensor:
+    def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
-        del plan, inputs
-        return self.model(batch)
+        if self._uniform_tokens is None:
+            return self.model(self._batch(plan, inputs))
+        tokens = self._tokens(inputs)
+        blocks = uniform.batches(plan.rows, self._uniform_tokens, inputs, tokens, self._page_table, self._upload)
+        return torch.cat([self.model(batch)[:count] for batch, count in blocks])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [any rows, hidden] → [rows, vocab]"""
+        if self._uniform_tokens is None:
+            return self.model.logits(hidden)
+        return uniform.in_blocks(self.model.logits, hidden, self._uniform_tokens)
 
     def _draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
@@ -219,13 +235,9 @@ class Runner:
 
     def _batch(self, plan: StepPlan, inputs: StepInputs) -> Batch:
         singles = plan.num_singles
-        rows, tokens = self._upload(inputs.rows), self._upload(inputs.tokens)
-        drawn_before = inputs.drawn_before
-        if len(drawn_before):
-            index = self._upload(drawn_before)
-            tokens[index] = self._last_tokens[rows[index]]
+        rows = self._upload(inputs.rows)
         return Batch(
-            tokens=tokens,
+            tokens=self._tokens(inputs),
             positions=self._upload(inputs.positions),
             slots=self._upload(inputs.slots),
             rows=rows,
@@ -238,8 +250,16 @@ class Runner:
                 for row, offset in zip(plan.rows[singles:], inputs.offsets[singles:], strict=False)
             ),
             prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
-            prefill_tiles=self._upload(_tiles([row.count for row in plan.rows[singles:]])),
+            prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows[singles:]])),
         )
+
+    def _tokens(self, inputs: StepInputs) -> Tensor:
+        """The tokens of the step, with those that earlier steps drew on the device."""
+        tokens = self._upload(inputs.tokens)
+        if len(inputs.drawn_before):
+            index = self._upload(inputs.drawn_before)
+            tokens[index] = self._last_tokens[self._upload(inputs.rows[inputs.drawn_before])]
+        return tokens
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -252,9 +272,3 @@ def _to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _tiles(counts: Sequence[int]) -> NDArray[np.int32]:
-    """(prefill row, first token) of every tile, the later ones of each row first: they are the longest to compute."""
-    tiles = [(row, first) for row, count in enumerate(counts) for first in range(0, count, PREFILL_TILE)]
-    return np.array(tiles[::-1], dtype=np.int32).reshape(-1, 2)

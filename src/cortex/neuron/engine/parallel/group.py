@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, LoadError
+from cortex.neuron.engine.parallel.store import open_store
 from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.layers.configs import Shard
 
@@ -28,6 +28,7 @@ POLL_S = 0.02
 _CONNECT = "connect"
 _TAG = 0
 """Of tensors between two ranks, which arrive in the order in which they were sent."""
+CONNECT_TIMEOUT = timedelta(seconds=60)
 LAST_RESORT = timedelta(hours=1)
 """A rank that dies closes its connections, and the daemon ends a group without progress long before this."""
 
@@ -51,19 +52,22 @@ class TorchGroup:
         spec: RankSpec,
         device: torch.device,
         poll: Callable[[], None],
+        follow: Callable[[], None] | None = None,
         turn: AbstractContextManager[None] | None = None,
     ) -> TorchGroup:
         """Waits for the other ranks, then connects to them and adds a few numbers up with them.
 
         `poll` is called while it waits for others; what it raises ends the wait. `turn`: of the leader, see
-        `StepLink.turn`; ranks that connect wait for each other, as those in a step do. Raises LoadError if the ranks
-        cannot communicate.
+        `StepLink.turn`; ranks that connect wait for each other, as those in a step do. `follow` is called instead of
+        `poll` once all ranks have arrived: it must not begin a step, because that would wait for the end of `turn`,
+        whose holder waits for this rank. Raises LoadError if the ranks cannot communicate.
         """
         shard = Shard(spec.rank, spec.size)
-        store = _library.FileStore(str(Path(spec.directory) / "store"), spec.size)
+        store = open_store(spec, poll)
         _meet(store, "arrived", shard, poll)
+        _meet(store, "connecting", shard, follow or poll)
         if not shard.is_first:
-            _wait_for(store, [_CONNECT], poll)
+            _wait_for(store, [_CONNECT], follow or poll)
             return cls._connected(spec, store, shard, device, poll)
         with turn or nullcontext():
             store.set(_CONNECT, b"1")
@@ -150,13 +154,13 @@ class TorchGroup:
             raise GroupBroken(f"rank {self.shard.rank} lost the other ranks of its model: {error}") from error
 
 
-def poller(progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]) -> Callable[[], None]:
-    """What a rank does while it waits for others: reports that it is alive, and stops when the load is cancelled."""
+def poller(wait: Callable[[], None], cancelled: Callable[[], bool]) -> Callable[[], None]:
+    """What a rank does while others keep it waiting: `wait`, and stop when the load is cancelled."""
 
     def poll() -> None:
         if cancelled():
             raise LoadCancelled("the load was cancelled")
-        progress("resolve", 0, 0)
+        wait()
 
     return poll
 
@@ -167,9 +171,12 @@ def _meet(store: Any, event: str, shard: Shard, poll: Callable[[], None]) -> Non
 
 
 def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:
-    while not store.check(keys):
-        poll()
-        time.sleep(POLL_S)
+    try:
+        while not store.check(keys):
+            poll()
+            time.sleep(POLL_S)
+    except RuntimeError as error:  # the store is gone: a directory that was removed, or the leader's port
+        raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
 
 
 def _connect(spec: RankSpec, store: Any) -> Any:
@@ -179,9 +186,13 @@ def _connect(spec: RankSpec, store: Any) -> Any:
         options._timeout = LAST_RESORT
         return _library.ProcessGroupNCCL(private, spec.rank, spec.size, options)
     options = _library.ProcessGroupGloo._Options()
-    options._devices = [_library.ProcessGroupGloo.create_device(interface="lo")]
-    options._timeout = LAST_RESORT
-    return _library.ProcessGroupGloo(private, spec.rank, spec.size, options)
+    place = {"interface": "lo"} if spec.meeting is None else {"hostname": spec.meeting.own_host}
+    options._devices = [_library.ProcessGroupGloo.create_device(**place)]
+    # Between hosts a connection may be impossible, and the daemon sees no progress while this rank waits for it.
+    options._timeout = LAST_RESORT if spec.meeting is None else CONNECT_TIMEOUT
+    group = _library.ProcessGroupGloo(private, spec.rank, spec.size, options)
+    group._set_default_timeout(LAST_RESORT)
+    return group
 
 
 def _from_first() -> Any:

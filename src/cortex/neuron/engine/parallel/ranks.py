@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import torch
 
@@ -12,7 +14,7 @@ from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import LoadedModel, Progress, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
 from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
-from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, StepLink
+from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, RankLink, StepLink
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec
 from cortex.neuron.engine.step_plan import StepPlan
 
@@ -22,9 +24,9 @@ def load_engine(
     device: torch.device | str,
     progress: Progress,
     cancelled: Callable[[], bool],
-    link: StepLink | None = None,
+    link: RankLink | None = None,
 ) -> Engine:
-    """`link`: how the leader of a divided model reaches the other ranks.
+    """`link`: of a rank of a divided model to the others; a `StepLink` if it leads.
 
     Raises LoadError or LoadCancelled, and then leaves nothing on the device.
     """
@@ -39,17 +41,19 @@ def _load_rank(
     device: torch.device,
     progress: Progress,
     cancelled: Callable[[], bool],
-    link: StepLink | None,
+    link: RankLink | None,
 ) -> Engine:
-    turn = None if link is None else link.turn()
-    group = TorchGroup.join(rank, device, poller(progress, cancelled), turn)
+    leading = cast(StepLink, link) if rank.rank == 0 else None
+    poll = poller(partial(progress, "resolve", 0, 0), cancelled)
+    follow = None if link is None else poller(link.follow_others, cancelled)
+    group = TorchGroup.join(rank, device, poll, follow, None if leading is None else leading.turn())
     try:
         loaded = load_model(spec, device, progress, cancelled, group)
-        if link is None:
+        if leading is None:
             group.reached("loaded")
             return Follower(loaded, spec, group)
         group.wait_for_all("loaded")
-        leader = Leader(loaded, spec, group, link)
+        leader = Leader(loaded, spec, group, leading)
         progress("warm", 0, 0)
         leader.warm_up()
     except GroupBroken as error:

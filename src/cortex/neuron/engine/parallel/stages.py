@@ -20,7 +20,6 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn
 from cortex.neuron.engine.step_plan import StepPlan
-from cortex.neuron.kernels.batch import Batch
 
 
 class FirstStageRunner(LeadingRunner):
@@ -29,8 +28,8 @@ class FirstStageRunner(LeadingRunner):
     group: TorchGroup
     """Set by the engine before the first step."""
 
-    def _hidden(self, batch: Batch, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        hidden = super()._hidden(batch, plan, inputs)
+    def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
+        hidden = super()._hidden(plan, inputs)
         self.group.send(hidden, 1)
         index = self._upload(returned_tokens(plan, inputs))
         returned = self.group.receive(hidden.new_empty(len(index), hidden.shape[1]), self.group.shard.size - 1)

@@ -18,7 +18,15 @@ from cortex.neuron.engine.sampling.sampler import Draw, Drawn
 from cortex.neuron.engine.step_plan import StepPlan
 
 
-class StepLink(Protocol):
+class RankLink(Protocol):
+    """How a rank of a divided model takes part in the work of its worker while it waits for other ranks."""
+
+    def follow_others(self) -> None:
+        """Runs the steps that leaders of other models have announced to this worker, and begins none."""
+        ...
+
+
+class StepLink(RankLink, Protocol):
     """The leader's connection to the other ranks of its model."""
 
     def turn(self) -> AbstractContextManager[None]:

@@ -51,7 +51,8 @@ class Constraint:
 
 
 class Constraints:
-    """Compiles the grammars of one model's requests. Belongs to the engine thread."""
+    """Compiles the grammars of one model's requests. Belongs to the engine thread, except `compile`, which any thread
+    may call: once a grammar is compiled, compiling it again takes almost nothing."""
 
     def __init__(self, source: Path, vocab: int, device: torch.device) -> None:
         self._matcher = Matcher(source, vocab)

@@ -46,7 +46,11 @@ class Drawn:
 class Sampler:
     """Owns the sampling state of every row. Belongs to the engine thread."""
 
-    def __init__(self, max_rows: int, vocab: int, context_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, vocab: int, context_tokens: int, device: torch.device, *, is_uniform: bool = False
+    ) -> None:
+        """`is_uniform`: the draw of a row must not depend on how many rows draw with it."""
+        self._is_uniform = is_uniform
         self.device = device
         self.vocab = vocab
         self._params: list[SamplingParams] = [SamplingParams()] * max_rows
@@ -135,7 +139,10 @@ class Sampler:
     def _sampled(self, logits: Tensor, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         logits = logits / self._temperature[rows, None]
         if any(param.top_k > 0 or param.top_p < 1 for param in params):
-            logits = _keep_likeliest(logits, self._top_k[rows], self._top_p[rows])
+            # The library sums the probabilities of one row in another order than those of several.
+            parts = zip(*(x.split(1 if self._is_uniform else len(rows)) for x in (logits, rows)), strict=True)
+            kept = [_keep_likeliest(part, self._top_k[own], self._top_p[own]) for part, own in parts]
+            logits = kept[0] if len(kept) == 1 else torch.cat(kept)
         if any(param.min_p > 0 for param in params):
             floor = logits.amax(-1, keepdim=True) + self._min_p[rows, None].log()
             logits = logits.masked_fill(logits < floor, -torch.inf)
@@ -163,7 +170,7 @@ def _likeliest(logits: Tensor) -> Tensor:
 
 def _keep_likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Keeps the `top_k` largest, and of those the fewest that together reach `top_p`; always keeps the first."""
-    ordered, order = logits.sort(dim=-1, descending=True)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
     probabilities = ordered.softmax(-1)

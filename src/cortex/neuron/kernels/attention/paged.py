@@ -29,11 +29,11 @@ def attention(
     from cortex.neuron.kernels.attention.prefill import prefill_attention
 
     decodes = batch.num_decodes
-    whole_prompts = bool(batch.prefills) and cudnn.takes(q, k.shape[1], rules, batch)
+    whole_prompts = bool(batch.prefills) and not batch.uniform and cudnn.takes(q, k.shape[1], rules, batch)
     out = torch.empty((decodes if whole_prompts else len(q), *q.shape[1:]), dtype=q.dtype, device=q.device)
     if decodes:
         decode_attention(q, k, v, rules, batch, key_pages, value_pages, out)
-    if not batch.prefills:
+    if decodes == len(q):
         return out
     rotated = rotate_and_store(
         q[decodes:],

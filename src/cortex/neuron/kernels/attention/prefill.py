@@ -51,6 +51,7 @@ def prefill_attention(
         KEY_TILE=keys,
         PARTS=parts,
         WINDOWED=rules.window is not None,
+        MASKED=batch.uniform or rules.window is not None,
         num_warps=warps,
         num_stages=2,
         **launch_options(q.device),
@@ -90,8 +91,10 @@ def _prefill_kernel(
     KEY_TILE: tl.constexpr,
     PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """MASKED: every tile goes through the same code, whichever of its keys the queries see."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -124,7 +127,7 @@ def _prefill_kernel(
         begin = tl.maximum(0, length - count + first - window + 1) // KEY_TILE * KEY_TILE
     end = tl.minimum(length, length - count + first + QUERY_TILE)
     # Tiles that all queries see completely need no mask. The last tiles, and all tiles of a window, do.
-    unmasked = begin if WINDOWED else (length - count + first + 1) // KEY_TILE * KEY_TILE
+    unmasked = begin if MASKED else (length - count + first + 1) // KEY_TILE * KEY_TILE
     highest, total, mixed = _attend(
         query, highest, total, mixed, position, begin, unmasked, end, window, table_row, key_pages, value_pages,
         kv_head, scale, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, False,

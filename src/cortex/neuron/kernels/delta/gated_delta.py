@@ -8,6 +8,8 @@ the key of the token, and reads M with its query:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,12 +28,35 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
     from cortex.neuron.kernels.delta.step import delta_step
 
     out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
+    if batch.uniform:
+        for turn, tokens in batch.once("turns", lambda: _turns(batch)):
+            if tokens is None:
+                delta_step(projected, rules, turn, state, out)
+            else:
+                part = torch.empty((len(tokens), rules.value_size), dtype=out.dtype, device=out.device)
+                delta_step(projected[tokens], rules, turn, state, part)
+                out[tokens] = part
+        return out
     decodes = batch.num_decodes
     if decodes:
         delta_step(projected, rules, batch, state, out)
     if batch.prefills:
         delta_chunks(projected[decodes:], rules, batch, state, out[decodes:])
     return out
+
+
+def _turns(batch: Batch) -> list[tuple[Batch, Tensor | None]]:
+    """The first token of every row as a batch of decode rows, then the second, and so on, each with the numbers of its
+    tokens. None: all tokens of the step, in order."""
+    if len(batch.rows) == len(batch.tokens):
+        return [(replace(batch, num_decodes=len(batch.rows)), None)]
+    turns: list[tuple[Batch, Tensor | None]] = []
+    for number in range(max(row.count for row in batch.prefills)):
+        here = [(index, row.offset + number) for index, row in enumerate(batch.prefills) if row.count > number]
+        rows, tokens = torch.tensor(here, device=batch.rows.device).unbind(1)
+        turn = replace(batch, num_decodes=len(here), rows=batch.rows[rows], positions=batch.positions[tokens])
+        turns.append((turn, tokens))
+    return turns
 
 
 def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:

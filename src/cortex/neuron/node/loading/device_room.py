@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.instance import Instance
+from cortex.neuron.node.loading.device_choice import ChosenDevices, choose
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import ModelFacts, choose_devices
+from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory_ceilings import MemoryCeilings
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity
@@ -33,6 +34,7 @@ class DeviceRoom:
     ) -> None:
         self._devices = devices.all
         self._supervisors = devices.supervisors
+        self._claims = devices.claims
         self._forecast = forecast
         self._ceilings = ceilings
         self._read_devices = read_devices
@@ -40,23 +42,22 @@ class DeviceRoom:
         self._node_lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def for_load(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[tuple[Device, ...]]:
+    async def for_load(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[ChosenDevices]:
         """The devices with room for the model, as many as it needs; no other load runs there meanwhile.
         Raises InsufficientCapacity."""
-        async with self._alone_under_ceiling(), self._free_devices(model, facts) as devices:
-            yield devices
+        async with self._alone_under_ceiling(), self._free_devices(model, facts) as chosen:
+            yield chosen
 
     @contextlib.asynccontextmanager
-    async def _free_devices(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[tuple[Device, ...]]:
+    async def _free_devices(self, model: KnownModel, facts: ModelFacts) -> AsyncIterator[ChosenDevices]:
         without_load = tuple(device for device in self._devices if not self._device_locks[device.index].locked())
         try:
-            indices = await self._choose(model, facts, without_load)
+            chosen = await self._choose(model, facts, without_load)
         except InsufficientCapacity:
-            indices = await self._choose(model, facts, self._devices)
-        async with self.locked(indices):
-            devices = tuple(device for device in self._devices if device.index in indices)
-            await self._choose(model, facts, devices)  # the load before this one may have taken the memory
-            yield devices
+            chosen = await self._choose(model, facts, self._devices)
+        async with self.locked(chosen.indices):
+            # The load before this one may have taken the memory.
+            yield await self._choose(model, facts, chosen.devices)
 
     @contextlib.asynccontextmanager
     async def locked(self, indices: tuple[int, ...]) -> AsyncIterator[None]:
@@ -84,9 +85,8 @@ class DeviceRoom:
 
     def _check_ceilings(self, instance: Instance) -> None:
         """Raises InsufficientCapacity where a ceiling has no room for the model, awake."""
-        devices = instance.host.device_indices
-        need_bytes = instance.resident.measured_bytes // len(devices)
-        for index in devices:
+        devices, resident = instance.host.device_indices, instance.resident
+        for index, need_bytes in zip(devices, resident.device_bytes(len(devices)), strict=True):
             left_bytes = self._ceilings.left_bytes(index, len(devices), but=instance.model_id)
             if left_bytes is not None and need_bytes > left_bytes:
                 raise InsufficientCapacity(
@@ -94,20 +94,18 @@ class DeviceRoom:
                     f" models leave {left_bytes / 1e9:.2f} GB of memory_mb; unload something, or raise it"
                 )
 
-    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> tuple[int, ...]:
+    async def _choose(self, model: KnownModel, facts: ModelFacts, candidates: tuple[Device, ...]) -> ChosenDevices:
         """Waits a moment for memory that was just freed, then raises InsufficientCapacity."""
         while True:
             readings = await asyncio.to_thread(self._read_devices, self._devices)
             try:
-                return choose_devices(
-                    model.id,
-                    self._forecast.least_bytes(model, facts, self._devices[0]),
+                return choose(
+                    model,
+                    facts,
                     candidates,
                     readings,
-                    count=model.num_devices,
-                    allowed=model.devices,
-                    reserve=self._forecast.reserve,
-                    ceiling=lambda device: self._ceilings.configured.share_bytes(device.index, model.num_devices),
+                    self._forecast,
+                    excluded=self._claims.conflicts(spans=bool(model.nodes)) if model.is_divided else {},
                     left=lambda device: self.left_bytes(model, device),
                 )
             except InsufficientCapacity:

@@ -12,6 +12,9 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.memory.dtypes import ITEM_BYTES, dtype_name, has_four_bit_products
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
+from cortex.neuron.engine.request import StageSpec
+from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory_ceilings import Ceilings, smallest
@@ -47,19 +50,29 @@ class Forecast:
 
         It is never more than the engine needs, so that a model that fits is not rejected.
         """
-        sizes = facts.sizes(
-            self._item_bytes(device),
-            model.context_tokens,
-            is_packed=self.keeps_quantised(device),
-            kv_item_bytes=_kv_item_bytes(model),
-        )
+        sizes = self._sizes(model, facts, device, has_four_bits=False)
         kv_tokens = min(_MIN_KV_TOKENS, sizes.context_tokens)
         num_pages = max(MIN_PAGES, -(-kv_tokens // PAGE_TOKENS) + 1)
         return sizes.weight_bytes + 2 * sizes.slot_bytes + num_pages * sizes.page_bytes + self._penalty_bytes(sizes)
 
+    def share_bytes(self, model: KnownModel, device: Device) -> int | None:
+        """What the operator's ceilings let the model take of the device while no other model is loaded."""
+        return Ceilings.of(self.config).share_bytes(device.index, model.num_devices)
+
+    def smallest_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
+        """Weights and the smallest cache: a lower limit (`memory_mb`) can never be met."""
+        sizes = self._sizes(model, facts, device, has_four_bits=False)
+        return sizes.weight_bytes + MIN_SLOTS * sizes.slot_bytes + MIN_PAGES * sizes.page_bytes
+
+    def _limit_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
+        """The most that it should take of all devices together."""
+        if model.memory_bytes is not None or device.kind == "cpu":
+            return model.memory_bytes
+        return self._sizes(model, facts, device).ceiling_bytes
+
     def ceiling_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int | None:
         """The most it may take of the device: the operator's limits, on a GPU its weights and a few full contexts."""
-        allowed = Ceilings.of(self.config).share_bytes(device.index, model.num_devices)
+        allowed = self.share_bytes(model, device)
         if model.memory_bytes is not None:
             return smallest(allowed, model.memory_bytes // facts.num_ranks)
         if device.kind == "cpu":
@@ -68,9 +81,15 @@ class Forecast:
 
     def expected_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """What it will take of the otherwise empty device; `least_bytes` if it does not fit at all."""
-        sizes = self._sizes(model, facts, device)
-        have_bytes = self.reserve(device).usable_bytes(device.total_bytes) - self._penalty_bytes(sizes)
+        usable_bytes = self.reserve(device).usable_bytes(device.total_bytes)
         ceiling_bytes = self.ceiling_bytes(model, facts, device)
+        return self._expected_bytes(model, facts, device, usable_bytes, ceiling_bytes)
+
+    def _expected_bytes(
+        self, model: KnownModel, facts: ModelFacts, device: Device, usable_bytes: int, ceiling_bytes: int | None
+    ) -> int:
+        sizes = self._sizes(model, facts, device)
+        have_bytes = usable_bytes - self._penalty_bytes(sizes)
         if ceiling_bytes is not None:
             have_bytes = min(have_bytes, ceiling_bytes)
         plan = plan_memory(sizes, have_bytes, max_rows=self.config.limits.max_num_seqs, device_kind=device.kind)
@@ -82,18 +101,82 @@ class Forecast:
         """The footprint on those of `devices` that the model may use, all ranks and replicas together. All are of one
         kind."""
         allowed = [device for device in devices if not model.devices or device.index in model.devices] or devices
+        if model.pipeline_parallel > 1:
+            usable = sorted((self._usable_when_empty(model, device) for device in allowed), reverse=True)
+            usable_bytes = sum(usable[: model.pipeline_parallel])
+            return Footprint(
+                model.replicas * self.least_bytes(model, facts, allowed[0]),
+                model.replicas
+                * self._expected_bytes(
+                    model, facts, allowed[0], usable_bytes, self._limit_bytes(model, facts, allowed[0])
+                ),
+            )
         return Footprint(
             model.num_devices * min(self.least_bytes(model, facts, device) for device in allowed),
             model.num_devices * max(self.expected_bytes(model, facts, device) for device in allowed),
         )
 
-    def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
+    def stages(
+        self,
+        model: KnownModel,
+        facts: ModelFacts,
+        device: Device,
+        capacities: Sequence[int],
+        ceilings: Sequence[int | None],
+    ) -> tuple[StageSpec, ...] | None:
+        """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
+        they cannot hold the model. `ceilings`: the operator's, for each of them."""
+        storage = self._storage(model, facts, device)
+        plans = divide_model(
+            facts.architecture,
+            storage,
+            capacities,
+            context_tokens=model.context_tokens,
+            limit_bytes=self._limit_bytes(model, facts, device),
+            max_rows=self.config.limits.max_num_seqs,
+            device_kind=device.kind,
+        )
+        if plans is None:
+            return None
+        total_bytes = sum(plan.num_bytes for plan in plans)
+        stages = []
+        for plan, ceiling_bytes in zip(plans, ceilings, strict=True):
+            limit_bytes: int | None = None
+            if model.memory_bytes is not None:
+                limit_bytes = model.memory_bytes * plan.num_bytes // total_bytes
+            elif device.kind != "cpu":
+                part = facts.architecture.staged(plan.layers)
+                limit_bytes = ModelSizes.of(part, storage, model.context_tokens).ceiling_bytes
+            stages.append(StageSpec(plan.layers.start, len(plan.layers), smallest(limit_bytes, ceiling_bytes)))
+        return tuple(stages)
+
+    def empty_stages(
+        self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]
+    ) -> tuple[StageSpec, ...] | None:
+        """The layers of each device while all of them are empty; None if they cannot hold the model."""
+        allowed = [device for device in devices if not model.devices or device.index in model.devices]
+        largest = sorted(allowed, key=lambda device: (-device.total_bytes, device.index))[: model.pipeline_parallel]
+        in_order = sorted(largest, key=lambda device: device.index)
+        capacities = [self._usable_when_empty(model, device) for device in in_order]
+        return self.stages(model, facts, devices[0], capacities, [None] * len(capacities))
+
+    def _usable_when_empty(self, model: KnownModel, device: Device) -> int:
+        usable_bytes = self.reserve(device).usable_bytes(device.total_bytes)
+        ceiling_bytes = self.share_bytes(model, device)
+        return usable_bytes if ceiling_bytes is None else min(usable_bytes, ceiling_bytes)
+
+    def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device, *, has_four_bits: bool = True) -> ModelSizes:
+        storage = self._storage(model, facts, device, has_four_bits=has_four_bits)
+        return ModelSizes.of(facts.architecture, storage, model.context_tokens)
+
+    def _storage(
+        self, model: KnownModel, facts: ModelFacts, device: Device, *, has_four_bits: bool = True
+    ) -> WeightStorage:
+        """`has_four_bits`: whether a CPU that computes faster so keeps four-bit copies."""
         is_auto = self.config.harness.torch.dtype == "auto"
-        has_four_bits = device.kind == "cpu" and is_auto and has_four_bit_products()
-        return facts.sizes(
+        return facts.storage(
             self._item_bytes(device),
-            model.context_tokens,
-            has_four_bits=has_four_bits,
+            has_four_bits=has_four_bits and device.kind == "cpu" and is_auto and has_four_bit_products(),
             is_packed=self.keeps_quantised(device),
             kv_item_bytes=_kv_item_bytes(model),
         )

@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.memory_ceilings import smallest
@@ -19,7 +21,7 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
-from cortex.wire.node import KVDtype, LoadRequest
+from cortex.wire.node import KVDtype, LoadRequest, SamplingDefaults
 
 _CACHE_PREFIX = "models--"
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -44,11 +46,21 @@ class KnownModel:
     control_tokens_in_messages: bool = False
     replicas: int = 1
     kv_dtype: KVDtype = "auto"
+    nodes: tuple[str, ...] = ()
+    """Nodes that share it, this one first; empty: this one alone."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """The operator's."""
+    deterministic: bool = False
+    pipeline_parallel: int = 1
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes, each replica its own."""
-        return self.tensor_parallel * self.replicas
+        """How many devices it takes on this node, each replica its own."""
+        return self.tensor_parallel * self.pipeline_parallel * self.replicas // max(1, len(self.nodes))
+
+    @property
+    def is_divided(self) -> bool:
+        return self.tensor_parallel > 1 or self.pipeline_parallel > 1
 
 
 Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
@@ -109,19 +121,26 @@ class Library:
             known = self._models[request.model_id] = KnownModel(request.model_id, source)
         # A gateway may name fewer devices than the model is configured to take here.
         has_enough = len(request.devices) >= known.num_devices
-        # It divides a model among the devices that it names, but does not know of replicas.
-        tensor_parallel = max(request.tensor_parallel, known.tensor_parallel)
+        # It divides a model among the devices that it names, but does not know of replicas. Stages are preferred to
+        # a division of every layer: where either program is configured for them, the links need them.
+        divided = known
+        if known.replicas == 1:
+            stages = max(request.pipeline_parallel, known.pipeline_parallel)
+            shares = max(request.tensor_parallel, known.tensor_parallel)
+            divided = replace(known, pipeline_parallel=stages, tensor_parallel=1 if stages > 1 else shares)
         max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
         return replace(
-            known,
+            divided,
             source=source,
             harness=request.harness,
             quant=request.quant or known.quant,
             devices=request.devices if has_enough else known.devices,
-            tensor_parallel=tensor_parallel if known.replicas == 1 else known.tensor_parallel,
             context_tokens=request.context_tokens or known.context_tokens,
             control_tokens_in_messages=request.control_tokens_in_messages or known.control_tokens_in_messages,
             kv_dtype=request.kv_dtype or known.kv_dtype,
+            nodes=request.nodes or known.nodes,
+            sampling=request.sampling.over(known.sampling),
+            deterministic=request.deterministic or known.deterministic,
             memory_bytes=smallest(known.memory_bytes, max_bytes),
         )
 
@@ -210,11 +229,15 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             entry.quant,
             entry.devices,
             entry.tensor_parallel,
+            pipeline_parallel=entry.pipeline_parallel,
             context_tokens=entry.context_tokens,
             memory_bytes=entry.memory_mb << 20 if entry.memory_mb else None,
             replicas=entry.replicas,
             control_tokens_in_messages=entry.control_tokens_in_messages,
             kv_dtype=entry.kv_dtype,
+            nodes=entry.nodes,
+            sampling=_sampling(entry.sampling.given),
+            deterministic=entry.deterministic,
         )
     for default in config.default_models:
         configured = next((entry for entry in config.models if entry.id == default.model_id), None)
@@ -225,10 +248,18 @@ def _configured(config: NeuronConfig) -> Iterator[KnownModel]:
             default.quant or (configured.quant if configured else None),
             default.devices,
             max(default.tensor_parallel, configured.tensor_parallel if configured else 1),
+            pipeline_parallel=max(default.pipeline_parallel, configured.pipeline_parallel if configured else 1),
             context_tokens=default.context_tokens,
             memory_bytes=default.memory_mb << 20 if default.memory_mb else None,
             replicas=max(default.replicas, configured.replicas if configured else 1),
             control_tokens_in_messages=default.control_tokens_in_messages
             or (configured is not None and configured.control_tokens_in_messages),
             kv_dtype=configured.kv_dtype if configured and default.kv_dtype == "auto" else default.kv_dtype,
+            nodes=default.nodes or (configured.nodes if configured else ()),
+            sampling=_sampling((configured.sampling.given if configured else {}) | default.sampling.given),
+            deterministic=default.deterministic or (configured is not None and configured.deterministic),
         )
+
+
+def _sampling(given: dict[str, float]) -> SamplingDefaults:
+    return msgspec.convert(given, SamplingDefaults)

@@ -19,17 +19,20 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance, ModelCallbacks
+from cortex.neuron.node.loading.device_choice import ChosenDevices, check_devices
 from cortex.neuron.node.loading.device_room import SETTLE_INTERVAL_S, DeviceRoom, is_settling
 from cortex.neuron.node.loading.forecast import Footprint, Forecast
 from cortex.neuron.node.loading.library import Fetch, FindLocal, KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.neuron.node.memory_ceilings import smallest
+from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.texts import Texts
+from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.tokenizer_process.client import UNREADABLE
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.model_host import LoadRejected
+from cortex.neuron.worker.model_host import LoadRejected, ModelHost
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -38,8 +41,6 @@ from cortex.wire.errors import (
     LoadFailed,
     SourceNotFound,
 )
-from cortex.wire.node import Capabilities, Device
-from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Survey:
 
     facts: ModelFacts
     """Of the whole model, or of one rank of a divided one."""
-    capabilities: Capabilities
+    text: TextSurvey
     requested_quant: str | None
 
 
@@ -74,18 +75,20 @@ class ModelLoader:
         fetch: Fetch,
         find_local: FindLocal,
         texts: Texts,
-        capabilities_of: Callable[[Path], Capabilities],
+        survey_text: Callable[[Path], TextSurvey],
+        lead: Lead,
     ) -> None:
         self._config = config
         self._library = library
         self._devices = devices.all
-        self._host = devices.host
+        self._hosts = devices
+        self._lead = lead
         self._forecast = forecast
         self._room = room
         self._fetch = fetch
         self._find_local = find_local
         self._texts = texts
-        self._capabilities_of = capabilities_of
+        self._survey_text = survey_text
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._unreadable: set[str] = set()
@@ -93,15 +96,29 @@ class ModelLoader:
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
-        self._reject_unsupported(model)
+        self._lead.reject_unsupported(model)
+        check_devices(model, self._devices)
         path = await self.find_local(model) or await self.download(model, callbacks.on_progress)
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
-        async with self._room.for_load(model, survey.facts) as devices:
-            host = self._host([device.index for device in devices], model.replicas, self._room.locked)
+        async with self._room.for_load(model, survey.facts) as chosen:
+            host = await self._host(model, survey.facts, chosen.indices)
             instance = Instance(model.id, host, self._config.limits, callbacks)
-            await self._load_weights(instance, self._spec(model, survey.facts, devices), path)
+            instance.stage_layers = tuple(stage.num_layers for stage in chosen.stages) * model.replicas
+            await self._load_weights(instance, self.spec(model, survey.facts, chosen), path)
             return instance
+
+    async def _host(self, model: KnownModel, facts: ModelFacts, indices: tuple[int, ...]) -> ModelHost:
+        """Where the model goes that takes these devices here. Raises LoadFailed or WorkerLost."""
+        if not model.nodes:
+            return self._hosts.host(model.id, indices, model.replicas, self._room.locked)
+        claim = self._hosts.claims.new(model.id, indices, spans=True)
+        claim.take()  # now: a peer that leads a model itself must not wait here for devices that wait for it
+        try:
+            return await self._lead.host(model, facts.digest, indices, claim)
+        except BaseException:
+            claim.release()
+            raise
 
     async def wake(self, instance: Instance) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as
@@ -144,21 +161,6 @@ class ModelLoader:
 
     # Preflight
 
-    def _reject_unsupported(self, model: KnownModel) -> None:
-        """Raises LoadFailed for options that this node cannot satisfy."""
-        allowed = len(set(model.devices)) if model.devices else len(self._devices)
-        if model.num_devices > allowed:
-            replicas = "" if model.replicas == 1 else f" and replicas = {model.replicas}"
-            raise LoadFailed(
-                f"{model.id} asks for tensor_parallel = {model.tensor_parallel}{replicas}, but may use "
-                f"{plural(allowed, 'device')} of this node; lower it, or choose a model that fits fewer "
-                "devices"
-            )
-        for index in model.devices:
-            if index not in (device.index for device in self._devices):
-                have = ", ".join(str(device.index) for device in self._devices)
-                raise LoadFailed(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
-
     async def survey(self, model: KnownModel, path: Path) -> Survey:
         """Reads the model's headers and chat template on a thread, once. Raises LoadFailed."""
         known = self.surveys.get(model.id)
@@ -196,7 +198,7 @@ class ModelLoader:
                 "hub), or omit `quant`"
             )
         try:
-            return Survey(facts, self._capabilities_of(path), model.quant)
+            return Survey(facts, self._survey_text(path), model.quant)
         except UNREADABLE as error:
             raise LoadFailed(f"{model.id}: its chat template cannot be read: {error}") from error
 
@@ -204,12 +206,20 @@ class ModelLoader:
         """The model's memory on those of this node's devices that it may use."""
         return self._forecast.footprint(model, facts, self._devices)
 
+    def stage_layers(self, model: KnownModel, facts: ModelFacts) -> tuple[int, ...]:
+        """How many layers each device would hold if all were empty; empty for a model that is not divided by layers,
+        or that does not fit."""
+        if model.pipeline_parallel == 1:
+            return ()
+        return tuple(stage.num_layers for stage in self._forecast.empty_stages(model, facts, self._devices) or ())
+
     # Worker and weights
 
-    def _spec(self, model: KnownModel, facts: ModelFacts, devices: tuple[Device, ...]) -> LoadSpec:
-        """What each of `devices` loads, of which the one with the least to give decides."""
-        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in devices]
-        ceilings += [self._room.left_bytes(model, device) for device in devices]
+    def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
+        """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its
+        own."""
+        ceilings = [self._forecast.ceiling_bytes(model, facts, device) for device in chosen.devices]
+        ceilings += [self._room.left_bytes(model, device) for device in chosen.devices]
         limits = self._config.limits
         return LoadSpec(
             path=str(facts.path),
@@ -217,11 +227,13 @@ class ModelLoader:
             quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,
             kv_dtype=model.kv_dtype,
+            deterministic=model.deterministic,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             memory_bytes=smallest(*ceilings),
             min_free_bytes=limits.min_free_vram_mb << 20,
             num_host_shares=sum(each.kind == "cpu" for each in self._devices) or 1,
+            stages=chosen.stages,
         )
 
     async def _load_weights(self, instance: Instance, spec: LoadSpec, path: Path) -> None:

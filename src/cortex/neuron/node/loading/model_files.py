@@ -16,11 +16,21 @@ from pathlib import Path
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
-from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub
 from cortex.neuron.weights.hub import disk
+from cortex.neuron.weights.hub.offer import OfferRequest
 from cortex.neuron.weights.hub.source import HubSource, parse_source
-from cortex.wire.errors import CortexError, LoadFailed, ModelInUse, ModelNotFound, shorten
-from cortex.wire.node import DeletedFiles, DiskUse, FilesRequest, LoadRequest, PullState, PullStatus
+from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
+from cortex.wire.node import (
+    DeletedFiles,
+    DiskUse,
+    FilesRequest,
+    HubRepository,
+    HubVariant,
+    LoadRequest,
+    PullState,
+    PullStatus,
+)
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +142,24 @@ class ModelFiles:
             self._library.forget(model.id)
         log.info("%s: files deleted, %d MiB are free again", model.id, num_bytes >> 20)
         return DeletedFiles(model_id=model.id, freed_bytes=num_bytes)
+
+    async def offer(self, source: str) -> HubRepository:
+        """What a repository of the hub offers. Raises ModelNotFound, or HubUnavailable."""
+        try:
+            request = OfferRequest(source)
+            try:
+                offer = await asyncio.to_thread(request.read)
+            except asyncio.CancelledError:
+                request.abort()
+                raise
+        except (NotOnHub, FilesMissing) as error:
+            raise ModelNotFound(str(error), param="model") from error
+        except HubError as error:
+            raise HubUnavailable(str(error)) from error
+        variants = tuple(
+            HubVariant(quant=each.quant, num_bytes=each.num_bytes, num_files=each.num_files) for each in offer.variants
+        )
+        return HubRepository(repository=offer.repository, commit=offer.commit, variants=variants)
 
     def disk_bytes(self, model: KnownModel) -> int | None:
         """The bytes of the model's repository in the cache; None for a model outside the cache."""

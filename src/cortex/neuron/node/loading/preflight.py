@@ -4,6 +4,8 @@ requested one, the model fits. Reads headers only and imports no torch. Run it o
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections import Counter
@@ -12,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS, Layout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
@@ -65,19 +66,23 @@ class ModelFacts:
     def context_tokens(self) -> int:
         return self.architecture.config.context_tokens
 
-    def sizes(
+    @property
+    def digest(self) -> str:
+        """Equal for the same model on different nodes: its configuration and how its tensors are stored."""
+        described = json.dumps([self.architecture.raw, sorted(self.formats.items())], sort_keys=True, default=str)
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def storage(
         self,
         item_bytes: int,
-        context_tokens: int | None,
         *,
         has_four_bits: bool = False,
         is_packed: bool = False,
         kv_item_bytes: int | None = None,
-    ) -> ModelSizes:
-        """What the model's parts take if it computes in numbers of `item_bytes`. `is_packed`: as on a GPU."""
+    ) -> WeightStorage:
+        """How the weights are kept if the model computes in numbers of `item_bytes`. `is_packed`: as on a GPU."""
         packing = self.packing if is_packed else {}
-        storage = WeightStorage(item_bytes, self.formats, has_four_bits, packing, kv_item_bytes)
-        return ModelSizes.of(self.architecture, storage, context_tokens)
+        return WeightStorage(item_bytes, self.formats, has_four_bits, packing, kv_item_bytes)
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:
@@ -158,13 +163,14 @@ def choose_devices(
     *,
     count: int,
     allowed: Sequence[int],
+    excluded: Mapping[int, str],
     reserve: Callable[[Device], MemoryReserve],
     ceiling: Callable[[Device], int | None] = lambda _: None,
     left: Callable[[Device], int | None] = lambda _: None,
 ) -> tuple[int, ...]:
     """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
-    `allowed` ones, if any are given. `ceiling`: the most that the model may ever take of a device; `left`: what other
-    models leave of that.
+    `allowed` ones, if any are given, and none of `excluded`, which has the reasons. `ceiling`: the most that the model
+    may ever take of a device; `left`: what other models leave of that.
 
     Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
     """
@@ -173,19 +179,18 @@ def choose_devices(
     for device in devices:
         reading = readings.get(device.index)
         kept = reserve(device)
-        free_bytes = reading.free_bytes if reading is not None else 0
         ceiling_bytes, left_bytes = ceiling(device), left(device)
-        have_bytes = max(0, kept.usable_bytes(free_bytes))
-        if left_bytes is not None:
-            have_bytes = min(have_bytes, left_bytes)
+        have_bytes = usable_now(reading, kept, left_bytes)
         if allowed and device.index not in allowed:
             reason = "not among the requested devices"
+        elif device.index in excluded:
+            reason = excluded[device.index]
         elif reading is None:
             reason = "the device does not respond"
         elif need_bytes > kept.usable_bytes(device.total_bytes):
             reason = "too small even when empty"
         elif ceiling_bytes is not None and need_bytes > ceiling_bytes:
-            reason = f"models may take {_gigabytes(ceiling_bytes)} of it (memory_mb)"
+            reason = f"models may take {gigabytes(ceiling_bytes)} of it (memory_mb)"
         elif left_bytes is not None and need_bytes > left_bytes:
             reason = "other models take the rest of memory_mb; unload something, or raise it"
         elif need_bytes > have_bytes:
@@ -193,31 +198,48 @@ def choose_devices(
         else:
             fitting.append((have_bytes, -device.index))
             continue
-        table.append(
-            {
-                "device": device.index,
-                "name": device.name,
-                "need_bytes": need_bytes,
-                "have_bytes": have_bytes,
-                "kept_free_bytes": kept.bytes_of(free_bytes),
-                "ceiling_bytes": ceiling_bytes,
-                "total_bytes": device.total_bytes,
-                "reason": reason,
-            }
-        )
+        table.append(device_row(device, reading, kept, need_bytes, reason, ceiling_bytes, left_bytes))
     if len(fitting) >= count:
         return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
     rows = "; ".join(
-        f"device {row['device']} ({row['name']}) has {_gigabytes(row['have_bytes'])} of "
-        f"{_gigabytes(row['total_bytes'])} to give, beside {_gigabytes(row['kept_free_bytes'])} kept free: "
+        f"device {row['device']} ({row['name']}) has {gigabytes(row['have_bytes'])} of "
+        f"{gigabytes(row['total_bytes'])} to give, beside {gigabytes(row['kept_free_bytes'])} kept free: "
         f"{row['reason']}"
         for row in table
     )
     each = "" if count == 1 else f" on each of {count} devices"
     raise InsufficientCapacity(
-        f"{model_id} needs at least {_gigabytes(need_bytes)}{each}, but {rows}", details={"devices": table}
+        f"{model_id} needs at least {gigabytes(need_bytes)}{each}, but {rows}", details={"devices": table}
     )
 
 
-def _gigabytes(num_bytes: int) -> str:
+def usable_now(reading: DeviceReading | None, kept: MemoryReserve, left_bytes: int | None) -> int:
+    """What a load may take of a device. `left_bytes`: what other models leave of the operator's ceiling."""
+    have_bytes = 0 if reading is None else max(0, kept.usable_bytes(reading.free_bytes))
+    return have_bytes if left_bytes is None else min(have_bytes, left_bytes)
+
+
+def device_row(
+    device: Device,
+    reading: DeviceReading | None,
+    kept: MemoryReserve,
+    need_bytes: int,
+    reason: str,
+    ceiling_bytes: int | None,
+    left_bytes: int | None,
+) -> dict[str, Any]:
+    """Why a device does not fit, for the details of an error."""
+    return {
+        "device": device.index,
+        "name": device.name,
+        "need_bytes": need_bytes,
+        "have_bytes": usable_now(reading, kept, left_bytes),
+        "kept_free_bytes": kept.bytes_of(reading.free_bytes if reading is not None else 0),
+        "ceiling_bytes": ceiling_bytes,
+        "total_bytes": device.total_bytes,
+        "reason": reason,
+    }
+
+
+def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"

@@ -6,6 +6,7 @@ The grammar library is imported with the first grammar; without it, everything e
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,17 @@ if TYPE_CHECKING:
     MaskRow = numpy.ndarray[Any, numpy.dtype[numpy.int32]] | torch.Tensor
 
 
+_MAX_KEPT = 32
+_MAX_KEPT_CHARACTERS = 2 << 20
+"""Of all grammars that are kept: two of the largest that are accepted. Compiled, a character takes about 45 bytes."""
+
+
 class Matcher:
     """Compiles grammars for one model's vocabulary. Safe to use from any thread.
 
-    The first `compile` reads the vocabulary, up to a second for a large one; later ones take milliseconds.
+    The first `compile` reads the vocabulary, up to a second for a large one. Later ones take milliseconds, or seconds
+    for a large grammar, without the interpreter's lock. The latest grammars are kept, so that compiling one of them
+    again takes almost nothing.
     """
 
     def __init__(self, source: Path, vocab_size: int) -> None:
@@ -32,6 +40,8 @@ class Matcher:
         self.vocab_size = vocab_size
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        """States before the first token, by grammar; the least recently used first."""
 
     @property
     def mask_words(self) -> int:
@@ -48,10 +58,21 @@ class Matcher:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()
+            if (compiled := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return MatchState(compiled.deep_copy(), self.mask_words)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise GrammarRejected(f"the grammar does not compile for this model: {_reason(matcher)}")
+        with self._lock:
+            self._keep(grammar, matcher.deep_copy())
         return MatchState(matcher, self.mask_words)
+
+    def _keep(self, grammar: str, compiled: llguidance.LLMatcher) -> None:
+        self._compiled[grammar] = compiled
+        self._compiled.move_to_end(grammar)
+        while len(self._compiled) > _MAX_KEPT or sum(map(len, self._compiled)) > _MAX_KEPT_CHARACTERS:
+            self._compiled.popitem(last=False)
 
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance

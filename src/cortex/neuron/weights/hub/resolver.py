@@ -52,14 +52,12 @@ def resolve(
         return parsed
     cache = RepositoryCache(cache_dir or cache_directory(environment), parsed.repository)
     if offline is None:
-        offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        offline = is_offline(environment)
     if offline:
         return _cached(
             cache, parsed, HubUnreachable(f"{parsed.repository} is not in the cache and the node is offline")
         )
-    transport = Transport(
-        endpoint or environment.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT, token or _environment_token(environment)
-    )
+    transport = transport_to_hub(environment, endpoint=endpoint, token=token)
     pool = ThreadPoolExecutor(_NUM_DOWNLOADS_AT_ONCE, thread_name_prefix="hub")
     try:
         try:
@@ -76,6 +74,20 @@ def resolve(
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return cache.snapshot(listing.commit) / (selection.entry or "")
+
+
+def is_offline(environment: Mapping[str, str]) -> bool:
+    """Whether `HF_HUB_OFFLINE` forbids the use of the hub."""
+    return environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def transport_to_hub(
+    environment: Mapping[str, str], *, endpoint: str | None = None, token: str | None = None
+) -> Transport:
+    """Requests to the hub that the environment names, unless the arguments do."""
+    return Transport(
+        endpoint or environment.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT, token or _environment_token(environment)
+    )
 
 
 def _download(

@@ -44,6 +44,17 @@ def select(repository: str, paths: Iterable[str], quant: str | None) -> Selectio
     raise NotOnHub(f"{repository} has neither safetensors nor GGUF weights; choose a repository that has")
 
 
+def variants(paths: Iterable[str]) -> dict[str | None, Selection]:
+    """Every model that `select` could choose from `paths`, by the quantisation that chooses it; None: without one."""
+    paths = sorted(paths)
+    found: dict[str | None, Selection] = {}
+    if _safetensors(paths):
+        found[None] = select("", paths, None)
+    for label, parts in _gguf_models(paths).items():
+        found[label] = _gguf_selection(parts)
+    return found
+
+
 def missing_parts(selection: Selection) -> list[str]:
     """The parts of a split GGUF model, by its file names, that the selection lacks."""
     if selection.entry is None:

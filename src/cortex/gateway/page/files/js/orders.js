@@ -120,7 +120,8 @@ function UnloadQuestion({ kind, status, place, force, setForce }) {
     <p>${kind === "sleep"
       ? `Its weights move to host memory on ${place} if there is room, and ${frees} of device memory become free. Waking is much faster than loading.`
       : `${frees} on ${place} become free. The next request for it loads it again from disk.`}</p>
-    ${status?.pinned && html`<p class="warn-text">It is pinned: this removes the pin.</p>`}
+    ${status?.pinned_by === "operator" && html`<p class="warn-text">It is pinned: this removes the pin.</p>`}
+    ${status?.pinned_by === "catalogue" && html`<p class="warn-text">models.toml pins it: the gateway loads it again.</p>`}
     ${running > 0 && html`
       <p class="warn-text">${plural(running, "request")} ${running === 1 ? "runs" : "run"} on it now; the node waits for them.</p>
       <label class="check"><input type="checkbox" checked=${force} onChange=${(event) => setForce(event.target.checked)} /> End them at once</label>`}`;

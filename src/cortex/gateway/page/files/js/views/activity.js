@@ -7,11 +7,12 @@ import { Badge, CopyButton, Dialog, Empty, Loading, Problem, notify, useLoaded }
 import { events, session } from "../state.js";
 
 const KEPT = 300;
-const DIALECTS = {
-  openai_chat: "chat", openai_completions: "completions", openai_responses: "responses", anthropic_messages: "messages",
+const APIS = {
+  "/v1/chat/completions": "chat", "/v1/messages/count_tokens": "count tokens", "/v1/responses/input_tokens": "count tokens",
 };
+const apiOf = (path) => APIS[path] ?? path.replace("/v1/", "");
 const WORDS = {
-  node_suspected: "a request failed there", node_up: "is up", node_down: "is down", load_started: "load started", model_loaded: "is loaded",
+  node_drained: "is drained", node_undrained: "takes requests again", node_suspected: "a request failed there", node_up: "is up", node_down: "is down", load_started: "load started", model_loaded: "is loaded",
   load_failed: "load failed", unload_started: "unload started", model_asleep: "is asleep", model_unloaded: "is unloaded",
   unload_failed: "unload failed", workers_recycled: "workers were replaced", recycle_failed: "workers could not be replaced",
 };
@@ -97,7 +98,7 @@ function Row({ row, operator, onChoose }) {
       <td><${Badge} kind=${statusKind(row)} title=${row.error ?? row.outcome}>${statusText(row)}<//></td>
       <td class="name-cell" title=${row.model}>${row.model || "–"}</td>
       ${operator && html`<td class="name-cell narrow" title=${row.reason ?? ""}>${row.node ?? "–"}</td><td class="name-cell narrow">${row.key}</td>`}
-      <td>${DIALECTS[row.dialect] ?? row.dialect}</td>
+      <td class="nowrap">${apiOf(row.path)}</td>
       <td class="number">${row.queue_s >= 0.001 ? seconds(row.queue_s) : "–"}</td>
       <td class="number">${row.load_s >= 0.001 ? seconds(row.load_s) : "–"}</td>
       <td class="number">${seconds(row.ttft_s)}</td>

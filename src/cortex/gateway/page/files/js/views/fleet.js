@@ -11,6 +11,7 @@ const STATES = {
   ready: "good", loading: "busy", downloading: "busy", unloading: "busy", asleep: "quiet", recovering: "warn", failed: "bad",
   unreachable: "bad",
 };
+const PINNED = { operator: "Kept loaded by an operator", catalogue: "Kept loaded by models.toml" };
 const ON_DEVICE = new Set(["loading", "ready", "unloading", "recovering"]);
 const SHOWN_MODELS = 6;
 const FILTER_FROM = 5;
@@ -175,7 +176,7 @@ function ModelRow({ here, model, onOrder }) {
       <div class="model-head">
         <span class="swatch hue-${hue(model.id)}" aria-hidden="true"></span>
         <span class="name" title=${model.id}>${model.id}</span>
-        ${model.pinned && html`<${Badge} title="Kept loaded by an operator">pinned<//>`}
+        ${model.pinned && html`<${Badge} title=${PINNED[model.pinned_by]}>pinned<//>`}
         <${Badge} kind=${STATES[model.state]}>${model.state}<//>
         <span class="grow"></span>
         <span class="dim size">${bytes(model.state === "asleep" ? model.host_bytes : (model.measured_bytes ?? model.estimate_bytes))}</span>
@@ -183,8 +184,8 @@ function ModelRow({ here, model, onOrder }) {
           <${Menu} label=${`Actions for ${model.id} on ${here.name}`}>
             ${(model.state === "asleep" || model.state === "failed") && html`<${MenuItem} onClick=${() => order("load")}>${model.state === "asleep" ? "Wake…" : "Load again…"}<//>`}
             ${active && !model.pinned && html`<${MenuItem} onClick=${() => order("pin")}>Pin…<//>`}
-            ${model.pinned && html`<${MenuItem} onClick=${() => order("unpin")}>Unpin…<//>`}
-            ${active && html`<${MenuItem} onClick=${() => order("sleep")}>Sleep…<//>`}
+            ${model.pinned_by === "operator" && html`<${MenuItem} onClick=${() => order("unpin")}>Unpin…<//>`}
+            ${active && here.can_sleep && html`<${MenuItem} onClick=${() => order("sleep")}>Sleep…<//>`}
             <${MenuItem} danger onClick=${() => order("unload")}>${model.state === "failed" ? "Clear…" : "Unload…"}<//>
           <//>`}
       </div>

@@ -1,12 +1,13 @@
 // The catalogue: what every model is, where it is, where it fits; and files on the disks of nodes.
-import { get, inPath, post, remove } from "../api.js";
+import { get, inPath, remove } from "../api.js";
 import { bytes, compact, count, money, plural } from "../format.js";
 import { html, useEffect, useState } from "../html.js";
-import { Jobs, endedJobs, jobsChanged } from "../jobs.js";
+import { Jobs, endedJobs } from "../jobs.js";
 import { Explanation, Order } from "../orders.js";
 import { Badge, Dialog, Empty, Loading, Problem, notify, useLoaded } from "../parts.js";
 import { allNodes, events, session } from "../state.js";
 import { Progress } from "./progress.js";
+import { Pull } from "./pull.js";
 
 const REFRESH_MS = 4000;
 const RANK = ["ready", "loading", "downloading", "recovering", "unloading", "asleep", "failed"];
@@ -88,6 +89,8 @@ function facts(model) {
   ].filter(Boolean);
 }
 
+const sampling = (values) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
+
 /** One size per quantisation: the largest that a node reports. */
 function sizesOf(model) {
   const byQuant = new Map();
@@ -100,6 +103,7 @@ function Detail({ model, operator, reload }) {
   return html`
     <div class="model-detail">
       <p class="dim">Context ${count(model.limit.context)} tokens, of them at most ${count(model.limit.output)} of output. ${model.sizes.map((size) => `${size.quant ?? "Unquantised"}: ${bytes(size.bytes)} on ${size.nodes.join(", ")}`).join(". ")}</p>
+      ${Object.keys(model.sampling).length > 0 && html`<p class="dim">Samples with ${sampling(model.sampling)} where a request says nothing.</p>`}
       ${model.locations.filter((place) => place.reason).map((place) => html`<p key=${place.node} class="problem">${place.node}: ${place.reason}</p>`)}
       ${error && html`<${Problem} error=${error} />`}
       ${value && html`<${Explanation} decision=${value} />`}
@@ -146,37 +150,4 @@ function Files({ model, reload }) {
         ${error && html`<${Problem} error=${error} />`}
         <footer><button onClick=${() => setAsked(null)}>Cancel</button><button class="danger" onClick=${forget}>Delete</button></footer>
       <//>`}`;
-}
-
-function Pull({ onClose }) {
-  const [fields, setFields] = useState({ model: "", quant: "", node: "" });
-  const [error, setError] = useState(null);
-  const [busy, setBusy] = useState(false);
-  const set = (name) => (event) => setFields({ ...fields, [name]: event.target.value });
-  const nodes = allNodes().filter((node) => node.kind === "neuron" && node.up);
-  async function submit(event) {
-    event.preventDefault();
-    setBusy(true);
-    setError(null);
-    try {
-      const { job } = await post("fleet/pull", { model: fields.model.trim(), quant: fields.quant.trim() || null, node: fields.node || null });
-      jobsChanged(job.id);
-      onClose();
-    } catch (problem) {
-      setError(problem);
-      setBusy(false);
-    }
-  }
-  return html`
-    <${Dialog} title="Pull a model from the hub" onClose=${onClose}>
-      <form onSubmit=${submit}>
-        <div class="fields"><label>Repository<input required placeholder="Qwen/Qwen3-8B-GGUF" spellcheck="false" value=${fields.model} onInput=${set("model")} /></label></div>
-        <div class="fields">
-          <label>Quantisation<input placeholder="The repository's own" spellcheck="false" value=${fields.quant} onInput=${set("quant")} /></label>
-          <label>Node<select value=${fields.node} onChange=${set("node")}><option value="">Choose for me</option>${nodes.map((node) => html`<option key=${node.name} value=${node.name}>${node.name}</option>`)}</select></label>
-        </div>
-        ${error && html`<${Problem} error=${error} />`}
-        <footer><button type="button" onClick=${onClose}>Cancel</button><button class="primary" disabled=${busy || !fields.model.trim()}>${busy ? "Starting…" : "Pull"}</button></footer>
-      </form>
-    <//>`;
 }

@@ -175,7 +175,7 @@ function Head({ conversation, models, reload }) {
         ${Object.keys(SNIPPETS).map((name) => html`<${MenuItem} key=${name} onClick=${() => show(name)}>${name[0].toUpperCase()}${name.slice(1)}<//>`)}
       <//>
     </header>
-    ${settings && html`<${Settings} conversation=${conversation} />`}
+    ${settings && html`<${Settings} conversation=${conversation} models=${models} />`}
     ${snippet && html`
       <${Dialog} title=${`As ${snippet[0]}`} wide onClose=${() => setSnippet(null)}>
         <pre class="snippet">${snippet[1]}</pre>
@@ -195,7 +195,12 @@ function ModelChoice({ label, value, models, onChange, onFocus }) {
     </select>`;
 }
 
-function Settings({ conversation }) {
+function Settings({ conversation, models }) {
+  const own = conversation.models.map((id) => models.find((model) => model.id === id)?.sampling ?? {});
+  const placeholder = (name) => {
+    const values = [...new Set(own.map((each) => each[name] ?? "none"))];
+    return values.every((value) => value === "none") ? "Model's own" : `Model's own: ${values.join(", ")}`;
+  };
   const set = (name) => (event) => {
     conversation.sampling[name] = event.target.value;
     redraw();
@@ -208,7 +213,7 @@ function Settings({ conversation }) {
       <div class="fields">
         ${SAMPLING.map(([name, label, limits]) => html`
           <label key=${name}>${label}
-            <input type="number" ...${limits} value=${conversation.sampling[name]} placeholder="Model's own" onInput=${set(name)} />
+            <input type="number" ...${limits} value=${conversation.sampling[name]} placeholder=${placeholder(name)} onInput=${set(name)} />
           </label>`)}
       </div>
       <label>Tools, as a JSON list

@@ -1,24 +1,22 @@
-"""The envelope of a request body: the few fields that the gateway reads, and replacing an alias by the model's name.
+"""The envelope of a request body: the few fields that a gateway reads.
 
-Only the fields that routing and metering need are decoded; the rest stays bytes. Each dialect has its own envelope,
-with the limits that the node's parser of that dialect honours, so that no field of another dialect is taken for one.
-Replacing the name leaves every other value byte for byte as the client wrote it.
+Only the fields that routing and metering need are decoded; the rest stays bytes. Each dialect has its own fields, with
+the limits that the node's parser of that dialect honours, so that no field of another dialect is taken for one.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Raw
 
-from cortex.fleet.prefixes import MAX_PREFIX_BYTES
-from cortex.gateway.ledger.limits import DEFAULT_COMPLETION_TOKENS
 from cortex.wire.body import MAX_MODEL_NAME
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel, shorten
 from cortex.wire.node import Dialect
-from cortex.wire.sampling import MAX_CHOICES
+from cortex.wire.sampling import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
 
 MAX_COMPLETION_TOKENS = 2**31 - 1
 MAX_PROMPTS = 1024
@@ -31,8 +29,44 @@ CompletionLimit = Annotated[int, Meta(ge=1, le=MAX_COMPLETION_TOKENS)]
 ChoiceCount = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
-class Envelope(msgspec.Struct, frozen=True):
-    """The fields that every dialect shares. The base class is the envelope of requests that generate nothing."""
+class Facts(msgspec.Struct, frozen=True, array_like=True):
+    """What an envelope says, without the conversation."""
+
+    model: str
+    stream: bool
+    completion_limit: int | None
+    """The client's limit on generated tokens for one choice; None when it sets none."""
+    num_choices: int
+    """How many completions are generated for the request."""
+    store: bool | None = None
+    """This and what follows are fields of the Responses API."""
+    previous_response_id: str | None = None
+    background: bool = False
+
+
+class Envelope(NamedTuple):
+    """What a gateway reads of a body."""
+
+    facts: Facts
+    conversation: Sequence[Raw]
+    """The values that hold it, from its start; `input` is the last."""
+
+    @property
+    def input(self) -> Raw:
+        return self.conversation[-1]
+
+    def prompt_bytes(self, max_bytes: int) -> bytes:
+        """The conversation from its start: a later turn begins with the same bytes, up to the end of the array."""
+        parts, remaining = [], max_bytes
+        for field in self.conversation:
+            part = memoryview(field)[:remaining]
+            parts.append(part)
+            remaining -= len(part)
+        return b"".join(parts)
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """The fields that every dialect shares. The base class reads requests that generate nothing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -44,26 +78,16 @@ class Envelope(msgspec.Struct, frozen=True):
 
     @property
     def completion_limit(self) -> int | None:
-        """The client's limit on generated tokens for one choice; None when it sets none."""
         return 0
 
-    @property
     def num_choices(self) -> int:
-        """How many completions are generated for the request."""
         return 1
 
-    def prompt_bytes(self) -> bytes:
-        """The conversation from its start, as far as prefixes are compared: a later turn of it begins with the same
-        bytes, up to the end of the array."""
-        parts, remaining = [], MAX_PREFIX_BYTES
-        for field in (self.system, self.instructions, self.messages, self.prompt, self.input):
-            part = memoryview(field)[:remaining]
-            parts.append(part)
-            remaining -= len(part)
-        return b"".join(parts)
+    def facts(self, model: str) -> Facts:
+        return Facts(model, bool(self.stream), self.completion_limit, self.num_choices())
 
 
-class _MessagesEnvelope(Envelope, frozen=True):
+class _MessagesFields(_Fields, frozen=True):
     max_tokens: CompletionLimit | None = None
 
     @property
@@ -71,15 +95,26 @@ class _MessagesEnvelope(Envelope, frozen=True):
         return self.max_tokens
 
 
-class StateEnvelope(Envelope, frozen=True):
-    """A request of the Responses API. This class is the envelope of those that generate nothing."""
+class _StateFields(_Fields, frozen=True):
+    """A request of the Responses API. This class reads those that generate nothing."""
 
     store: bool | None = None
     previous_response_id: str | None = None
     background: bool | None = None
 
+    def facts(self, model: str) -> Facts:
+        return Facts(
+            model,
+            bool(self.stream),
+            self.completion_limit,
+            self.num_choices(),
+            self.store,
+            self.previous_response_id,
+            bool(self.background),
+        )
 
-class _ResponsesEnvelope(StateEnvelope, frozen=True):
+
+class _ResponsesFields(_StateFields, frozen=True):
     max_output_tokens: CompletionLimit | None = None
 
     @property
@@ -87,7 +122,7 @@ class _ResponsesEnvelope(StateEnvelope, frozen=True):
         return self.max_output_tokens
 
 
-class _CompletionsEnvelope(Envelope, frozen=True):
+class _CompletionsFields(_Fields, frozen=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
     """0 asks for the prompt alone, with `echo`. Some foreign servers read it as no limit, so it reserves as none."""
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
@@ -100,13 +135,15 @@ class _CompletionsEnvelope(Envelope, frozen=True):
             return self.max_tokens
         return max(self.min_tokens, DEFAULT_COMPLETION_TOKENS) if self.min_tokens else None
 
-    @property
     def num_choices(self) -> int:
-        """`best_of` candidates are generated even where only `n` of them are returned."""
-        return max(self.n or 1, self.best_of or 1) * _num_prompts(bytes(self.prompt))
+        """`best_of` candidates are generated even where only `n` of them are returned. Raises InvalidValue."""
+        num_prompts = _num_prompts(self.prompt)
+        if num_prompts > MAX_PROMPTS:
+            raise InvalidValue(f"prompt: more than {MAX_PROMPTS} prompts in one request; send fewer.", param="prompt")
+        return max(self.n or 1, self.best_of or 1) * num_prompts
 
 
-class _ChatEnvelope(_CompletionsEnvelope, frozen=True):
+class _ChatFields(_CompletionsFields, frozen=True):
     max_tokens: CompletionLimit | None = None
     max_completion_tokens: CompletionLimit | None = None
 
@@ -116,7 +153,6 @@ class _ChatEnvelope(_CompletionsEnvelope, frozen=True):
         given = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         return max(given) if given else super().completion_limit
 
-    @property
     def num_choices(self) -> int:
         return max(self.n or 1, self.best_of or 1)
 
@@ -127,15 +163,15 @@ _Prompts = msgspec.defstruct(
 """The first items of an array. Unlike a list, it takes no memory for further items."""
 
 _prompts_decoder = msgspec.json.Decoder(_Prompts)
-_plain_decoder = msgspec.json.Decoder(Envelope)
-_count_decoders: dict[Dialect, msgspec.json.Decoder[Envelope]] = {
-    "openai_responses": msgspec.json.Decoder[Envelope](StateEnvelope)
+_plain_decoder = msgspec.json.Decoder(_Fields)
+_count_decoders: dict[Dialect, msgspec.json.Decoder[_Fields]] = {
+    "openai_responses": msgspec.json.Decoder[_Fields](_StateFields)
 }
-_decoders: dict[Dialect, msgspec.json.Decoder[Envelope]] = {
-    "openai_chat": msgspec.json.Decoder[Envelope](_ChatEnvelope),
-    "openai_completions": msgspec.json.Decoder[Envelope](_CompletionsEnvelope),
-    "openai_responses": msgspec.json.Decoder[Envelope](_ResponsesEnvelope),
-    "anthropic_messages": msgspec.json.Decoder[Envelope](_MessagesEnvelope),
+_decoders: dict[Dialect, msgspec.json.Decoder[_Fields]] = {
+    "openai_chat": msgspec.json.Decoder[_Fields](_ChatFields),
+    "openai_completions": msgspec.json.Decoder[_Fields](_CompletionsFields),
+    "openai_responses": msgspec.json.Decoder[_Fields](_ResponsesFields),
+    "anthropic_messages": msgspec.json.Decoder[_Fields](_MessagesFields),
 }
 
 
@@ -143,26 +179,25 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
     """The envelope of `body` as `dialect` defines it. Raises MalformedJSON, InvalidValue or MissingModel."""
     decoder = _decoders[dialect] if generates else _count_decoders.get(dialect, _plain_decoder)
     try:
-        envelope = decoder.decode(body)
+        fields = decoder.decode(body)
     except msgspec.ValidationError as problem:
         raise _invalid(str(problem)) from problem
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
-    if not envelope.model:
+    if not fields.model:
         raise MissingModel('The body names no model; add "model" with a name from GET /v1/models.', param="model")
-    if len(envelope.model) > MAX_MODEL_NAME:
+    if len(fields.model) > MAX_MODEL_NAME:
         raise InvalidValue(
-            f"model: the name has {len(envelope.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
+            f"model: the name has {len(fields.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
             param="model",
         )
-    if dialect == "openai_completions" and _num_prompts(bytes(envelope.prompt)) > MAX_PROMPTS:
-        raise InvalidValue(f"prompt: more than {MAX_PROMPTS} prompts in one request; send fewer.", param="prompt")
-    return envelope
+    conversation = (fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
+    return Envelope(fields.facts(fields.model), conversation)
 
 
-def _num_prompts(prompt: bytes) -> int:
+def _num_prompts(prompt: Raw) -> int:
     """How many prompts `prompt` contains: one, unless it is an array of texts or of arrays of token ids."""
-    if not _LIST_OF_PROMPTS.match(prompt):
+    if not _LIST_OF_PROMPTS.match(memoryview(prompt)):
         return 1
     return sum(item is not ABSENT for item in msgspec.structs.astuple(_prompts_decoder.decode(prompt)))
 

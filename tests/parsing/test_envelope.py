@@ -1,15 +1,20 @@
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.gateway.proxy import envelope
+from cortex.parsing import envelope
+from cortex.parsing.envelope import Facts
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
+from cortex.wire.node import Dialect
 from cortex.wire.raw_fields import replace_model
+from cortex.wire.sampling import DEFAULT_COMPLETION_TOKENS
 
 
-def test_reads_the_fields_that_routing_needs():
-    read = envelope.read(b'{"model":"a/b","stream":true,"max_tokens":5,"anything":{"else":[1,2]}}', "openai_chat")
+def test_reads_the_fields_that_routing_needs() -> None:
+    read = envelope.read(b'{"model":"a/b","stream":true,"max_tokens":5,"anything":{"else":[1,2]}}', "openai_chat").facts
     assert (read.model, read.stream, read.completion_limit) == ("a/b", True, 5)
 
 
@@ -32,19 +37,19 @@ def test_reads_the_fields_that_routing_needs():
         (b'{"model": "x", "stream": "yes"}', InvalidValue, "stream"),
     ],
 )
-def test_error_names_the_invalid_field(body, error, param):
+def test_error_names_the_invalid_field(body: Any, error: Any, param: Any) -> None:
     with pytest.raises(error) as caught:
         envelope.read(body, "openai_chat")
     assert caught.value.param == param
 
 
-def test_null_counts_as_absent():
-    read = envelope.read(b'{"model":"x","stream":null,"max_tokens":null,"system":null}', "openai_chat")
+def test_null_counts_as_absent() -> None:
+    read = envelope.read(b'{"model":"x","stream":null,"max_tokens":null,"system":null}', "openai_chat").facts
     assert not read.stream
     assert read.completion_limit is None
 
 
-LIMITS = {
+LIMITS: dict[Dialect, tuple[str, ...]] = {
     "openai_chat": ("max_tokens", "max_completion_tokens"),
     "openai_completions": ("max_tokens",),
     "openai_responses": ("max_output_tokens",),
@@ -53,20 +58,20 @@ LIMITS = {
 EVERY_LIMIT = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-def read(dialect, **fields):
-    return envelope.read(msgspec.json.encode({"model": "m", **fields}), dialect)
+def read(dialect: Dialect, **fields: Any) -> Facts:
+    return envelope.read(msgspec.json.encode({"model": "m", **fields}), dialect).facts
 
 
 @pytest.mark.parametrize("dialect", LIMITS)
 @pytest.mark.parametrize("field", EVERY_LIMIT)
-def test_ignores_limits_of_other_dialects(dialect, field):
+def test_ignores_limits_of_other_dialects(dialect: Any, field: Any) -> None:
     limit = read(dialect, **{field: 7}).completion_limit
     assert limit == (7 if field in LIMITS[dialect] else None)
 
 
 @pytest.mark.parametrize("dialect", LIMITS)
 @pytest.mark.parametrize("value", [-1, 0, -(10**6), 2**31, 10**25, "5", 1.5, True, [], {}])
-def test_rejects_a_limit_that_is_not_a_positive_number(dialect, value):
+def test_rejects_a_limit_that_is_not_a_positive_number(dialect: Any, value: Any) -> None:
     for field in LIMITS[dialect]:
         if dialect == "openai_completions" and value == 0:
             continue  # with `echo` it asks for the prompt alone
@@ -78,13 +83,13 @@ def test_rejects_a_limit_that_is_not_a_positive_number(dialect, value):
         assert read(dialect, **{field: value}).completion_limit is None, "another dialect's field is ignored"
 
 
-def test_takes_the_larger_of_two_chat_limits():
+def test_takes_the_larger_of_two_chat_limits() -> None:
     assert read("openai_chat", max_tokens=5, max_completion_tokens=9).completion_limit == 9
     assert read("openai_chat", max_tokens=9, max_completion_tokens=5).completion_limit == 9
 
 
 @pytest.mark.parametrize("dialect", ["openai_chat", "openai_completions"])
-def test_counts_and_bounds_choices(dialect):
+def test_counts_and_bounds_choices(dialect: Any) -> None:
     assert read(dialect).num_choices == 1
     assert read(dialect, n=32).num_choices == 32
     assert read(dialect, n=2, best_of=8).num_choices == 8
@@ -96,7 +101,7 @@ def test_counts_and_bounds_choices(dialect):
 
 
 @pytest.mark.parametrize("dialect", ["openai_responses", "anthropic_messages"])
-def test_dialects_without_choices_ignore_them(dialect):
+def test_dialects_without_choices_ignore_them(dialect: Any) -> None:
     assert read(dialect, n=-5, best_of="x").num_choices == 1
 
 
@@ -104,25 +109,25 @@ def test_dialects_without_choices_ignore_them(dialect):
     ("prompt", "count"),
     [("a", 1), ([1, 2, 3], 1), (["a"], 1), (["a", "b, c", ""], 3), ([[1, 2], [3]], 2), ([], 1), (None, 1)],
 )
-def test_counts_choices_for_every_prompt_of_a_list(prompt, count):
+def test_counts_choices_for_every_prompt_of_a_list(prompt: Any, count: Any) -> None:
     assert read("openai_completions", prompt=prompt, n=2).num_choices == 2 * count
 
 
-def test_rejects_a_list_of_too_many_prompts():
+def test_rejects_a_list_of_too_many_prompts() -> None:
     assert read("openai_completions", prompt=["a"] * envelope.MAX_PROMPTS).num_choices == envelope.MAX_PROMPTS
     with pytest.raises(InvalidValue) as caught:
         read("openai_completions", prompt=["a"] * 100_000)
     assert caught.value.param == "prompt"
 
 
-def test_min_tokens_counts_where_no_limit_is_set():
+def test_min_tokens_counts_where_no_limit_is_set() -> None:
     assert read("openai_chat", min_tokens=5000).completion_limit == 5000
-    assert read("openai_chat", min_tokens=5).completion_limit == envelope.DEFAULT_COMPLETION_TOKENS
+    assert read("openai_chat", min_tokens=5).completion_limit == DEFAULT_COMPLETION_TOKENS
     assert read("openai_chat", min_tokens=5, max_tokens=10).completion_limit == 10
 
 
-def test_body_that_generates_nothing_has_a_limit_of_zero():
-    read = envelope.read(b'{"model":"m","max_tokens":-3}', "anthropic_messages", generates=False)
+def test_body_that_generates_nothing_has_a_limit_of_zero() -> None:
+    read = envelope.read(b'{"model":"m","max_tokens":-3}', "anthropic_messages", generates=False).facts
     assert (read.completion_limit, read.num_choices) == (0, 1)
 
 
@@ -134,26 +139,27 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=8), values, max_size=5), st.text(max_size=12))
-def test_replacing_the_model_changes_nothing_else(fields, model):
+def test_replacing_the_model_changes_nothing_else(fields: Any, model: Any) -> None:
     body = msgspec.json.encode(fields | {"model": "before"})
     assert msgspec.json.decode(replace_model(body, model)) == fields | {"model": model}
 
 
-def test_replacing_the_model_keeps_the_bytes_of_other_values():
+def test_replacing_the_model_keeps_the_bytes_of_other_values() -> None:
     assert b"[1 ,2.50, 1e3]" in replace_model(b'{"model":"a","x": [1 ,2.50, 1e3]}', "b")
 
 
-def test_turns_of_a_conversation_share_all_prompt_bytes_of_the_earlier_one():
+def test_turns_of_a_conversation_share_all_prompt_bytes_of_the_earlier_one() -> None:
     head = b'{"model":"m","system":"' + b"s" * 5000 + b'","messages":['
-    first = envelope.read(head + b'{"a":1}],"stream":true}', "openai_chat").prompt_bytes()
-    second = envelope.read(head + b'{"a":1},{"b":2}]}', "openai_chat").prompt_bytes()
+    first = envelope.read(head + b'{"a":1}],"stream":true}', "openai_chat").prompt_bytes(1 << 20)
+    second = envelope.read(head + b'{"a":1},{"b":2}]}', "openai_chat").prompt_bytes(1 << 20)
     assert first == b'"' + b"s" * 5000 + b'"[{"a":1}]'
     assert second.startswith(first[:-1])
 
 
-def test_completions_may_ask_for_no_tokens_and_reserve_as_without_a_limit():
+def test_completions_may_ask_for_no_tokens_and_reserve_as_without_a_limit() -> None:
     body = b'{"model":"m","max_tokens":0}'
-    assert envelope.read(body, "openai_completions").completion_limit is None
-    for dialect in ("openai_chat", "anthropic_messages"):
+    assert envelope.read(body, "openai_completions").facts.completion_limit is None
+    dialects: list[Dialect] = ["openai_chat", "anthropic_messages"]
+    for dialect in dialects:
         with pytest.raises(InvalidValue):
             envelope.read(body, dialect)

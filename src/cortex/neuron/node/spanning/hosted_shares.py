@@ -1,0 +1,259 @@
+"""The parts of models that this node holds for other nodes, which lead them.
+
+A share lives as long as its connection: when the lead unloads it or is gone, its memory is freed. Everything here runs
+on the daemon's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from cortex.neuron.engine.request import EngineStats, LoadSpec, StepOutput
+from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.loading.device_choice import ChosenDevices
+from cortex.neuron.node.loading.device_room import DeviceRoom
+from cortex.neuron.node.loading.library import KnownModel, Library
+from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.node.spanning.protocol import (
+    Connection,
+    KillShare,
+    LoadShare,
+    ShareFailed,
+    ShareLoaded,
+    ShareLost,
+    ShareMessage,
+    ShareUnloaded,
+    UnloadShare,
+    decode_from_lead,
+    encode,
+)
+from cortex.neuron.worker.faults import FaultKind
+from cortex.neuron.worker.group import Span, WorkerGroup
+from cortex.neuron.worker.model_host import LoadRejected, Resident
+from cortex.neuron.worker.process import WorkerLost
+from cortex.tasks import run_once
+from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
+from cortex.wire.node import Device, ModelShare
+
+log = logging.getLogger(__name__)
+
+ROOM_S = 30.0
+"""How long a share may wait for other loads on its devices."""
+FREE_S = 5.0
+"""For a rank whose lead is gone to leave its step; then its worker is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What this node has for shares."""
+
+    library: Library
+    loader: ModelLoader
+    room: DeviceRoom
+    devices: NodeDevices
+
+
+class HostedShares:
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._shares: dict[_Share, Connection] = {}
+
+    def statuses(self) -> tuple[ModelShare, ...]:
+        return tuple(share.status() for share in self._shares)
+
+    def has(self, model_id: str) -> bool:
+        return any(share.model_id == model_id for share in self._shares)
+
+    async def serve(self, connection: Connection) -> None:
+        """Serves one lead until its connection ends. Nothing of its share is left then, also when this is cancelled."""
+        share: _Share | None = None
+        try:
+            async for message in connection:
+                match decode_from_lead(message):
+                    case LoadShare() as order if share is None:
+                        share = _Share(order, connection, self._place, self._stale(order))
+                        self._shares[share] = connection
+                    case LoadShare():
+                        break
+                    case UnloadShare():
+                        if share is not None:
+                            await share.end()
+                        await connection.send(encode(ShareUnloaded()))
+                        break
+                    case KillShare(reason=reason):
+                        if share is not None:
+                            share.kill(reason)
+        except msgspec.MsgspecError as error:
+            log.warning("the lead of a model sent an invalid message: %s", error)
+        finally:
+            if share is not None:
+                ending = run_once(self._forget(share), f"free the part of {share.model_id}")
+                await asyncio.shield(ending)
+            await connection.close()
+
+    def _stale(self, order: LoadShare) -> list[_Share]:
+        """Parts of the same model that its lead no longer has. Their memory is about to be free."""
+        return [
+            share for share in self._shares if share.model_id == order.request.model_id and share.lead == _lead(order)
+        ]
+
+    async def close(self) -> None:
+        """Ends all shares; their leads see that their connections end."""
+        for share, connection in list(self._shares.items()):
+            await connection.close()
+            await self._forget(share)
+
+    async def _forget(self, share: _Share) -> None:
+        await share.end()
+        self._shares.pop(share, None)
+
+
+class _Share:
+    """One share, and the sink of its group."""
+
+    def __init__(self, order: LoadShare, connection: Connection, place: Place, stale: list[_Share]) -> None:
+        """`stale`: shares that end first."""
+        self.model_id = order.request.model_id
+        self.lead = _lead(order)
+        self._stale = stale
+        self._order = order
+        self._connection = connection
+        self._place = place
+        self._loader = place.loader
+        self._group: WorkerGroup | None = None
+        self._resident: Resident | None = None
+        self._is_lost = False
+        self._load = run_once(self._run(), f"load a part of {self.model_id}")
+        self._ending: asyncio.Task[None] | None = None
+
+    def status(self) -> ModelShare:
+        resident = self._resident
+        return ModelShare(
+            model_id=self.model_id,
+            lead=self.lead,
+            state="loading" if resident is None else "ready",
+            devices=self._group.device_indices if self._group is not None else (),
+            num_bytes=resident.measured_bytes if resident is not None else 0,
+        )
+
+    async def end(self) -> None:
+        """Returns when nothing of it is in memory."""
+        if self._ending is None:
+            self._ending = run_once(self._end(), f"free the part of {self.model_id}")
+        await asyncio.shield(self._ending)
+
+    def kill(self, reason: str) -> None:
+        if self._group is not None and not self._is_lost:
+            self._group.kill(reason)
+        else:
+            self._load.cancel()
+
+    async def _end(self) -> None:
+        self._load.cancel()
+        await asyncio.wait({self._load})
+        if self._group is None or self._resident is None or self._is_lost:
+            return
+        unload = asyncio.create_task(self._group.unload(self._resident))
+        await asyncio.wait({unload}, timeout=FREE_S)
+        if not unload.done():
+            self._group.kill(f"the lead of {self.model_id} is gone, and its part here does not end its step")
+        reclaimed = await unload
+        log.info("%s: freed the part that this node held, %s", self.model_id, reclaimed)
+
+    async def _run(self) -> None:
+        request = self._order.request
+        if self._place.library.is_configured(request.model_id):
+            request = msgspec.structs.replace(request, source=None)  # its files may be elsewhere than on the lead
+        answer: ShareMessage
+        try:
+            for share in self._stale:
+                await share.end()
+            model = replace(
+                self._place.library.adopt(request),
+                replicas=1,
+                nodes=request.nodes,
+                tensor_parallel=request.tensor_parallel,
+                pipeline_parallel=1,
+            )
+            path = await self._loader.find_local(model) or await self._loader.download(model, lambda *_: None)
+            facts = await asyncio.to_thread(_inspect, model, path)
+            async with contextlib.AsyncExitStack() as room:
+                chosen = await self._room_for(model, facts, room)
+                self._group = self._new_group(model, chosen.devices)
+                self._resident = await self._group.load(self._spec(model, facts, chosen), self)
+            answer = ShareLoaded(self._resident.info.notes)
+        except CortexError as error:
+            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, InsufficientCapacity) else FaultKind.REQUEST
+            answer = ShareFailed(kind, error.message)
+        except LoadRejected as error:
+            answer = ShareFailed(error.kind, str(error), error.cancelled)
+        except WorkerLost as error:
+            answer = ShareLost(str(error))
+        await self._connection.send(encode(answer))
+
+    async def _room_for(self, model: KnownModel, facts: ModelFacts, room: contextlib.AsyncExitStack) -> ChosenDevices:
+        """The devices of the share; no other load runs there until `room` ends. Raises LoadFailed or
+        InsufficientCapacity."""
+        if facts.digest != self._order.digest:
+            raise LoadFailed(f"the files of {model.id} here are not those of the lead; the nodes need the same ones")
+        try:
+            # Bounded: a load that holds the room may itself wait for a node that waits for this share.
+            async with asyncio.timeout(ROOM_S):
+                return await room.enter_async_context(self._place.room.for_load(model, facts))
+        except TimeoutError:
+            raise InsufficientCapacity(f"another model is being loaded here for {ROOM_S:.0f} s; try again") from None
+
+    def _new_group(self, model: KnownModel, devices: tuple[Device, ...]) -> WorkerGroup:
+        rank = self._order.spec.rank
+        if rank is None or rank.meeting is None or (rank.backend == "nccl") != (devices[0].kind == "cuda"):
+            raise LoadFailed(f"{model.id} needs devices of one kind on all nodes, and has {devices[0].kind} ones here")
+        indices = [device.index for device in devices]
+        ranks = tuple(range(rank.rank, rank.rank + self._order.num_ranks))
+        meeting = replace(rank.meeting, own_host=self._connection.local_host)
+        claim = self._place.devices.claims.new(model.id, indices, spans=True)
+        return self._place.devices.group(indices, claim, Span(ranks, rank.size, meeting))
+
+    def _spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
+        """What the lead loads, with the files and the memory limits of this node."""
+        own = self._loader.spec(model, facts, chosen)
+        return replace(
+            self._order.spec,
+            path=own.path,
+            memory_bytes=own.memory_bytes,
+            min_free_bytes=own.min_free_bytes,
+            num_host_shares=own.num_host_shares,
+        )
+
+    # ModelSink: only the leader's rank has outputs
+
+    def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        pass
+
+    def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
+        pass
+
+    def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
+        pass
+
+    def on_stats(self, stats: EngineStats) -> None:
+        pass
+
+    def on_lost(self, reason: str) -> None:
+        self._is_lost = True
+        log.warning("%s: the part that this node held is lost: %s", self.model_id, reason)
+        run_once(self._connection.send(encode(ShareLost(reason))), f"report the loss of {self.model_id}")
+
+
+def _lead(order: LoadShare) -> str:
+    return order.request.nodes[0] if order.request.nodes else ""
+
+
+def _inspect(model: KnownModel, path: Path) -> ModelFacts:
+    return inspect(path, model.quant, name=model.id, num_ranks=model.tensor_parallel)

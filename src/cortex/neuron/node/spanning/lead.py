@@ -1,0 +1,126 @@
+"""The lead of models that span nodes: connects to the peers, and makes the group of their shares and its own ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from cortex.neuron.config import NeuronConfig, PeerEntry
+from cortex.neuron.engine.request import Meeting
+from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.spanning.protocol import Connection, PeerRejected, PeerUnreachable
+from cortex.neuron.node.spanning.remote_share import RemoteShare
+from cortex.neuron.worker.device_claims import DeviceClaim
+from cortex.neuron.worker.group import Span, WorkerGroup
+from cortex.neuron.worker.process import WorkerLost
+from cortex.wire.errors import LoadFailed
+from cortex.wire.node import LoadRequest
+
+log = logging.getLogger(__name__)
+
+ConnectPeer = Callable[[PeerEntry], Awaitable[Connection]]
+"""Raises PeerUnreachable or PeerRejected."""
+
+
+async def unconnected(peer: PeerEntry) -> Connection:
+    """The `ConnectPeer` of a node without a front."""
+    raise PeerRejected(f"this node cannot connect to {peer.name}")
+
+
+WAIT_FOR_PEER_S = 60.0
+"""A peer that restarts is back sooner; one attempt to load the model waits this long for it."""
+_RETRY_S = 0.5
+
+
+class Lead:
+    """Belongs to the daemon's loop."""
+
+    def __init__(self, config: NeuronConfig, devices: NodeDevices, connect: ConnectPeer) -> None:
+        self._peers = {peer.name: peer for peer in config.peers}
+        self._address = config.peer_address
+        self._devices = devices
+        self._connect = connect
+
+    def reject_unsupported(self, model: KnownModel) -> None:
+        """Raises LoadFailed for `nodes` that this node cannot lead."""
+        if not model.nodes:
+            return
+        names = ", ".join(model.nodes)
+        if len(model.nodes) < 2 or len(set(model.nodes)) < len(model.nodes):
+            raise LoadFailed(f"{model.id} asks for the nodes {names}; name two or more, each once, this one first")
+        if model.replicas > 1:
+            raise LoadFailed(f"{model.id} has both `nodes` and replicas = {model.replicas}; remove one of them")
+        if model.tensor_parallel % len(model.nodes):
+            raise LoadFailed(
+                f"{model.id} is divided among {model.tensor_parallel} devices, which {len(model.nodes)} nodes cannot "
+                "share equally; choose a multiple of the number of nodes as tensor_parallel"
+            )
+        for name in model.nodes[1:]:
+            if name not in self._peers:
+                known = ", ".join(self._peers) or "none"
+                raise LoadFailed(
+                    f"{model.id} spans {names}, but this node has no peer {name} (it has {known}); add it to [[peers]]"
+                )
+
+    async def host(self, model: KnownModel, digest: str, indices: Sequence[int], claim: DeviceClaim) -> WorkerGroup:
+        """The group of the model, with its ranks on the devices `indices` and on the peers. Raises LoadFailed, or
+        WorkerLost if a peer stays unreachable."""
+        shares: list[RemoteShare] = []
+        try:
+            for name in model.nodes[1:]:
+                connection = await self._connected(self._peers[name])
+                shares.append(RemoteShare(name, connection, _request(model), len(indices), digest))
+            host = self._address or shares[0].local_host
+            meeting = await asyncio.to_thread(_meeting, host)
+        except BaseException:
+            for share in shares:
+                await share.close()
+            raise
+        size, each = model.tensor_parallel, len(indices)
+        ranks = (*range(each), *range(each, size, each))
+        return self._devices.group(indices, claim, Span(ranks, size, meeting, tuple(shares)))
+
+    async def _connected(self, peer: PeerEntry) -> Connection:
+        deadline_s = asyncio.get_running_loop().time() + WAIT_FOR_PEER_S
+        while True:
+            try:
+                return await self._connect(peer)
+            except PeerUnreachable as error:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    raise WorkerLost(f"node {peer.name} cannot be reached: {error}") from error
+                log.info("node %s cannot be reached, trying again: %s", peer.name, error)
+            await asyncio.sleep(_RETRY_S)
+
+
+def _request(model: KnownModel) -> LoadRequest:
+    """What a peer needs to find the files of the model."""
+    return LoadRequest(
+        model_id=model.id,
+        source=model.source,
+        harness=model.harness,
+        quant=model.quant,
+        tensor_parallel=model.tensor_parallel,
+        context_tokens=model.context_tokens,
+        kv_dtype=model.kv_dtype,
+        nodes=model.nodes,
+    )
+
+
+def _meeting(host: str) -> Meeting:
+    """Two ports that are free now. The leader's worker listens there when it begins the load."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with (
+            socket.create_server((host, 0), family=family) as store,
+            socket.create_server((host, 0), family=family) as steps,
+        ):
+            ports = store.getsockname()[1], steps.getsockname()[1]
+    except OSError as error:
+        raise LoadFailed(
+            f"`peer_address` {host} is no address of this host: {error}; correct it in neuron.toml"
+        ) from error
+    return Meeting(host, *ports, secret=secrets.token_hex(16), own_host=host)

@@ -1,0 +1,152 @@
+"""The part of a model on another node, as the lead sees it: a member of the model's group.
+
+Everything here runs on the daemon's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+import msgspec
+
+from cortex.neuron.engine.request import EngineInfo, LoadSpec
+from cortex.neuron.node.spanning.protocol import (
+    Connection,
+    KillShare,
+    LoadShare,
+    ShareFailed,
+    ShareLoaded,
+    ShareLost,
+    ShareUnloaded,
+    UnloadShare,
+    decode_from_peer,
+    encode,
+)
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import LoadRejected, ModelSink, Resident, SleepRejected
+from cortex.neuron.worker.process import WorkerLost
+from cortex.tasks import run_once
+from cortex.wire.node import LoadRequest
+
+log = logging.getLogger(__name__)
+
+UNLOAD_S = 60.0
+"""For a peer to free its part. It kills a worker that does not respond sooner than that."""
+KILL_S = 15.0
+"""For a peer to end its workers. After that the share counts as lost, and the connection is closed."""
+
+
+class RemoteShare:
+    """Made for one load over a new connection, and of no use after its unload or loss."""
+
+    def __init__(self, node: str, connection: Connection, request: LoadRequest, num_ranks: int, digest: str) -> None:
+        self.freed_at_s = -math.inf
+        self.local_host = connection.local_host
+        self._node = node
+        self._connection = connection
+        self._request = request
+        self._num_ranks = num_ranks
+        self._digest = digest
+        self._loaded: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.Event()
+        self._is_ending = False
+        self._sink: ModelSink | None = None
+        self._reader = run_once(self._read(), f"read from {node}")
+
+    async def load(self, spec: LoadSpec, sink: ModelSink) -> Resident:
+        """`spec.rank`: the first of its ranks. Cancelling this call ends the share. Raises LoadRejected or
+        WorkerLost."""
+        self._sink = sink
+        order = LoadShare(self._request, spec, self._num_ranks, self._digest)
+        await self._connection.send(encode(order))
+        try:
+            return await asyncio.shield(self._loaded)
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+        except LoadRejected:
+            await self.close()
+            raise
+
+    async def unload(self, resident: Resident) -> Reclaimed:
+        """Returns when the peer has freed its part, or is gone. Never fails."""
+        del resident
+        await self._end()
+        return Reclaimed(0, 0)
+
+    async def sleep(self, resident: Resident) -> Resident:
+        del resident
+        raise SleepRejected("a model that spans nodes is not put to sleep")
+
+    async def wake(self, resident: Resident) -> Resident:
+        del resident
+        raise WorkerLost("a model that spans nodes is never asleep")
+
+    def kill_worker(self, reason: str) -> None:
+        """Has the peer end the workers of its ranks; the sink is notified when it has, or does not respond."""
+        run_once(self._kill(reason), f"end the part on {self._node}")
+
+    async def close(self) -> None:
+        """Ends the connection; the peer frees what it has. Idempotent."""
+        self._is_ending = True
+        await self._connection.close()
+
+    async def _kill(self, reason: str) -> None:
+        await self._connection.send(encode(KillShare(reason)))
+        await self._wait_for_end(KILL_S)
+        await self._connection.close()
+
+    async def _end(self) -> None:
+        self._is_ending = True
+        await self._connection.send(encode(UnloadShare()))
+        if not await self._wait_for_end(UNLOAD_S):
+            log.warning("node %s has not reported within %.0f s that it freed its part", self._node, UNLOAD_S)
+        await self._connection.close()
+
+    async def _wait_for_end(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _read(self) -> None:
+        reason = f"the connection to node {self._node} ended"
+        try:
+            async for message in self._connection:
+                match decode_from_peer(message):
+                    case ShareLoaded(notes=notes):
+                        if not self._loaded.done():
+                            self._loaded.set_result(_resident(notes))
+                    case ShareFailed(kind=kind, message=text, cancelled=cancelled):
+                        self._fail(LoadRejected(kind, f"on node {self._node}: {text}", cancelled=cancelled))
+                    case ShareLost(reason=why):
+                        reason = f"on node {self._node}: {why}"
+                        break
+                    case ShareUnloaded():
+                        break
+        except msgspec.MsgspecError as error:
+            reason = f"node {self._node} sent an invalid message: {error}"
+        self._lost(reason)
+        await self._connection.close()
+
+    def _lost(self, reason: str) -> None:
+        self._ended.set()
+        was_loaded = self._loaded.done() and self._loaded.exception() is None
+        self._fail(WorkerLost(reason))
+        if was_loaded and not self._is_ending and self._sink is not None:
+            self._sink.on_lost(reason)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
+            self._loaded.exception()  # marks it as retrieved: a share may end before its load is awaited
+
+
+def _resident(notes: tuple[str, ...]) -> Resident:
+    """Nothing of it is in the memory of this node."""
+    info = EngineInfo("", "", 0, 0, weight_bytes=0, kv_bytes=0, page_tokens=0, num_pages=0, notes=notes)
+    return Resident(handle=0, info=info, measured_bytes=0, process_bytes=0)

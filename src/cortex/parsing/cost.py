@@ -1,0 +1,58 @@
+"""How long an event loop would take for a body, estimated without reading it. Pure.
+
+Time depends on the values of a body rather than on its bytes: text is skipped fast, a small object takes microseconds.
+So values are counted by the characters that separate them. Text may contain these too; then the body is parsed
+elsewhere although it would not have to be.
+"""
+
+from __future__ import annotations
+
+from cortex.wire.anthropic_messages.billing import BILLING_HEADER
+
+LARGE_BYTES = 1 << 17
+"""Bodies from this size on are never parsed on a loop."""
+LARGE_RELAYED_BYTES = 1 << 20
+"""Bodies from this size on are not even read for their envelope on a loop."""
+_SMALL_BYTES = 1 << 13
+"""Bodies up to this size take little, whatever they contain."""
+_MAX_VALUES = 4096
+"""Values that are parsed on a loop; each takes up to five microseconds."""
+_MAX_RELAYED_VALUES = 1 << 14
+"""Values of a body that is edited on a loop; most are skipped."""
+_MAX_BILLING_LINES = 64
+
+_MARK = BILLING_HEADER.encode()
+
+
+def is_parsed_elsewhere(body: bytes) -> bool:
+    """Whether parsing or translating `body` would delay a loop."""
+    num_bytes = len(body)
+    if num_bytes <= _SMALL_BYTES:
+        return False
+    return num_bytes >= LARGE_BYTES or _num_values(body) + _num_surrogates(body) > _MAX_VALUES
+
+
+def is_edited_elsewhere(body: bytes) -> bool:
+    """Whether replacing fields of `body` would delay a loop."""
+    num_bytes = len(body)
+    if num_bytes <= _SMALL_BYTES:
+        return False
+    return num_bytes >= LARGE_RELAYED_BYTES or _num_values(body) > _MAX_RELAYED_VALUES
+
+
+def is_read_elsewhere(body: bytes, *, strip_billing: bool) -> bool:
+    """Whether reading the envelope of `body`, and removing its billing lines if `strip_billing`, would delay a loop."""
+    num_bytes = len(body)
+    if num_bytes <= _SMALL_BYTES:
+        return False
+    if num_bytes >= LARGE_RELAYED_BYTES or _num_surrogates(body) > _MAX_VALUES:
+        return True
+    return strip_billing and _MARK in body and (body.count(_MARK) > _MAX_BILLING_LINES or is_edited_elsewhere(body))
+
+
+def _num_values(body: bytes) -> int:
+    return body.count(b",") + body.count(b":") + body.count(b"[") + body.count(b"{")
+
+
+def _num_surrogates(body: bytes) -> int:
+    return body.count(b"\\ud") + body.count(b"\\uD")

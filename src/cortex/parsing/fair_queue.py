@@ -1,0 +1,90 @@
+"""Places that clients share fairly, decided without I/O.
+
+A free place goes to the client that holds the fewest, among equals to the one that was served longest ago. No client
+holds all places, so that one with expensive requests delays no other. The number of waiting requests is bounded, in all
+and for each client.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+
+
+class QueueFull(Exception):
+    """No further request may wait: of anybody, or (`is_own`) of this client."""
+
+    def __init__(self, num_waiting: int, *, is_own: bool) -> None:
+        super().__init__(f"{num_waiting} requests are waiting already")
+        self.num_waiting = num_waiting
+        self.is_own = is_own
+
+
+class FairQueue:
+    """Belongs to one loop. Every entry that `enter` accepts must be passed to `leave` once, whatever became of it."""
+
+    def __init__(self, num_places: int, max_waiting: int, max_waiting_per_client: int) -> None:
+        self._num_places = num_places
+        self._max_held = max(1, num_places - 1)
+        self._max_waiting = max_waiting
+        self._max_waiting_per_client = max_waiting_per_client
+        self._held: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[Entry]] = OrderedDict()
+        """By client, the one that was served longest ago first."""
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def enter(self, client: str, start: Callable[[], None]) -> Entry:
+        """Calls `start` now or when there is a place. Raises QueueFull."""
+        entry = Entry(client, start)
+        if not self._may_start(client):
+            own = self._waiting.get(client, ())
+            if len(own) >= self._max_waiting_per_client:
+                raise QueueFull(len(own), is_own=True)
+            if self.num_waiting >= self._max_waiting:
+                raise QueueFull(self.num_waiting, is_own=False)
+        self._waiting.setdefault(client, deque()).append(entry)
+        self._fill()
+        return entry
+
+    def leave(self, entry: Entry) -> None:
+        """The request has ended, or is not wanted any more."""
+        client = entry.client
+        if entry.has_place:
+            entry.has_place = False
+            self._held[client] -= 1
+            if not self._held[client]:
+                del self._held[client]
+        elif client in self._waiting and entry in self._waiting[client]:
+            self._waiting[client].remove(entry)
+            if not self._waiting[client]:
+                del self._waiting[client]
+        self._fill()
+
+    def _may_start(self, client: str) -> bool:
+        return self._held.total() < self._num_places and self._held[client] < self._max_held
+
+    def _fill(self) -> None:
+        while candidates := [client for client in self._waiting if self._may_start(client)]:
+            client = min(candidates, key=self._held.__getitem__)  # the first of equals
+            entry = self._waiting[client].popleft()
+            if self._waiting[client]:
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
+            entry.has_place = True
+            self._held[client] += 1
+            entry.start()
+
+
+class Entry:
+    """One request in the queue or in a place."""
+
+    __slots__ = ("client", "has_place", "start")
+
+    def __init__(self, client: str, start: Callable[[], None]) -> None:
+        self.client = client
+        self.start = start
+        self.has_place = False

@@ -1,0 +1,31 @@
+"""The table `sampling` of a model: how it samples where a request says nothing. Both programs have it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .section import Section
+
+
+class SamplingSection(Section, frozen=True):
+    """How the model samples where a request says nothing. What is absent here comes from the model's own files
+    (`generation_config.json`, or the metadata of a GGUF file)."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0 always takes the most likely token."""
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Draw from the most likely tokens that together have this probability."""
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    """Draw from this many of the most likely tokens; 0: from all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Leave out tokens less likely than this share of the most likely one."""
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    """Divides the scores of tokens that were used before; 1 changes nothing."""
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The keys that the file has."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}

@@ -1,0 +1,289 @@
+"""One model over two nodes on two loopback addresses: responses, faults of every part, clean-up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .conftest import Daemon, StartDaemon
+
+pytestmark = pytest.mark.e2e
+
+SOURCE = Path(__file__).parents[3] / "src"
+TINY, SPANNING, BESIDE, WRONG_KEY = "tiny", "spanning", "beside", "wrong key"
+PEER_KEY = "key-of-the-second-node"
+TIMEOUT_S = 120.0
+"""Only reached on failure."""
+
+
+class Cable:
+    """The connections of the lead to its peer, which a test can cut."""
+
+    def __init__(self, port: int) -> None:
+        self._target = ("127.0.0.2", port)
+        self._listener = socket.create_server(("127.0.0.2", 0))
+        self.port = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._ends.clear()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
+                continue
+            self._ends += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass
+class Pair:
+    """Two nodes with two devices each. The first leads, on its device 0; each has another model on its device 1."""
+
+    start_daemon: StartDaemon
+    model: Path
+    ports: list[int]
+    cable: Cable = field(init=False)
+    lead: Daemon = field(init=False)
+    peer: Daemon = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cable = Cable(self.ports[1])
+        self.start_peer()
+        entry = f'source = "{self.model}"\ntensor_parallel = 2\ndevices = [0]'
+        endpoint = f"http://127.0.0.2:{self.cable.port}"
+        self.lead = self._start(
+            f"127.0.0.1:{self.ports[0]}",
+            "",
+            f'[[peers]]\nname = "second"\nendpoint = "{endpoint}"\nkey_env = "PEER_KEY"',
+            f'[[peers]]\nname = "third"\nendpoint = "{endpoint}"\nkey_env = "WRONG_KEY"',
+            f'[[models]]\nid = "{SPANNING}"\n{entry}\nnodes = ["first", "second"]',
+            f'[[models]]\nid = "{WRONG_KEY}"\n{entry}\nnodes = ["first", "third"]',
+        )
+
+    def start_peer(self) -> None:
+        self.peer = self._start(f"127.0.0.2:{self.ports[1]}", PEER_KEY)
+
+    def _start(self, listen: str, key: str, *settings: str) -> Daemon:
+        beside = f'[[models]]\nid = "{BESIDE}"\nsource = "{self.model}"\ndevices = [1]'
+        daemon = self.start_daemon(
+            "drain_s = 1.0",
+            "cpu_devices = 2",
+            "limits.step_timeout_s = 5.0",
+            *settings,
+            beside,
+            loads_demo=False,
+            listen=listen,
+            key=key,
+            environment={"PEER_KEY": PEER_KEY, "WRONG_KEY": "x" * 20},
+        )
+        daemon.call("/models/load", {"model_id": BESIDE})
+        return daemon
+
+    def shares(self) -> list[dict[str, Any]]:
+        return list(self.peer.call("/health")[1]["shares"])
+
+
+@pytest.fixture(scope="module")
+def pair(start_daemon: StartDaemon, tiny_model: Path, free_ports: Callable[[int], list[int]]) -> Pair:
+    return Pair(start_daemon, tiny_model, free_ports(2))
+
+
+def worker(daemon: Daemon, device: int) -> int:
+    """The process of a device, which is named after none: one of its threads is."""
+    workers = [process_id for process_id, name in daemon.descendants().items() if name == "neuron-worker"]
+    (found,) = [process_id for process_id in workers if f"cpu-dev-{device}" in thread_names(process_id)]
+    return found
+
+
+def thread_names(process_id: int) -> set[str]:
+    try:
+        return {task.joinpath("comm").read_text().strip() for task in Path(f"/proc/{process_id}/task").iterdir()}
+    except OSError:
+        return set()  # it has ended
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.1)
+
+
+class Response:
+    """A streamed response of the lead, read as far as the test wants."""
+
+    def __init__(self, daemon: Daemon, model: str) -> None:
+        body = json.dumps({"model": model, "prompt": "x", "max_tokens": 480, "temperature": 0, "stream": True})
+        request = urllib.request.Request(
+            f"{daemon.url}/v1/completions", body.encode(), {"content-type": "application/json"}
+        )
+        self._lines = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        assert self._lines.readline().startswith(b"data:")
+
+    def rest(self) -> str:
+        return str(self._lines.read().decode())
+
+
+def text_of(daemon: Daemon, model: str, prompt: str = "The capital of France is") -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    status, response = daemon.call("/v1/completions", body, TIMEOUT_S)
+    assert status == 200, response
+    return str(response["choices"][0]["text"])
+
+
+def test_the_model_spans_both_nodes_and_responds_as_on_one_device(pair: Pair) -> None:
+    status, body = pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    assert status == 200, (body, pair.lead.log.read_text(), pair.peer.log.read_text())
+    assert (body["nodes"], body["devices"], body["num_devices"]) == (["first", "second"], [0], 1)
+    (share,) = pair.shares()
+    assert (share["model_id"], share["lead"], share["state"], share["devices"]) == (SPANNING, "first", "ready", [0])
+    assert share["num_bytes"] > 0
+    for prompt in ("The capital of France is", "x" * 200):
+        assert text_of(pair.lead, SPANNING, prompt) == text_of(pair.lead, BESIDE, prompt)
+
+
+@pytest.mark.parametrize("fault", ["worker of the lead", "worker of the peer", "connection", "hanging peer worker"])
+def test_fault_fails_the_request_with_a_retryable_error_and_the_model_comes_back_alone(pair: Pair, fault: str) -> None:
+    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    expected = text_of(pair.lead, BESIDE)
+    bystanders = [worker(daemon, 1) for daemon in (pair.lead, pair.peer)]
+    faulty = worker(pair.lead if fault == "worker of the lead" else pair.peer, 0)
+    response = Response(pair.lead, SPANNING)
+    if fault == "connection":
+        pair.cable.cut()
+    else:
+        os.kill(faulty, signal.SIGSTOP if fault.startswith("hanging") else signal.SIGKILL)
+    assert "recovering" in response.rest()
+    pair.lead.wait_ready(SPANNING)
+    assert text_of(pair.lead, SPANNING) == expected
+    assert [worker(daemon, 1) for daemon in (pair.lead, pair.peer)] == bystanders
+    assert len(pair.shares()) == 1
+
+
+def test_model_comes_back_when_the_peer_was_killed_and_starts_again(pair: Pair) -> None:
+    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    bystander = worker(pair.lead, 1)
+    response = Response(pair.lead, SPANNING)
+    pair.peer.process.kill()
+    pair.peer.process.wait(10)
+    assert "recovering" in response.rest()
+    assert pair.lead.model(SPANNING)["state"] == "recovering"
+    pair.start_peer()
+    pair.lead.wait_ready(SPANNING)
+    assert text_of(pair.lead, SPANNING) == text_of(pair.lead, BESIDE)
+    assert worker(pair.lead, 1) == bystander
+
+
+def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> None:
+    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    status, body = pair.lead.call("/models/load", {"model_id": WRONG_KEY}, TIMEOUT_S)
+    assert "it has a part of spanning, which spans nodes" in body["error"]["message"]
+    pair.lead.call("/models/unload", {"model_id": SPANNING}, TIMEOUT_S)
+    status, body = pair.lead.call("/models/load", {"model_id": WRONG_KEY}, TIMEOUT_S)
+    assert status >= 400
+    assert "does not accept the key" in body["error"]["message"]
+    assert pair.shares() == []
+
+
+@pytest.fixture
+def gateway(pair: Pair, tmp_path: Path, free_ports: Callable[[int], list[int]]) -> Iterator[str]:
+    """The URL of a gateway over both nodes, whose catalogue has a model that spans them."""
+    (port,) = free_ports(1)
+    (tmp_path / "models.toml").write_text(
+        f'[[models]]\nid = "shared"\nsource = "{pair.model}"\nnodes = ["beast", "second"]\n'
+    )
+    (tmp_path / "cortex.toml").write_text(
+        f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nmodels = "models.toml"\n'
+        f'state = "{tmp_path}/state"\nopen = true\n'
+        f'[[neurons]]\nname = "beast"\nendpoint = "{pair.lead.url}"\n'
+        f'[[neurons]]\nname = "second"\nendpoint = "{pair.peer.url}"\nkey_env = "PEER_KEY"\n'
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cortex.gateway", "--config", str(tmp_path / "cortex.toml")],
+        stdin=subprocess.DEVNULL,
+        stderr=(tmp_path / "log").open("wb"),
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "PEER_KEY": PEER_KEY},
+    )
+    yield f"http://127.0.0.1:{port}"
+    process.kill()
+    process.wait(10)
+
+
+def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: str) -> None:
+    def get(path: str) -> Any:
+        with urllib.request.urlopen(gateway + path, timeout=TIMEOUT_S) as response:
+            return json.load(response)
+
+    def both_are_up() -> bool:
+        try:
+            return all(node["up"] for node in get("/fleet/status")["nodes"])
+        except OSError:
+            return False
+
+    until(both_are_up, "the nodes are not up")
+    through = replace(pair.lead, url=gateway)
+    status, body = through.call("/fleet/models/shared/load", {"dry_run": True}, TIMEOUT_S)
+    assert "and a part on second" in json.dumps(body), body
+    assert text_of(through, "shared") == text_of(pair.lead, BESIDE)
+    nodes = {node["name"]: node for node in get("/fleet/status")["nodes"]}
+    (held,) = [model for model in nodes["beast"]["models"] if model["id"] == "shared"]
+    assert (held["state"], held["nodes"]) == ("ready", ["beast", "second"])
+    until(
+        lambda: (
+            [(share["model_id"], share["state"]) for share in get("/fleet/status")["nodes"][1]["shares"]]
+            == [("shared", "ready")]
+        ),
+        "the part is not shown",
+    )
+    status, body = through.call("/fleet/models/shared/unload", {}, TIMEOUT_S)
+    assert status == 200, body
+    assert pair.shares() == []
+
+
+def test_lead_that_is_killed_leaves_nothing_on_the_peer_and_unload_does_neither(pair: Pair) -> None:
+    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    bystander = worker(pair.peer, 1)
+    status, body = pair.lead.call("/models/unload", {"model_id": SPANNING}, TIMEOUT_S)
+    assert (status, body["state"]) == (200, "cold")
+    assert pair.shares() == []
+    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    assert len(pair.shares()) == 1
+    pair.lead.process.kill()
+    pair.lead.process.wait(10)
+    until(lambda: pair.shares() == [], "the peer keeps its part")
+    assert text_of(pair.peer, BESIDE)
+    assert worker(pair.peer, 1) == bystander

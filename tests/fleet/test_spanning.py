@@ -1,0 +1,127 @@
+"""Models that span nodes: placement on all of them, memory charged on each, explanations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.decision import Verdict
+from cortex.fleet.explain import as_json, outcome
+from cortex.fleet.memory import ledger, measurements
+from cortex.fleet.placement import place
+from cortex.fleet.topology import ModelOnNode, Node
+from cortex.wire.node import ModelShare
+
+NOW = 10_000.0
+GIB = 1024**3
+Make = Callable[..., Any]
+NODES = ("beast", "benjy")
+
+
+def spanning(size: float | None = 30, **options: Any) -> ModelSpec:
+    vram_mb = None if size is None else int(size * 1024)
+    return ModelSpec(id="big", vram_mb=vram_mb, nodes=NODES, **options)
+
+
+def with_share(node: Node, size: float, **facts: Any) -> Node:
+    share = ModelShare(
+        model_id="big", lead="beast", devices=(0,), num_bytes=int(size * GIB), **({"state": "ready"} | facts)
+    )
+    return msgspec.structs.replace(node, shares=(share,))
+
+
+def test_needs_its_part_on_every_node_and_is_served_by_the_first(node: Make, fleet: Make) -> None:
+    snapshot = fleet(node("benjy", [24]), node("other", [80]), node("beast", [24]), specs=[spanning(30)])
+    decision = place("big", snapshot, NOW)
+    assert (decision.action, decision.node, decision.devices, decision.takes_bytes) == ("load", "beast", (0,), 15 * GIB)
+    assert [(part.node, part.verdict, part.takes_bytes) for part in decision.parts] == [
+        ("benjy", Verdict.FITS, 15 * GIB)
+    ]
+    assert outcome(decision) == "load big on beast (device 0) and a part on benjy."
+    verdicts = {each.node: (each.verdict, each.reason) for each in decision.assessments[1:]}
+    assert verdicts["benjy"] == (
+        Verdict.EXCLUDED,
+        "takes a part of it; beast serves it (`nodes` in models.toml)",
+    )
+    assert verdicts["other"][0] is Verdict.EXCLUDED
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "reason"),
+    [
+        ({"healthy": False, "problem": "connection refused"}, Verdict.UNHEALTHY, "benjy: connection refused"),
+        ({"draining": True, "drained": True}, Verdict.DRAINING, "benjy: drained by the operator"),
+        ({"name": "renamed"}, Verdict.UNHEALTHY, "benjy: the fleet has no such node; add it under [[neurons]]"),
+        ({"has_lifecycle": False}, Verdict.WRONG_HARNESS, "benjy: takes no parts of models"),
+    ],
+)
+def test_is_not_loaded_while_one_of_its_nodes_cannot_take_part(
+    node: Make, fleet: Make, change: dict[str, Any], verdict: Verdict, reason: str
+) -> None:
+    benjy = msgspec.structs.replace(node("benjy", [24]), **change)
+    decision = place("big", fleet(node("beast", [24]), benjy, specs=[spanning(30)]), NOW)
+    (lead,) = [each for each in decision.assessments if each.node == "beast"]
+    assert (decision.action, lead.verdict, lead.reason, lead.devices) == ("reject", verdict, reason, ())
+
+
+def test_is_not_loaded_where_its_part_exceeds_the_smallest_node(node: Make, fleet: Make) -> None:
+    decision = place("big", fleet(node("beast", [80]), node("benjy", [12]), specs=[spanning(30)]), NOW)
+    assert decision.assessments[0].verdict is Verdict.TOO_SMALL
+    assert decision.assessments[0].reason.startswith("benjy: needs 15.0 GiB per device, the largest has 12.0 GiB")
+
+
+def test_evicts_on_every_node(model: Make, node: Make, fleet: Make) -> None:
+    beast, benjy = node("beast", [24], model("a", 20)), node("benjy", [24], model("b", 20))
+    decision = place("big", fleet(beast, benjy, specs=[spanning(30)]), NOW)
+    assert decision.action == "load"
+    assert decision.evictions == (ModelOnNode("beast", "a"), ModelOnNode("benjy", "b"))
+    assert outcome(decision) == "load big on beast (device 0) and a part on benjy after unloading a, b on benjy."
+    assert as_json(decision)["victims"] == ["a", "b"]
+    assert as_json(decision)["nodes"][0]["parts"][0]["victims"] == ["b"]
+
+
+def test_takes_equally_many_devices_on_each_node(node: Make, fleet: Make) -> None:
+    nodes = [msgspec.structs.replace(node(name, [24, 24]), max_devices_per_model=2) for name in NODES]
+    decision = place("big", fleet(*nodes, specs=[spanning(80, min_devices=4)]), NOW)
+    assert (decision.devices, decision.parts[0].devices) == ((0, 1), (0, 1))
+    assert place("big", fleet(*nodes, specs=[spanning(80, min_devices=2)]), NOW).action == "reject"
+
+
+def test_share_of_a_model_is_charged_where_it_is_and_is_not_evicted_there(node: Make, fleet: Make, spec: Make) -> None:
+    benjy = with_share(node("benjy", [24]), 15)
+    assert [holding.model_id for holding in ledger(benjy)[0].holdings] == ["big"]
+    assert ledger(benjy)[0].available_bytes == 9 * GIB
+    decision = place("m", fleet(benjy, specs=[spec("m", 20)]), NOW)
+    assert decision.assessments[0].verdict is Verdict.HELD
+    assert "big: a part of it; beast serves it, and unloads it" in decision.assessments[0].reason
+
+
+def test_measured_size_is_that_of_the_whole_model(model: Make, node: Make, fleet: Make) -> None:
+    held = model("big", 15)
+    held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, nodes=NODES))
+    snapshot = fleet(node("beast", [24], held), with_share(node("benjy", [24]), 15), specs=[spanning(None)])
+    measured = measurements(snapshot)
+    assert list(measured.values()) == [30 * GIB]
+    empty = msgspec.structs.replace(
+        fleet(node("beast", [24]), node("benjy", [24]), specs=[spanning(None)]), measured=measured
+    )
+    assert place("big", empty, NOW).takes_bytes == 15 * GIB
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"nodes": ("beast",)}, "must name two or more nodes"),
+        ({"nodes": ("beast", "beast")}, "each once"),
+        ({"nodes": NODES, "min_devices": 3}, "cannot be shared equally by 2 nodes"),
+        ({"nodes": NODES, "only_on": ("beast",)}, "served by beast"),
+        ({"nodes": NODES, "pinned_on": ("benjy",)}, "served by beast"),
+    ],
+)
+def test_catalogue_rejects_nodes_that_cannot_be_meant(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ModelSpec(id="big", **options)

@@ -1,0 +1,128 @@
+"""Deterministic models: a request gets the same tokens and log-probabilities alone and in company, to the last bit.
+
+On a GPU if there is one, else on the CPU. `kernels/test_uniform.py` runs the GPU's kernels on the CPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.layers.parameters import Parameters
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+MIXTURE = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+HYBRID = DENSE | {
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+FAMILIES = {"dense": DENSE, "mixture": MIXTURE, "hybrid": HYBRID}
+
+Response = tuple[tuple[int, ...], tuple[Any, ...]]
+"""Tokens, and their log-probabilities."""
+
+
+def fill(parameters: Parameters) -> None:
+    torch.manual_seed(1)
+    for binding in parameters.bindings:
+        torch.nn.init.normal_(binding.destination, std=0.5 if binding.destination.dim() == 1 else 0.15)
+
+
+def engine(family: str, **options: Any) -> Engine:
+    spec = LoadSpec("", dtype="bfloat16", context_tokens=128, deterministic=True, **{"max_num_seqs": 8} | options)
+    made = Engine(build_model(FAMILIES[family], spec, DEVICE, fill), spec)
+    made.warm_up()
+    return made
+
+
+def request(number: int) -> EngineRequest:
+    draw = random.Random(number)
+    prompt = tuple(draw.randrange(2, 160) for _ in range(draw.randint(1, 40)))
+    sampling = SamplingParams(temperature=draw.choice((0.0, 1.0)), top_p=0.9, seed=number, top_logprobs=5)
+    return EngineRequest(str(number), prompt, 6, sampling)
+
+
+def responses(made: Engine, requests: Sequence[EngineRequest]) -> dict[str, Response]:
+    for one in requests:
+        made.submit(one)
+    tokens: dict[str, list[int]] = {one.id: [] for one in requests}
+    logprobs: dict[str, list[Any]] = {one.id: [] for one in requests}
+    while made.has_work:
+        for output in made.step():
+            tokens[output.request_id] += output.tokens
+            logprobs[output.request_id] += output.logprobs
+    return {name: (tuple(tokens[name]), tuple(logprobs[name])) for name in tokens}
+
+
+def alone(family: str, requests: Sequence[EngineRequest]) -> dict[str, Response]:
+    """Each response from an engine of its own, where nothing is cached."""
+    made: dict[str, Response] = {}
+    for one in requests:
+        made |= responses(engine(family), [one])
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_response_is_the_same_alone_and_in_company(family: str) -> None:
+    requests = [request(number) for number in range(5)]
+    assert responses(engine(family), requests) == alone(family, requests)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_response_does_not_depend_on_how_the_prompt_is_cut_or_cached(family: str) -> None:
+    requests = [request(number) for number in (1, 3, 4)]
+    expected = alone(family, requests)
+    chunked = engine(family, prefill_chunk_tokens=8)
+    assert responses(chunked, requests) == expected
+    assert responses(chunked, requests) == expected, "from the prefix cache"
+
+
+def test_preempted_request_continues_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)
+    requests = [
+        EngineRequest(str(number), tuple(range(2 + number, 40 + number)), 40, SamplingParams(temperature=0.0))
+        for number in range(3)
+    ]
+    expected = alone("dense", requests)
+    roomy = engine("dense")
+    bytes_of_a_page = roomy.info.kv_bytes // roomy.info.num_pages
+    tight = engine("dense", memory_bytes=roomy.info.weight_bytes + 7 * bytes_of_a_page)
+    assert responses(tight, requests) == expected
+    assert tight.stats().preemptions > 0

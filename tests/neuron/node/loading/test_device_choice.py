@@ -1,0 +1,112 @@
+"""Which devices a model in stages takes, and how many layers each gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cortex.neuron.config import Limits, NeuronConfig
+from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.node.loading.device_choice import choose
+from cortex.neuron.node.loading.forecast import Forecast
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.preflight import ModelFacts
+from cortex.neuron.worker.discovery import DeviceReading
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node import Device
+
+GIB = 1 << 30
+CONFIG = {  # 13.8 GiB in bfloat16, of which embedding and head take 2.3
+    "model_type": "qwen3",
+    "vocab_size": 150_000,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+}
+FACTS = ModelFacts(Path("/m"), read_architecture(CONFIG))
+FORECAST = Forecast(NeuronConfig(limits=Limits(max_num_seqs=8, min_free_vram_mb=0)))
+
+
+def chosen(free_gib: list[float], total_gib: list[float] | None = None, **options):
+    totals = total_gib or free_gib
+    devices = [
+        Device(index=index, kind="cuda", name=f"card {index}", total_bytes=int(total * GIB))
+        for index, total in enumerate(totals)
+    ]
+    readings = {
+        index: DeviceReading(int(total * GIB), int(free * GIB))
+        for index, (total, free) in enumerate(zip(totals, free_gib, strict=True))
+    }
+    model = KnownModel("m", "/m", **{"pipeline_parallel": 2, **options})
+    return choose(model, FACTS, devices, readings, FORECAST)
+
+
+def layers(found) -> list[int]:
+    return [stage.num_layers for stage in found.stages]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "options", "indices", "expected"),
+    [
+        ([24, 24], {}, (0, 1), [14, 18]),
+        ([24, 12], {}, (0, 1), [20, 12]),
+        ([12, 24], {}, (0, 1), [7, 25]),
+        ([12, 8, 24], {}, (0, 2), [7, 25]),  # the two with the most free memory
+        ([12, 8, 24], {"pipeline_parallel": 3}, (0, 1, 2), [5, 6, 21]),
+        ([24, 12, 24, 16], {"devices": (1, 3)}, (1, 3), [11, 21]),
+        ([24, 12, 24, 12], {"replicas": 2}, (0, 1, 2, 3), [20, 12]),
+    ],
+)
+def test_layers_go_to_the_devices_with_the_most_free_memory(free_gib, options, indices, expected) -> None:
+    found = chosen(free_gib, **options)
+    assert found.indices == indices
+    assert layers(found) == expected
+    assert [stage.first_layer for stage in found.stages] == [sum(expected[:rank]) for rank in range(len(expected))]
+
+
+def test_every_stage_has_the_memory_for_weights_and_a_few_contexts() -> None:
+    for stage, total in zip(chosen([24, 12]).stages, (24, 12), strict=True):
+        assert stage.memory_bytes is not None
+        assert 0.3 * total * GIB < stage.memory_bytes < total * GIB
+
+
+def test_operators_limit_is_divided_among_the_stages() -> None:
+    found = chosen([24, 24], memory_bytes=16 * GIB)
+    assert sum(stage.memory_bytes for stage in found.stages) <= 16 * GIB
+    with pytest.raises(LoadFailed, match=r"may take 10\.74 GB \(memory_mb\)"):
+        chosen([24, 24], memory_bytes=10 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "total_gib", "reason"),
+    [
+        ([7, 7], [7, 7], "too small even when empty, or under memory_mb"),
+        ([8, 6], [24, 24], "too little is free; unload something"),
+        ([3, 24], [3, 24], "too small even when empty, or under memory_mb"),  # the first holds embedding and head
+    ],
+)
+def test_rejects_a_model_that_no_division_fits_with_the_memory_of_each_device(free_gib, total_gib, reason) -> None:
+    with pytest.raises(InsufficientCapacity) as caught:
+        chosen(free_gib, total_gib)
+    assert "for its 32 layers on 2 devices" in caught.value.message
+    assert [row["reason"] for row in caught.value.details["devices"]] == [reason] * 2
+
+
+def test_ceilings_of_devices_decide_like_their_free_memory() -> None:
+    devices = [Device(index=index, kind="cuda", name="card", total_bytes=24 * GIB) for index in range(2)]
+    readings = {index: DeviceReading(24 * GIB, 24 * GIB) for index in range(2)}
+    model = KnownModel("m", "/m", pipeline_parallel=2)
+    left = {0: None, 1: 9 * GIB}
+    found = choose(model, FACTS, devices, readings, FORECAST, left=lambda device: left[device.index])
+    assert layers(found)[0] > layers(found)[1]
+    assert found.stages[1].memory_bytes <= 9 * GIB
+
+
+def test_rejects_more_stages_than_layers_by_name() -> None:
+    with pytest.raises(LoadFailed, match="m has 32 layers, too few for pipeline_parallel = 33"):
+        chosen([24] * 33, pipeline_parallel=33)

@@ -1,0 +1,170 @@
+"""Two nodes that share models, in one process: the real engine and workers, connections through queues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from faulty_models import parts
+from tiny_llama import generate, write_llama
+
+from cortex.neuron.config import Limits, ModelEntry, NeuronConfig, PeerEntry
+from cortex.neuron.node.node import Node
+from cortex.neuron.worker.factory import ENGINE
+from cortex.neuron.worker.process import WorkerTimeouts
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node import LoadRequest, ModelState, UnloadRequest
+
+BOTH = ("first", "second")
+
+
+class End:
+    """One end of a connection."""
+
+    local_host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.other: End = self
+        self._received: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (message := await self._received.get()) is not None:
+            yield message
+
+    async def send(self, message: bytes) -> None:
+        self.other._received.put_nowait(message)
+
+    async def close(self) -> None:
+        for end in (self, self.other):
+            end._received.put_nowait(None)
+
+
+class Nodes:
+    """`first` leads."""
+
+    first: Node
+    second: Node
+
+    def __init__(self) -> None:
+        self.ends: list[End] = []
+        self._served: list[asyncio.Task[None]] = []
+
+    async def connect(self, peer: PeerEntry) -> End:
+        near, far = End(), End()
+        near.other, far.other = far, near
+        self.ends.append(near)
+        self._served.append(asyncio.create_task(self.second.host_share(far)))
+        return near
+
+
+@pytest.fixture
+async def nodes(tmp_path):
+    source = write_llama(tmp_path / "model", 1, kv_heads=4)
+    other = write_llama(tmp_path / "other", 1)  # the same name for other files
+    options = {"source": source, "context_tokens": 512}
+    led = (
+        ModelEntry(id="whole", **options),
+        ModelEntry(id="two", **options, tensor_parallel=2, nodes=BOTH, devices=(0,)),
+        ModelEntry(id="four", **options, tensor_parallel=4, nodes=BOTH),
+        ModelEntry(id="different", **options, tensor_parallel=2, nodes=BOTH),
+        ModelEntry(id="local", **options, tensor_parallel=2),
+        ModelEntry(id="odd", **options, tensor_parallel=3, nodes=BOTH),
+        ModelEntry(id="stranger", **options, tensor_parallel=2, nodes=("first", "third")),
+        ModelEntry(id="copies", **options, tensor_parallel=2, replicas=2, nodes=BOTH),
+        ModelEntry(id="alone", **options, tensor_parallel=2, nodes=("first",)),
+    )
+    held = (
+        ModelEntry(id="different", source=other, context_tokens=512),
+        ModelEntry(id="local", **options, tensor_parallel=2),
+    )
+    nodes = Nodes()
+    common = {"limits": Limits(max_num_seqs=8), "drain_s": 1.0, "cpu_devices": 2, "model_roots": (Path(tmp_path),)}
+    peer = PeerEntry(name="second", endpoint="http://second:1")
+    changes = {"engine": ENGINE, "timeouts": WorkerTimeouts(step_s=20.0, load_s=20.0), "connect_peer": nodes.connect}
+    nodes.second = await Node.start(NeuronConfig(models=held, **common), parts(**changes))
+    nodes.first = await Node.start(NeuronConfig(models=led, peers=(peer,), **common), parts(**changes))
+    yield nodes
+    await nodes.first.close()
+    await nodes.second.close()
+
+
+async def load(node, model_id):
+    return await node.load(LoadRequest(model_id=model_id), wait=True)
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+
+async def test_several_devices_of_each_node_and_nothing_is_left_after_the_unload(nodes):
+    await load(nodes.first, "whole")
+    status = await load(nodes.first, "four")
+    assert (status.devices, status.num_devices, status.nodes) == ((0, 1), 2, BOTH)
+    (share,) = nodes.second.health().shares
+    assert (share.model_id, share.lead, share.state, share.devices) == ("four", "first", "ready", (0, 1))
+    assert await generate(nodes.first, "four") == await generate(nodes.first, "whole")
+    # Each node counts what it holds.
+    assert status.measured_bytes is not None
+    assert status.measured_bytes < 1.5 * share.num_bytes
+    assert (await nodes.first.unload(UnloadRequest(model_id="four", sleep=True))).state is ModelState.COLD
+    assert nodes.second.health().shares == ()
+
+
+async def test_devices_are_not_shared_with_another_divided_model(nodes):
+    await load(nodes.first, "two")
+    with pytest.raises(InsufficientCapacity, match=r"device 0 .*: it has a part of two, which spans nodes"):
+        await load(nodes.first, "local")
+    with pytest.raises(InsufficientCapacity, match="it has a part of two, which spans nodes"):
+        await load(nodes.second, "local")
+    await nodes.first.unload(UnloadRequest(model_id="two"))
+    await load(nodes.second, "local")
+    with pytest.raises(
+        InsufficientCapacity, match=r"on node second: .* it has a part of local, and a model that spans"
+    ):
+        await load(nodes.first, "two")
+    await nodes.second.unload(UnloadRequest(model_id="local"))
+    assert (await load(nodes.first, "two")).state is ModelState.READY
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("different", "on node second: the files of different here are not those of the lead"),
+        ("odd", "3 devices, which 2 nodes cannot share equally"),
+        ("stranger", r"this node has no peer third \(it has second\); add it to \[\[peers\]\]"),
+        ("copies", "has both `nodes` and replicas = 2"),
+        ("alone", "name two or more, each once, this one first"),
+    ],
+)
+async def test_what_cannot_span_nodes_is_rejected_with_the_reason_and_leaves_nothing(nodes, model, message):
+    with pytest.raises(LoadFailed, match=message):
+        await load(nodes.first, model)
+    await until(lambda: nodes.second.health().shares == ())
+    assert nodes.first.devices.claims.conflicts(spans=True) == {}
+    assert nodes.second.devices.claims.conflicts(spans=True) == {}
+
+
+async def test_unload_during_the_load_leaves_nothing(nodes):
+    for delay_s in (0.0, 0.05, 0.3):
+        loading = asyncio.create_task(load(nodes.first, "two"))
+        await asyncio.sleep(delay_s)
+        assert (await nodes.first.unload(UnloadRequest(model_id="two"))).state is ModelState.COLD
+        with pytest.raises(LoadFailed):
+            await loading
+        await until(lambda: nodes.second.health().shares == ())
+        assert nodes.first.devices.claims.conflicts(spans=True) == {}
+    assert (await load(nodes.first, "two")).state is ModelState.READY
+
+
+async def test_lost_connection_frees_both_sides_and_the_model_comes_back(nodes):
+    await load(nodes.first, "two")
+    tokens = await generate(nodes.first, "two")
+    await nodes.ends[-1].close()
+    await until(lambda: nodes.first.model("two").state is ModelState.RECOVERING)
+    assert (await load(nodes.first, "two")).state is ModelState.READY
+    assert await generate(nodes.first, "two") == tokens
+    assert len(nodes.second.health().shares) == 1

@@ -1,0 +1,54 @@
+"""Plans between hosts: over a port that strangers may reach as well."""
+
+from __future__ import annotations
+
+import queue
+import socket
+
+import pytest
+
+from cortex.neuron.engine.errors import GroupBroken
+from cortex.neuron.engine.request import Meeting, RankSpec
+from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.worker import step_link
+from cortex.neuron.worker.step_link import FollowerLink, LeaderLink
+
+SECRET = "s" * 32
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def rank(number: int, port: int, secret: str = SECRET) -> RankSpec:
+    return RankSpec(number, 2, "", meeting=Meeting("127.0.0.1", 0, port, secret, f"127.0.0.{number + 1}"))
+
+
+def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(port):
+    plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+    leader = LeaderLink(rank(0, port), lambda: None)
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    strangers[0].sendall(b"x" * len(SECRET))
+    strangers[1].shutdown(socket.SHUT_WR)
+    follower = FollowerLink(rank(1, port), plans.put, lambda: None)
+    follower.open()
+    leader.announce(StepPlan((), 0, (), ()))
+    assert plans.get(timeout=30).rows == ()
+    for stranger in strangers:
+        assert stranger.recv(1) == b""
+        stranger.close()
+    follower.close()
+    leader.close()
+
+
+def test_rank_of_another_load_is_not_accepted(port, monkeypatch):
+    monkeypatch.setattr(step_link, "ACCEPT_S", 0.5)
+    leader = LeaderLink(rank(0, port), lambda: None)
+    follower = FollowerLink(rank(1, port, "another secret".ljust(32)), lambda plan: None, lambda: None)
+    follower.open()
+    with pytest.raises(GroupBroken, match="does not take the next step"):
+        leader.announce(StepPlan((), 0, (), ()))
+    follower.close()
+    leader.close()

@@ -1,4 +1,4 @@
-"""Takes the screenshots of the documentation: `python tests/browser/screenshots.py docs/images [VIEW…]`.
+"""Takes the screenshots of the documentation: `python -m tests.browser.screenshots docs/images [VIEW…]`.
 
 The gateway is real. The nodes are directed, so that the pictures show a busy fleet on any machine.
 """
@@ -18,16 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import chromium
 from playwright.sync_api import Page, sync_playwright
-from stage import GB, DirectedNode, Stage
 
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.events import Usage
 from cortex.wire.node import DiskUse, ModelLoad, ModelState, Progress
+
+from . import chromium
+from .stage import GB, DirectedNode, Stage
 
 SIZE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 800}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -14,10 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import ClientSession, web
 from multidict import CIMultiDict
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # the fake node is shared with the gateway's tests
-
-from fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
 
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.ledger.keys import KeySection, as_toml
@@ -36,6 +31,8 @@ from cortex.wire.node import (
     ModelStatus,
     Progress,
 )
+
+from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
 
 T = TypeVar("T")
 _HOP_HEADERS = ("connection", "transfer-encoding", "date")

@@ -9,6 +9,7 @@ import pytest
 
 from cortex.wire.node import ModelLoad, ModelState, Progress
 
+from ..gateway.fake_neuron import opened_gate
 from .stage import GB, REPLY, DirectedNode, Stage
 
 EVIL = "<img src=x onerror=window.hacked=1>"
@@ -31,7 +32,7 @@ def node(stage: Stage) -> Iterator[DirectedNode]:
 
 @pytest.fixture(autouse=True)
 def _as_before(node: DirectedNode) -> None:
-    node.script, node.pause_s, node.load_gate = list(REPLY), 0.0, None
+    node.script, node.pause_s, node.load_gate = list(REPLY), 0.0, opened_gate()
     node.progress.clear()
     for model in ("large", "cold"):
         node.states.pop(model, None)
@@ -43,7 +44,7 @@ def card(page, name: str):
     return page.locator(f"article[aria-label='Node {name}']")
 
 
-def test_fleet_shows_nodes_devices_and_models(page) -> None:
+def test_fleet_shows_nodes_devices_and_models(page: object) -> None:
     page.goto("#/fleet")
     beast = card(page, "beast")
     beast.get_by_text("2 in flight").wait_for()
@@ -54,7 +55,7 @@ def test_fleet_shows_nodes_devices_and_models(page) -> None:
     page.get_by_text("1 up, 1 down").wait_for()
 
 
-def test_cold_load_is_watched_to_ready(page, stage: Stage, node: DirectedNode) -> None:
+def test_cold_load_is_watched_to_ready(page: object, stage: Stage, node: DirectedNode) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="read", done_bytes=GB, total_bytes=4 * GB, eta_s=12.0)
     page.goto("#/fleet")
@@ -70,7 +71,7 @@ def test_cold_load_is_watched_to_ready(page, stage: Stage, node: DirectedNode) -
     page.get_by_text("Load cold: done.").wait_for()
 
 
-def test_eviction_is_shown_before_it_is_confirmed(page, node: DirectedNode) -> None:
+def test_eviction_is_shown_before_it_is_confirmed(page: object, node: DirectedNode) -> None:
     node.states["cold"] = ModelState.READY
     node.loads["small"] = ModelLoad()
     page.goto("#/fleet")
@@ -92,7 +93,7 @@ def test_eviction_is_shown_before_it_is_confirmed(page, node: DirectedNode) -> N
     page.get_by_role("dialog").get_by_text("fits after eviction").wait_for()
 
 
-def test_unload_needs_a_confirmation(page, node: DirectedNode) -> None:
+def test_unload_needs_a_confirmation(page: object, node: DirectedNode) -> None:
     page.goto("#/fleet")
     row = card(page, "beast").locator("li.model").filter(has_text="small")
     num_before = len(node.unload_requests)
@@ -115,7 +116,7 @@ def say(page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
-def test_chat_streams_text_thoughts_code_and_numbers(page, node: DirectedNode) -> None:
+def test_chat_streams_text_thoughts_code_and_numbers(page: object, node: DirectedNode) -> None:
     node.pause_s = 0.2
     page.goto("#/playground")
     say(page, "make me a list")
@@ -132,7 +133,7 @@ def test_chat_streams_text_thoughts_code_and_numbers(page, node: DirectedNode) -
     assert page.get_by_label("Response of small").locator("strong").inner_text() == "what", "kept in this browser"
 
 
-def test_response_is_stopped_regenerated_and_edited(page, node: DirectedNode) -> None:
+def test_response_is_stopped_regenerated_and_edited(page: object, node: DirectedNode) -> None:
     node.script, node.pause_s = [{"content": f"word{index} "} for index in range(200)], 0.05
     page.goto("#/playground")
     say(page, "first question")
@@ -149,7 +150,7 @@ def test_response_is_stopped_regenerated_and_edited(page, node: DirectedNode) ->
     assert [message["content"] for message in node.seen[-1].body["messages"]] == ["second question"]
 
 
-def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page, node: DirectedNode) -> None:
+def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: object, node: DirectedNode) -> None:
     node.states["cold"] = ModelState.READY
     call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": '{"city":'}}
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
@@ -172,7 +173,9 @@ def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page, node
     assert body["messages"][0] == {"role": "system", "content": "be brief"}
 
 
-def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(page, stage: Stage, node: DirectedNode) -> None:
+def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(
+    page: object, stage: Stage, node: DirectedNode
+) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="warm")
     page.goto("#/playground")
@@ -184,7 +187,7 @@ def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(page, stage
     page.get_by_text("3 out").wait_for()
 
 
-def test_request_is_copied_for_other_programs(page, stage: Stage) -> None:
+def test_request_is_copied_for_other_programs(page: object, stage: Stage) -> None:
     page.goto("#/playground")
     for name, expected in (
         ("Curl", f"curl {stage.url}v1/chat/completions"),
@@ -210,7 +213,7 @@ HOSTILE = """
 """
 
 
-def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page, node: DirectedNode) -> None:
+def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: object, node: DirectedNode) -> None:
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
     node.script = [{"reasoning_content": HOSTILE}, {"content": HOSTILE}]
@@ -227,7 +230,9 @@ def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page, node: Dire
     assert not [url for url in requested if "leak" in url or "evil" in url]
 
 
-def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page, stage: Stage, node: DirectedNode) -> None:
+def test_response_that_is_cut_off_is_reported_and_keeps_its_text(
+    page: object, stage: Stage, node: DirectedNode
+) -> None:
     node.script, node.pause_s = [{"content": f"word{index} "} for index in range(400)], 0.05
     page.goto("#/playground")
     page.get_by_label("Model", exact=True).select_option("small")
@@ -242,7 +247,7 @@ def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page, stage: St
     page.get_by_text("the whole story").wait_for()
 
 
-def test_page_reconnects_after_the_gateway_restarts(page, stage: Stage, node: DirectedNode) -> None:
+def test_page_reconnects_after_the_gateway_restarts(page: object, stage: Stage, node: DirectedNode) -> None:
     page.goto("#/fleet")
     card(page, "beast").get_by_text("2 in flight").wait_for()
     stage.stop_gateway()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "browser"))  # which browser is installed
-
-import chromium
+from ..browser import chromium
 
 if TYPE_CHECKING:
     from .conftest import Run
@@ -36,7 +32,7 @@ def page(up: Run) -> Iterator[object]:
         browser.close()
 
 
-def test_model_is_unloaded_loaded_by_a_message_and_responds(page) -> None:
+def test_model_is_unloaded_loaded_by_a_message_and_responds(page: object) -> None:
     page.goto("/#/fleet")
     row = page.locator("li.model").filter(has_text=SMOLLM2.id)
     row.get_by_text("ready", exact=True).wait_for()

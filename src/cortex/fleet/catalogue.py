@@ -56,6 +56,9 @@ class ModelSpec(Section, frozen=True):
     min_devices: Count = 1
     """Fewest devices to spread over; more are used where one share would not fit. Nodes limit the devices per model:
     a neuron supports as many as it has (`max_devices_per_model` in its `/discovery`)."""
+    pipeline_parallel: Count = 1
+    """Number of devices of a node that its layers are divided among, by their free memory. For devices of different
+    sizes and slow links; not together with `min_devices`, which divides every layer."""
     min_device_vram_mb: Amount = 0
     """Devices smaller than this are not considered."""
     pinned_on: tuple[str, ...] = ()
@@ -94,7 +97,10 @@ class ModelSpec(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.only_on and (excluded := [name for name in self.pinned_on if name not in self.only_on]):
             raise ValueError(f"`{self.id}` is pinned on {', '.join(excluded)}, which `only_on` excludes")
-
+        if self.pipeline_parallel > 1 and self.min_devices > 1:
+            raise ValueError(f"`{self.id}` has min_devices and pipeline_parallel; choose one of them")
+        if self.pipeline_parallel > 1 and self.nodes:
+            raise ValueError(f"`{self.id}` has `nodes` and pipeline_parallel; layers are divided within one node")
         if self.nodes:
             self._check_nodes()
 
@@ -114,7 +120,7 @@ class ModelSpec(Section, frozen=True):
     @property
     def devices_per_node(self) -> int:
         """The fewest devices that it takes on each node that it is loaded on."""
-        return max(1, self.min_devices // max(1, len(self.nodes)))
+        return max(self.pipeline_parallel, self.min_devices // max(1, len(self.nodes)))
 
     @property
     def policy(self) -> LoadPolicy:

@@ -14,7 +14,7 @@ from .catalogue import MEBIBYTE, ModelSpec
 from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection, occupies, protection
 from .memory import DeviceLedger, Need, ledger
-from .rooms import Room, free_devices, harm, rooms, smallest_share
+from .rooms import Division, Room, free_devices, harm, rooms
 from .topology import Fleet, Node
 from .units import gib
 
@@ -36,16 +36,22 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
     previous size; where those have no room, all devices are considered.
     """
     held = node.residencies.get(spec.id)
-    if held is not None and held.status.num_devices > spec.min_devices:
-        spec = msgspec.structs.replace(spec, min_devices=held.status.num_devices)
+    count = max(spec.min_devices, spec.pipeline_parallel)
+    stage_layers: tuple[int, ...] = ()
+    if held is not None:
+        count, stage_layers = max(count, held.status.num_devices), held.status.stage_layers
+    by_layers = spec.pipeline_parallel > 1 or bool(stage_layers)
+    if count > spec.min_devices:
+        spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
     devices = ledger(node)
     occupants = _occupants(spec, node, devices, fleet, now, origin)
     eligible = _eligible(spec, devices)
 
     def assess(candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool) -> Assessment:
-        count = _device_count(spec, candidates, size, limit=node.max_devices_per_model)
-        share = None if size is None else -(-size // (count or spec.min_devices))
-        found = _find_room(spec, node, candidates, occupants, fleet, count=count, share=share)
+        limit = node.max_devices_per_model
+        count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers)
+        division = None if size is None else Division(size, count or spec.min_devices, by_layers)
+        found = _find_room(spec, node, candidates, occupants, fleet, stage_layers, count=count, division=division)
         verdict, reason, room = found.verdict, found.reason, found.room
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
@@ -63,7 +69,7 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
             is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
             devices=tuple(sorted(chosen)),
             victims=room.victims,
-            rows=_rows(devices, share, chosen),
+            rows=_rows(devices, division, chosen),
             held_by=found.held_by,
             ceiling_bytes=node.ceiling_bytes,
             occupants=occupants,
@@ -89,16 +95,17 @@ def fit(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, need: Need | N
 
 def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow, ...]:
     """The device rows for a model over `count` devices, where memory does not decide the verdict."""
-    return _rows(ledger(node), None if need is None else -(-need.takes_bytes // count), ())
+    return _rows(ledger(node), None if need is None else Division(need.takes_bytes, count), ())
 
 
 def _taken(wanted_bytes: int, sure_bytes: int, room: Room) -> int:
-    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded. All devices of
-    a model get the same share, so the one with the least room decides."""
+    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded. If all devices
+    get the same share, the one with the least room decides."""
     usable_bytes = [
         device.usable_bytes(device.balance_bytes + room.freed_bytes(device.index)) for device in room.devices
     ]
-    taken_bytes = min(wanted_bytes, len(usable_bytes) * min(usable_bytes, default=0))
+    room_bytes = sum(usable_bytes) if room.by_layers else len(usable_bytes) * min(usable_bytes, default=0)
+    taken_bytes = min(wanted_bytes, room_bytes)
     return max(sure_bytes, taken_bytes if room.max_bytes is None else min(taken_bytes, room.max_bytes))
 
 
@@ -108,30 +115,36 @@ def _find_room(
     eligible: Sequence[DeviceLedger],
     occupants: tuple[Occupant, ...],
     fleet: Fleet,
+    stage_layers: tuple[int, ...],
     *,
     count: int | None,
-    share: int | None,
+    division: Division | None,
 ) -> _Finding:
     limit = node.max_devices_per_model
     if spec.min_devices > limit:
-        reason = f"cannot span {spec.min_devices} devices (min_devices), at most {limit} per model"
+        by = "pipeline_parallel" if division is not None and division.by_layers else "min_devices"
+        reason = f"cannot span {spec.min_devices} devices ({by}), at most {limit} per model"
         return _Finding(Verdict.CANNOT_SPAN, reason)
     if len(eligible) < spec.min_devices:
         return _Finding(Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)))
     if count is None:
-        return _Finding(Verdict.TOO_SMALL, _too_small(node, eligible, spec.min_devices, share or 0))
-    if share is None:
+        return _Finding(Verdict.TOO_SMALL, _too_small(node, eligible, division))
+    if division is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
         return _Finding(Verdict.FITS, "size unknown; the node checks it at load", Room(tuple(emptiest)))
-    if devices := free_devices(eligible, count, share, fleet.placement):
-        reason = f"needs {gib(share)} per device, which is free{smallest_share(devices)}"
-        return _Finding(Verdict.FITS, reason, Room(devices))
+    if devices := free_devices(eligible, division, fleet.placement):
+        size = gib(division.num_bytes) if division.by_layers else f"{gib(division.share)} per device"
+        reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
+        return _Finding(Verdict.FITS, reason, Room(devices, by_layers=division.by_layers))
 
-    wide_enough = [device for device in eligible if device.capacity_bytes >= share]
-    sets = list(combinations(wide_enough, count))
+    sets = [
+        devices
+        for devices in combinations(eligible, count)
+        if division.fits(devices, lambda device: device.capacity_bytes)
+    ]
 
     def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Room | None:
-        found = rooms(sets, candidates, fleet, share, have)
+        found = rooms(sets, candidates, fleet, division, have)
         return min(found, key=harm, default=None)
 
     if room := cheapest(occupants, lambda device: device.balance_bytes):
@@ -196,16 +209,20 @@ def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLe
     return [device for device in devices if device.kind == kind and device.total_bytes >= smallest]
 
 
-def _device_count(spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int) -> int | None:
+def _device_count(
+    spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int, by_layers: bool
+) -> int | None:
     """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it, up to
-    `limit`, the most that the node supports for one model."""
+    `limit`, the most that the node supports for one model. By layers: exactly `min_devices`."""
     count = spec.min_devices
     ceiling = eligible[0].node_ceiling_bytes if eligible else None
     if size is not None and ceiling is not None and size > ceiling:
         return None
     while count <= min(limit, len(eligible)):
-        if size is None or sum(device.capacity_bytes * count >= size for device in eligible) >= count:
+        if size is None or Division(size, count, by_layers).fits(eligible, lambda device: device.capacity_bytes):
             return count
+        if by_layers:
+            return None
         count *= 2
     return None
 
@@ -230,23 +247,30 @@ def _too_few(spec: ModelSpec, node: Node, count: int) -> str:
     return f"needs {plural(spec.min_devices, 'device')}{size}, has {count}"
 
 
-def _too_small(node: Node, eligible: Sequence[DeviceLedger], count: int, share: int) -> str:
-    """Why even the empty devices have no room for `share` on each of `count`: a ceiling, or their size."""
+def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division | None) -> str:
+    """Why even the empty devices have no room: a ceiling, or their size."""
+    count, share = (1, 0) if division is None else (division.num_devices, division.share)
     ceiling = node.ceiling_bytes
+    if division is not None and division.by_layers and (ceiling is None or division.num_bytes <= ceiling):
+        largest = sorted((device.capacity_bytes for device in eligible), reverse=True)[:count]
+        return f"needs {gib(division.num_bytes)} on {plural(count, 'device')}, which have {gib(sum(largest))} together"
     if ceiling is not None and count * share > ceiling:
         return f"needs {gib(count * share)}, and models may take {gib(ceiling)} of the node (`memory_mb`)"
-    largest = max(eligible, key=lambda device: device.capacity_bytes)
-    reason = f"needs {gib(share)} per device, the largest has {gib(largest.capacity_bytes)}"
+    widest = max(eligible, key=lambda device: device.capacity_bytes)
+    reason = f"needs {gib(share)} per device, the largest has {gib(widest.capacity_bytes)}"
     if any(device.usable_bytes(device.total_bytes) >= share for device in eligible):
-        reason = (
-            f"needs {gib(share)} per device, and models may take {gib(largest.capacity_bytes)} of one (`memory_mb`)"
-        )
+        reason = f"needs {gib(share)} per device, and models may take {gib(widest.capacity_bytes)} of one (`memory_mb`)"
     if node.max_devices_per_model == 1 and len(eligible) > 1:
         reason += "; the node runs a model on one device"
     return reason
 
 
-def _rows(devices: Sequence[DeviceLedger], share: int | None, chosen: Collection[int]) -> tuple[DeviceRow, ...]:
+def _rows(devices: Sequence[DeviceLedger], division: Division | None, chosen: Collection[int]) -> tuple[DeviceRow, ...]:
+    shares: dict[int, int] = {}
+    if division is not None:
+        shares = dict.fromkeys((device.index for device in devices), division.share)
+        used = [device for device in devices if device.index in chosen]
+        shares |= division.shares(used, lambda device: device.available_bytes or device.capacity_bytes)
     return tuple(
         DeviceRow(
             index=device.index,
@@ -257,7 +281,7 @@ def _rows(devices: Sequence[DeviceLedger], share: int | None, chosen: Collection
             kept_free_bytes=max(0, device.balance_bytes) - device.usable_bytes(device.balance_bytes),
             ceiling_bytes=device.ceiling_bytes,
             available_bytes=device.available_bytes,
-            need_bytes=share,
+            need_bytes=shares.get(device.index),
             chosen=device.index in chosen,
         )
         for device in devices

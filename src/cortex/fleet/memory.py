@@ -86,7 +86,8 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
     for held in node.residencies.values():
         if held.model_id not in reserved and held.state in ON_DEVICE and held.num_bytes:
             basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"
-            _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis)
+            shares = held.status.device_bytes
+            _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis, shares)
     for share in node.shares:
         if share.model_id not in reserved:
             _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured")
@@ -181,10 +182,13 @@ def _enter(
     devices: tuple[int, ...],
     num_bytes: int,
     basis: Basis,
+    shares: tuple[int, ...] = (),
 ) -> None:
+    """`shares`: what the model holds on each of `devices`; empty: equal shares of `num_bytes`."""
     places = [index for index in devices if index in holdings] or _likely_place(node)
+    known = dict(zip(devices, shares, strict=False))
     for index in places:
-        share = -(-num_bytes // len(places))
+        share = known.get(index, -(-num_bytes // len(places)))
         holdings[index].append(Holding(model_id=model_id, num_bytes=share, basis=basis))
 
 

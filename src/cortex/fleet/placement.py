@@ -113,6 +113,13 @@ class Feasibility:
         return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
 
 
+def _layers(held: Residency) -> str:
+    """How many layers each device holds, of a model that is divided by layers."""
+    layers = zip(held.status.stage_layers, held.status.devices, strict=False)
+    parts = [f"{count} on device {device}" for count, device in layers]
+    return f"; layers: {', '.join(parts)}" if parts else ""
+
+
 def _num_devices(spec: ModelSpec, held: Residency | None) -> int:
     return spec.devices_per_node if held is None else len(held.status.devices) or spec.devices_per_node
 
@@ -158,7 +165,7 @@ def _without_memory(
     if node.draining:
         return Verdict.DRAINING, "drained by the operator: run `cortex undrain`" if node.drained else "shutting down"
     if held is not None and held.state is ModelState.READY:
-        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}"
+        return Verdict.RESIDENT, f"ready, requests in progress: {int(_load(held))}{_layers(held)}"
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {now - held.state_since:.0f} s"
     if any(reservation.model_id == spec.id for reservation in node.reservations):

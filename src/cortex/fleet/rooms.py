@@ -17,22 +17,63 @@ from .topology import Fleet
 from .units import gib
 
 
+class Division(msgspec.Struct, frozen=True):
+    """How the bytes of a model are divided among devices: in equal shares, or by layers, in proportion to memory."""
+
+    num_bytes: int
+    num_devices: int
+    by_layers: bool = False
+
+    @property
+    def share(self) -> int:
+        """What each device takes on average."""
+        return -(-self.num_bytes // self.num_devices)
+
+    def shares(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> dict[int, int]:
+        """What each of `devices` takes, by index. `have`: the memory that layers are divided by."""
+        total = sum(map(have, devices))
+        if not self.by_layers or not total:
+            return {device.index: self.share for device in devices}
+        return {device.index: -(-self.num_bytes * have(device) // total) for device in devices}
+
+    def fits(self, devices: Sequence[DeviceLedger], have: Callable[[DeviceLedger], int]) -> bool:
+        """Whether as many of `devices` as it needs have room for it."""
+        if self.by_layers:
+            largest = sorted(map(have, devices), reverse=True)[: self.num_devices]
+            return len(largest) == self.num_devices and sum(largest) >= self.num_bytes
+        return sum(have(device) >= self.share for device in devices) >= self.num_devices
+
+    def explained(self, devices: Sequence[DeviceLedger], stage_layers: Sequence[int]) -> str:
+        """Why the shares on `devices` are what they are, if they differ. `stage_layers`: as far as the node knows."""
+        if not self.by_layers:
+            return smallest_share(devices)
+        in_order = sorted(devices, key=lambda device: device.index)
+        shares = self.shares(in_order, lambda device: device.available_bytes)
+        counts = stage_layers if len(stage_layers) == len(in_order) else ()
+        parts = [f"{gib(shares[device.index])} on device {device.index}" for device in in_order]
+        if counts:
+            parts = [f"{count} layers, {part}" for count, part in zip(counts, parts, strict=True)]
+        return f"; layers by memory: {'; '.join(parts)}"
+
+
 class Room(msgspec.Struct, frozen=True):
     """Devices to use, and the models to evict from them or, for the node's ceiling, from others."""
 
     devices: tuple[DeviceLedger, ...]
     victims: tuple[Occupant, ...] = ()
+    by_layers: bool = False
 
     def freed_bytes(self, index: int) -> int:
         return sum(victim.frees(index) for victim in self.victims)
 
     @property
     def max_bytes(self) -> int | None:
-        """What the ceilings let a load take here, over all devices; all of them get the same share."""
+        """What the ceilings let a load take here, over all devices. All of them get the same share, or as many layers
+        as the node gives them under its ceilings of devices."""
         limits = [
             len(self.devices) * (device.ceiling_bytes - device.committed_bytes + self.freed_bytes(device.index))
             for device in self.devices
-            if device.ceiling_bytes is not None
+            if device.ceiling_bytes is not None and not self.by_layers
         ]
         limits += [
             device.node_left_bytes + self.freed_bytes(WHOLE_NODE)
@@ -43,12 +84,19 @@ class Room(msgspec.Struct, frozen=True):
 
 
 def free_devices(
-    eligible: Sequence[DeviceLedger], count: int, share: int, rules: PlacementRules
+    eligible: Sequence[DeviceLedger], division: Division, rules: PlacementRules
 ) -> tuple[DeviceLedger, ...]:
-    """`count` devices with room for `share`: the fullest, or to spread the emptiest. Empty when there are fewer."""
-    sign = -1 if rules.strategy == "spread" else 1
+    """Devices with room for the model: the fullest, or to spread or by layers the emptiest. Empty if there are none."""
+    count, share = division.num_devices, division.share
+    sign = -1 if rules.strategy == "spread" or division.by_layers else 1
+    if not division.fits(eligible, lambda device: device.available_bytes):
+        return ()
     roomy = sorted(
-        (device for device in eligible if device.available_bytes >= share and _fits_node(device, count * share)),
+        (
+            device
+            for device in eligible
+            if (division.by_layers or device.available_bytes >= share) and _fits_node(device, count * share)
+        ),
         key=lambda device: (sign * device.available_bytes, device.index),
     )
     return tuple(roomy[:count]) if len(roomy) >= count else ()
@@ -70,17 +118,18 @@ def rooms(
     sets: Sequence[tuple[DeviceLedger, ...]],
     occupants: Sequence[Occupant],
     fleet: Fleet,
-    share: int,
+    division: Division,
     have: Callable[[DeviceLedger], int],
 ) -> Iterator[Room]:
     for devices in sets:
-        missing = {device.index: _missing(device, share, have(device)) for device in devices}
+        shares = division.shares(devices, lambda device: device.capacity_bytes)
+        missing = {device.index: _missing(device, shares[device.index], have(device)) for device in devices}
         if (left_bytes := devices[0].node_left_bytes) is not None:
-            missing[WHOLE_NODE] = len(devices) * share - left_bytes
+            missing[WHOLE_NODE] = len(devices) * division.share - left_bytes
         shortfall = {index: num_bytes for index, num_bytes in missing.items() if num_bytes > 0}
         victims = choose(occupants, shortfall, fleet.rules)
         if victims is not None:
-            yield Room(devices, victims)
+            yield Room(devices, victims, division.by_layers)
 
 
 def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:

@@ -264,6 +264,7 @@ class ModelJobs:
     def _load(self, job: LoadJob) -> None:
         node, model = job.target
         spec = self._fleet_state.settings.catalogue.spec(model)
+        in_stages = spec.pipeline_parallel > 1
         self._event_log.happened("load_started", node=node, model=model)
         self._effects.load(
             node,
@@ -273,7 +274,8 @@ class ModelJobs:
                 harness=spec.harness,
                 quant=spec.quant,
                 devices=job.devices,
-                tensor_parallel=max(1, len(job.devices)) * max(1, len(spec.nodes)),
+                tensor_parallel=1 if in_stages else max(1, len(job.devices)) * max(1, len(spec.nodes)),
+                pipeline_parallel=spec.pipeline_parallel,
                 nodes=spec.nodes,
                 context_tokens=spec.context,
                 control_tokens_in_messages=spec.control_tokens_in_messages,

@@ -18,7 +18,7 @@ from cortex.neuron.weights.decode import DENSE
 from cortex.neuron.weights.errors import CheckpointError, Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.gguf.quants import QUANTISATIONS
 from cortex.neuron.weights.gguf.types import READABLE, GGMLType
-from cortex.neuron.weights.transfer import PackedPlacement, Placement, group_runs, load_into
+from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 
 Writer = Callable[[], Any]
 
@@ -200,7 +200,6 @@ def test_scale_that_is_not_a_number_is_rejected_by_tensor_while_reading(
             progress=lambda *_: None,
             cancelled=lambda: False,
         ),
-        lambda: list(group_runs(checkpoint, "lm_head.weight", 16)),
     ]
     for way in ways:
         with pytest.raises(Malformed, match=r"output.weight in Q8_0 has scales that are not numbers"):

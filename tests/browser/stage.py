@@ -66,6 +66,8 @@ class DirectedNode(FakeNeuron):
     """Between two deltas."""
     usage: Usage | Callable[[], Usage] = REPORTED
     disk: DiskUse | None = None
+    ceiling_bytes: int | None = None
+    """Of the first device."""
 
     def __post_init__(self) -> None:
         self.answer = _play
@@ -93,6 +95,7 @@ class DirectedNode(FakeNeuron):
                 worker="running",
                 temperature_c=self.temperature_c,
                 utilisation=self.utilisation,
+                ceiling_bytes=self.ceiling_bytes if index == 0 else None,
             )
             for index in range(len(self.device_names))
         )

@@ -89,6 +89,16 @@ def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: 
     card(page, "beast").get_by_role("menuitem", name="Sleep…").wait_for()
 
 
+def test_bar_shows_what_the_ceiling_keeps_from_models(page: object, node: DirectedNode) -> None:
+    node.ceiling_bytes = 10 * GB
+    page.goto("#/fleet")
+    beast = card(page, "beast")
+    beast.get_by_text("models ≤ 10.0 GiB").wait_for()
+    assert "Free, but over the ceiling of models (memory_mb)" in beast.locator(".bar").get_attribute("aria-label")
+    node.ceiling_bytes = None
+    beast.get_by_text("models ≤ 10.0 GiB").wait_for(state="detached")
+
+
 def test_cold_load_is_watched_to_ready(page: object, stage: Stage, node: DirectedNode) -> None:
     node.load_gate = stage.gate()
     node.progress["cold"] = Progress(stage="read", done_bytes=GB, total_bytes=4 * GB, eta_s=12.0)
